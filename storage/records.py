@@ -1,0 +1,109 @@
+"""The words of the project as types: prompts, trajectories, groups and their fates.
+
+All are frozen. Shapes: T tokens of one trajectory (prompt and response), G trajectories of one group.
+
+A *dispatch* is one issue of one prompt: `GroupKey(index, attempt)`. Every dispatch ends in exactly one fate:
+trained in one version, or discarded with a reason. A discarded prompt that is still wanted is issued again
+under the next attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class Ending(StrEnum):
+    """Why an episode or a generation stopped."""
+
+    STOP = "stop"  # the model ended its answer (end-of-sequence)
+    LENGTH = "length"  # max_new_tokens reached
+    ABORTED = "aborted"  # told to stop; the tokens are incomplete
+    FAILED = "failed"  # environment or verifier failed
+
+
+class DiscardReason(StrEnum):
+    """Why a dispatched group was not trained on."""
+
+    STALE = "stale"  # older than the asynchronous ratio allows when its batch was formed
+    FAILED = "failed"  # the engine or the verifier died under it
+    FILTERED = "filtered"  # carries no signal by the run's own filter
+    REDUNDANT = "redundant"  # launched on top of what was needed
+
+
+class GroupKey(NamedTuple):
+    """One dispatch: the prompt's place in the run's order, and which issue of it this is (from 0)."""
+
+    index: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked. `index` is its place in the run's order; `reference` is what the verifier needs (JSON)."""
+
+    id: str
+    index: int
+    domain: str
+    text: str
+    tokens: tuple[int, ...]
+    reference: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished episode over T tokens.
+
+    `loss_mask[t]` is true where the policy chose token t; there `logprobs[t]` (nats) is its log-probability
+    under the distribution it was sampled from and `versions[t]` the policy version that produced it. Elsewhere
+    they are 0.0 and -1. `started_version` is what staleness counts from.
+    """
+
+    sample: int
+    started_version: int
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    reason: str
+    ending: Ending
+    generation_seconds: float = 0.0
+    reward_seconds: float = 0.0
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens the policy chose."""
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """The G trajectories of one dispatch: the unit of the advantage baseline and of fate."""
+
+    key: GroupKey
+    prompt_id: str
+    domain: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def started_version(self) -> int:
+        """The oldest version any of its trajectories was started under."""
+        return min(t.started_version for t in self.trajectories)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens the policy chose, over all trajectories."""
+        return sum(t.response_tokens for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The fate of a dispatch that was not trained on; its length counts, because drops bias towards short answers."""
+
+    key: GroupKey
+    reason: DiscardReason
+    started_version: int
+    response_tokens: int

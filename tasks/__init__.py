@@ -1,0 +1,1 @@
+"""Tasks compute: prompts, rollout, engines, rewards, algorithms and learners."""

@@ -1,0 +1,1 @@
+"""Losses, advantages and packing: pure torch."""

@@ -1,0 +1,81 @@
+"""The engine contract: generate tokens under one policy version at a time.
+
+Guarantees, each tested once for all engines in `tests/contracts/test_engines.py`:
+
+- Every token of a `Generation` carries the log-probability under the distribution it was sampled from
+  (temperature applied) and the policy version whose weights produced it. Versions never decrease.
+- Between `suspend` and `resume` no token is generated. After `suspend("continue")` running requests keep
+  the tokens they have and go on after `resume`; after `suspend("restart")` they end as `ABORTED`.
+- After `update(v, folder)` every new token is produced by the weights in `folder` and labelled `v`; no
+  attention state of older weights is used for a prompt that arrives after the update.
+- `abort` ends a request at once: its `generate` returns what there is with the ending `ABORTED`.
+- A dead engine raises `EngineFailed` from every call, also from the ones already waiting.
+
+An engine is started without trained weights: the first `update` (version 0) brings them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from rollflow.storage.records import Ending
+
+InFlight = Literal["continue", "restart"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to sample. `seed` makes it reproducible on engines that are (transformers)."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What came back: T tokens with T behaviour log-probs (nats) and T policy versions."""
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    ending: Ending
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One generation engine. See the module's docstring for the guarantees."""
+
+    @property
+    def version(self) -> int:
+        """The policy version in use; -1 before the first update."""
+
+    async def start(self) -> None:
+        """Load the architecture and get ready; returns when `update` can be called."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one response; may be called any number of times concurrently."""
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End these requests now; unknown ids are ignored."""
+
+    async def suspend(self, in_flight: InFlight) -> None:
+        """Stop generating; running requests are kept or aborted."""
+
+    async def update(self, version: int, weights: Path) -> None:
+        """Load `weights` (a folder of safetensors files, Hugging Face names) as policy `version`. Only while suspended."""
+
+    async def resume(self) -> None:
+        """Go on generating."""
+
+    async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
+        """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes; None if the engine has no model."""
+
+    async def close(self) -> None:
+        """End the engine and every process it started."""

@@ -1,0 +1,1 @@
+"""Learners turn a trajectory batch into the next policy version."""

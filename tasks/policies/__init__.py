@@ -1,0 +1,1 @@
+"""The policy's architecture and its cold start."""

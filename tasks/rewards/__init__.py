@@ -1,0 +1,1 @@
+"""Verifiers, and the worker processes they run in."""

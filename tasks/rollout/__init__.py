@@ -1,0 +1,1 @@
+"""From prompts to committed batches: scheduler, admission, proxy, weight sync."""

@@ -1,0 +1,171 @@
+"""The config sections of the parts in `tasks/`: what a person may set, with defaults that were run.
+
+Imports pydantic only, so that checking a recipe needs no torch, Ray or vLLM. `flows/config.py` puts the
+sections together into one run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen part of the config tree; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# --- the policy that is trained -----------------------------------------------------------------------------
+
+
+class ColdStart(Section):
+    """Build a small Qwen2 policy and supervise it on demonstrations until it is weak but real."""
+
+    hidden_size: int = Field(128, gt=0, description="width; a multiple of heads")
+    layers: int = Field(2, gt=0)
+    heads: int = Field(4, gt=0)
+    context: int = Field(256, gt=0, description="longest prompt plus response, in tokens")
+    vocabulary: int = Field(320, ge=260, description="size of the byte-level BPE vocabulary")
+    learning_rate: float = Field(3e-3, gt=0)
+    batch: int = Field(128, gt=0, description="demonstrations per supervised step")
+    target_accuracy: float = Field(0.33, gt=0, lt=1, description="stop supervising at this sampled accuracy")
+    max_steps: int = Field(1500, gt=0)
+    evaluate_every: int = Field(20, gt=0)
+
+
+class PolicyConfig(Section):
+    """Where the policy comes from: a Hugging Face folder (or hub name), or a cold start."""
+
+    path: str | None = Field(None, description="a local Hugging Face folder or a hub name")
+    cold_start: ColdStart | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+# --- what is asked, and how an answer is judged -------------------------------------------------------------
+
+
+class ReasoningGymPrompts(Section):
+    """Procedural prompts of one reasoning-gym family."""
+
+    kind: Literal["reasoning-gym"] = "reasoning-gym"
+    family: str = "chain_sum"
+    share: float = Field(1.0, gt=0, description="weight of this source among the run's sources")
+    options: dict[str, Any] = Field(default_factory=dict, description="the family's own options, e.g. {min_digits = 2}")
+    chat: bool = Field(False, description="put the question through the tokenizer's chat template")
+    system: str | None = Field(None, description="system message, with chat = true")
+
+
+class JsonlPrompts(Section):
+    """Your own prompts: one JSON object a line with `question` and `answer`."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: str
+    share: float = Field(1.0, gt=0)
+    held_out: float = Field(0.1, ge=0, lt=1, description="part of the lines kept for evaluation")
+    chat: bool = False
+    system: str | None = None
+
+
+PromptConfig = Annotated[ReasoningGymPrompts | JsonlPrompts, Field(discriminator="kind")]
+
+
+class RewardConfig(Section):
+    """Verifiers, run in worker processes that are killed at their deadline."""
+
+    kind: Literal["reasoning-gym", "exact"] = Field(
+        "reasoning-gym", description="the family's own scorer, or equality with the reference answer"
+    )
+    answer: Literal["all", "tag"] = Field("all", description="judge the whole response, or what stands in <answer></answer>")
+    workers: int = Field(1, gt=0)
+    deadline_seconds: float = Field(10.0, gt=0, description="longest time for one response; later it scores 0 with a reason")
+
+
+# --- generation ---------------------------------------------------------------------------------------------
+
+
+class EngineBase(Section):
+    """What all engines share."""
+
+    replicas: int = Field(1, gt=0)
+    slots: int = Field(256, gt=0, description="requests one engine runs at a time")
+    max_new_tokens: int = Field(64, gt=0)
+    temperature: float = Field(1.0, gt=0)
+    in_flight: Literal["continue", "restart"] = Field("continue", description="what running requests do at a weight update")
+    probe_tolerance: float = Field(0.01, gt=0, description="largest log-prob difference (nats) between engine and learner")
+
+
+class VllmEngineConfig(EngineBase):
+    kind: Literal["vllm"] = "vllm"
+    kv_cache_bytes: int | None = Field(None, gt=0, description="default: 256 MiB on a CPU, vLLM's own choice on a GPU")
+    tensor_parallel: int = Field(1, gt=0)
+    threads: int = Field(1, gt=0, description="CPU threads of one engine")
+
+
+class TransformersEngineConfig(EngineBase):
+    kind: Literal["transformers"] = "transformers"
+    threads: int = Field(1, gt=0)
+
+
+class TimedEngineConfig(EngineBase):
+    """A latency model in place of a language model: for tests and simulation."""
+
+    kind: Literal["timed"] = "timed"
+    median_tokens: float = Field(16.0, gt=0, description="median response length")
+    sigma: float = Field(1.0, ge=0, description="spread of the lognormal response length")
+    seconds_per_token: float = Field(0.002, ge=0)
+    prefill_seconds: float = Field(0.0, ge=0)
+    update_seconds: float = Field(0.05, ge=0)
+
+
+EngineConfig = Annotated[VllmEngineConfig | TransformersEngineConfig | TimedEngineConfig, Field(discriminator="kind")]
+
+
+class RolloutConfig(Section):
+    """How generation runs ahead and what it waits for."""
+
+    depth: int | None = Field(None, gt=0, description="prompt groups in flight at a time; default: as many as the engines have slots for")
+    attempts: int = Field(3, gt=0, description="times a failed group is issued before the run fails")
+    patience_seconds: float = Field(300.0, gt=0, description="longest wait without any progress before the stage fails")
+
+
+# --- training -----------------------------------------------------------------------------------------------
+
+
+class GrpoObjective(Section):
+    """PPO clipping of pi/mu on the recorded behaviour log-probs, with group advantages."""
+
+    kind: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+
+
+class DecoupledPpoObjective(Section):
+    """Decoupled PPO: clip pi/pi_p, weight by sg(pi_p/mu) capped at `weight_cap`."""
+
+    kind: Literal["decoupled-ppo"] = "decoupled-ppo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    weight_cap: float = Field(5.0, gt=0)
+
+
+ObjectiveConfig = Annotated[GrpoObjective | DecoupledPpoObjective, Field(discriminator="kind")]
+
+
+class TrainConfig(Section):
+    """The learner."""
+
+    learner: Literal["torch"] = "torch"
+    objective: ObjectiveConfig = GrpoObjective()
+    baseline: Literal["group", "none"] = Field("group", description="what is subtracted from the reward")
+    normalize: bool = Field(True, description="divide advantages by the group's standard deviation")
+    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
+    learning_rate: float = Field(5e-4, gt=0)
+    warmup_versions: int = Field(5, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
+    micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
+    threads: int = Field(1, gt=0, description="CPU threads of the learner")
