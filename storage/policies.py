@@ -157,7 +157,7 @@ class PolicyStore:
         return data
 
     def weights_folder(self, manifest: Manifest, cache: Path) -> Path:
-        """A local folder with the version's safetensors files: the store's own, or fetched below `cache` and checked."""
+        """A local folder of the version's safetensors files: the store's own, or fetched into `cache` and checked."""
         local = self.run.local_path(manifest.weights[0].path)
         if local is not None:
             return local.parent

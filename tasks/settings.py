@@ -77,9 +77,13 @@ class RewardConfig(Section):
     kind: Literal["reasoning-gym", "exact"] = Field(
         "reasoning-gym", description="the family's own scorer, or equality with the reference answer"
     )
-    answer: Literal["all", "tag"] = Field("all", description="judge the whole response, or what stands in <answer></answer>")
+    answer: Literal["all", "tag"] = Field(
+        "all", description="judge the whole response, or what stands in <answer></answer>"
+    )
     workers: int = Field(1, gt=0)
-    deadline_seconds: float = Field(10.0, gt=0, description="longest time for one response; later it scores 0 with a reason")
+    deadline_seconds: float = Field(
+        10.0, gt=0, description="longest time for one response; later it scores 0 with a reason"
+    )
 
 
 # --- generation ---------------------------------------------------------------------------------------------
@@ -92,8 +96,12 @@ class EngineBase(Section):
     slots: int = Field(256, gt=0, description="requests one engine runs at a time")
     max_new_tokens: int = Field(64, gt=0)
     temperature: float = Field(1.0, gt=0)
-    in_flight: Literal["continue", "restart"] = Field("continue", description="what running requests do at a weight update")
-    probe_tolerance: float = Field(0.01, gt=0, description="largest log-prob difference (nats) between engine and learner")
+    in_flight: Literal["continue", "restart"] = Field(
+        "continue", description="what running requests do at a weight update"
+    )
+    probe_tolerance: float = Field(
+        0.01, gt=0, description="largest log-prob difference (nats) between engine and learner"
+    )
 
 
 class VllmEngineConfig(EngineBase):
@@ -125,7 +133,9 @@ EngineConfig = Annotated[VllmEngineConfig | TransformersEngineConfig | TimedEngi
 class RolloutConfig(Section):
     """How generation runs ahead and what it waits for."""
 
-    depth: int | None = Field(None, gt=0, description="prompt groups in flight at a time; default: as many as the engines have slots for")
+    depth: int | None = Field(
+        None, gt=0, description="prompt groups in flight at a time; default: as many as the engines have slots for"
+    )
     attempts: int = Field(3, gt=0, description="times a failed group is issued before the run fails")
     patience_seconds: float = Field(300.0, gt=0, description="longest wait without any progress before the stage fails")
 
@@ -163,6 +173,9 @@ class TrainConfig(Section):
     aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
     learning_rate: float = Field(5e-4, gt=0)
     warmup_versions: int = Field(5, ge=0)
+    schedule: Literal["constant", "linear"] = Field(
+        "constant", description="linear decays to a tenth at the last version"
+    )
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = Field(1.0, gt=0)

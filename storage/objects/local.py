@@ -1,0 +1,180 @@
+"""A folder as an object store: whole files only, and of racing creators exactly one.
+
+An object is written to a temporary file and synced there, then gets its name in one step: `create` by a
+hard link, which fails if the name is taken, `put` by a rename, which replaces. The folder is synced after,
+so what was reported as written survives a power cut. Temporary files lie in `.tmp`, which is no part of
+the store; what a killed writer left there is swept by `check`.
+
+A name is an object or a folder of objects, not both.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError, Conflict, Missing
+from rollflow.storage.objects.base import ObjectStore, checked
+
+SCRATCH = ".tmp"
+ABANDONED_SECONDS = 24 * 3600.0
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+
+@dataclass(frozen=True)
+class LocalStore(ObjectStore):
+    """Objects as files below `root`; the folder is made by the first write."""
+
+    root: Path
+    scratch: Path | None = field(default=None, compare=False)  # a child shares its parent's
+
+    @property
+    def uri(self) -> str:
+        return str(self.root)
+
+    def child(self, prefix: str) -> LocalStore:
+        return LocalStore(self.local_path(prefix), self._scratch)
+
+    def local_path(self, path: str) -> Path:
+        if SCRATCH in checked(path).split("/"):
+            raise ValueError(f"not an object path: {path!r} ({SCRATCH} is reserved)")
+        return self.root / path
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        target = self.local_path(path)
+        with self._written(data) as temporary:
+            _make_folder(target.parent)
+            os.replace(temporary, target)
+            _sync_folder(target.parent)
+
+    def create(self, path: str, data: bytes | memoryview) -> None:
+        target = self.local_path(path)
+        if target.exists():
+            raise Conflict(f"{target} exists")
+        with self._written(data) as temporary:
+            _make_folder(target.parent)
+            self._name_once(temporary, target)
+            _sync_folder(target.parent)
+
+    def get(self, path: str) -> bytes:
+        target = self.local_path(path)
+        try:
+            return target.read_bytes()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise Missing(f"there is no object {target}") from error
+
+    def exists(self, path: str) -> bool:
+        return self.local_path(path).is_file()
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        top = self.local_path(prefix) if prefix else self.root
+        return iter(sorted(path.relative_to(self.root).as_posix() for path in _files(top)))
+
+    def delete(self, path: str) -> None:
+        target = self.local_path(path)
+        try:
+            target.unlink()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return
+        _sync_folder(target.parent)
+
+    def check(self) -> None:
+        probe = f"probe-{uuid.uuid4().hex}"
+        try:
+            self.create(probe, b"rollflow")
+            self.get(probe)
+            self.delete(probe)
+            self._sweep()
+        except OSError as error:
+            raise ConfigError(
+                f"store.uri = {self.uri!r} cannot be written ({error.strerror}); "
+                "name a folder that this user may write to, on a disk with space left"
+            ) from error
+
+    @property
+    def _scratch(self) -> Path:
+        return self.scratch or self.root / SCRATCH
+
+    @contextmanager
+    def _written(self, data: bytes | memoryview) -> Iterator[Path]:
+        """A synced temporary file that holds `data`, gone afterwards."""
+        _make_folder(self._scratch)
+        temporary = self._scratch / uuid.uuid4().hex
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _name_once(self, temporary: Path, target: Path) -> None:
+        try:
+            os.link(temporary, target)
+        except FileExistsError as error:
+            # A network file system may report the answer to a repeated request: then the name is ours.
+            if not os.path.samefile(temporary, target):
+                raise Conflict(f"{target} exists") from error
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            self._rename_once(temporary, target)
+
+    def _rename_once(self, temporary: Path, target: Path) -> None:
+        """For file systems without hard links: creators take turns, and a killed one loses its turn."""
+        with open(self._scratch / "turn", "ab") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            if target.exists():
+                raise Conflict(f"{target} exists")
+            os.rename(temporary, target)
+
+    def _sweep(self) -> None:
+        oldest = time.time() - ABANDONED_SECONDS
+        for path in self._scratch.iterdir():
+            try:
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
+            except FileNotFoundError:
+                continue  # its writer has just finished
+
+
+def _files(top: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(top, onerror=_unless_gone, followlinks=True):
+        if SCRATCH in folders:
+            folders.remove(SCRATCH)
+        for name in names:
+            yield Path(folder, name)
+
+
+def _unless_gone(error: OSError) -> None:
+    """A folder may vanish under a listing; one that cannot be read must not look empty."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _make_folder(folder: Path) -> None:
+    """`mkdir -p`, each new name synced."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return  # a racing writer made it
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

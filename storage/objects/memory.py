@@ -1,0 +1,71 @@
+"""An object store in this process's memory, for tests and simulation: one name is one store.
+
+Two stores of the same name see the same objects at once, from any thread. Another process has its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollflow.storage.errors import ConfigError, Conflict, Missing
+from rollflow.storage.objects.base import ObjectStore, checked
+
+_OBJECTS: dict[str, bytes] = {}  # "name/path" -> content, for all stores of this process
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class MemoryStore(ObjectStore):
+    """Objects of this process below `name` ("name" or "name/prefix")."""
+
+    name: str
+
+    @property
+    def uri(self) -> str:
+        return f"memory://{self.name}"
+
+    def child(self, prefix: str) -> MemoryStore:
+        return MemoryStore(self._key(prefix))
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        with _LOCK:
+            _OBJECTS[self._key(path)] = bytes(data)
+
+    def create(self, path: str, data: bytes | memoryview) -> None:
+        key = self._key(path)
+        with _LOCK:
+            if key in _OBJECTS:
+                raise Conflict(f"memory://{key} exists")
+            _OBJECTS[key] = bytes(data)
+
+    def get(self, path: str) -> bytes:
+        key = self._key(path)
+        with _LOCK:
+            if key not in _OBJECTS:
+                raise Missing(f"there is no object memory://{key}")
+            return _OBJECTS[key]
+
+    def exists(self, path: str) -> bool:
+        key = self._key(path)
+        with _LOCK:
+            return key in _OBJECTS
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        below = f"{self._key(prefix) if prefix else self.name}/"
+        with _LOCK:
+            keys = [key for key in _OBJECTS if key.startswith(below)]
+        return iter(sorted(key.removeprefix(f"{self.name}/") for key in keys))
+
+    def delete(self, path: str) -> None:
+        key = self._key(path)
+        with _LOCK:
+            _OBJECTS.pop(key, None)
+
+    def check(self) -> None:
+        if not self.name:
+            raise ConfigError(f"store.uri = {self.uri!r} names no store; write memory:// and a name")
+
+    def _key(self, path: str) -> str:
+        return f"{self.name}/{checked(path)}"

@@ -1,0 +1,38 @@
+"""Engines: one contract (`base`), a backend per file, chosen by `build_engine`; backends load when they are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from rollflow.tasks.engines.base import Engine
+from rollflow.tasks.settings import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
+
+
+def build_engine(
+    config: EngineConfig, policy_folder: Path | None, *, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> Engine:
+    """The engine that `config` asks for, not started yet.
+
+    `policy_folder` holds the policy's `config.json` (weights are not needed: the first update brings them);
+    the timed engine has no policy and takes None.
+    """
+    match config:
+        case TimedEngineConfig():
+            from rollflow.tasks.engines.timed import TimedEngine
+
+            return TimedEngine(config)
+        case VllmEngineConfig():
+            from rollflow.tasks.engines.vllm import VllmEngine
+
+            return VllmEngine(config, _needed(policy_folder), dtype=dtype)
+        case TransformersEngineConfig():
+            from rollflow.tasks.engines.transformers import TransformersEngine
+
+            return TransformersEngine(config, _needed(policy_folder), dtype=dtype)
+
+
+def _needed(policy_folder: Path | None) -> Path:
+    if policy_folder is None:
+        raise ValueError("this engine runs a model: give it the folder with the policy's config.json")
+    return policy_folder

@@ -1,0 +1,229 @@
+"""Generation with vLLM's `AsyncLLM`.
+
+Guarantees, beyond the contract in `base`:
+
+- A token of version v was computed from the weights of v alone: an update recomputes the attention state of
+  the running requests too (vLLM preempts them when it clears its caches).
+- The engine never samples from a truncated distribution, and the log-probs are those after temperature.
+- No process of the engine outlives its owner (`vllm_worker`).
+
+The model starts with random weights from `config.json` alone; neither weights nor a tokenizer are needed.
+Not reproducible, so a request's seed is not passed on: rounding depends on the batch in any case, seeds cost 8% of
+the throughput, and on a CPU a seeded request whose prefill is chunked kills vLLM 0.32's engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.tasks.engines.base import Ending, Generation, GenerationRequest, InFlight
+from rollflow.tasks.settings import VllmEngineConfig
+
+CPU_KV_CACHE_BYTES = 256 << 20
+START_SECONDS = 600.0
+CALL_SECONDS = 120.0  # for suspend, update, resume, abort: they take milliseconds unless the engine hangs
+WORKER = "rollflow.tasks.engines.vllm_worker"
+ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTED}
+
+
+class VllmEngine:
+    """One vLLM engine and its processes. See `base.Engine` for the methods' contract."""
+
+    def __init__(
+        self,
+        config: VllmEngineConfig,
+        policy_folder: Path,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        compile: bool | None = None,
+        prefix_caching: bool = False,
+        repair_tied_head: bool = True,
+    ) -> None:
+        """`compile` (default: on a GPU only) costs about 20 s of start and gains nothing on small CPU models;
+        `repair_tied_head=False` exists to show that the probe catches vLLM's stale output head."""
+        self._config = config
+        self._folder = policy_folder
+        self._dtype = dtype
+        self._compile = compile
+        self._prefix_caching = prefix_caching
+        self._repair_tied_head = repair_tied_head
+        self._stop_ids = stop_token_ids(policy_folder)
+        self._version = -1
+        self._suspended = False
+        self._probes = 0
+        self._llm: Any = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        with _environment(self._config.threads):
+            async with asyncio.timeout(START_SECONDS):
+                self._llm = await asyncio.to_thread(self._build)
+                await self._call("prepare_policy_worker")
+
+    def _build(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+
+    def _arguments(self) -> dict[str, Any]:
+        from torch.cuda import is_available
+
+        gpu = is_available()
+        config = self._config
+        executor = "OwnedInlineExecutor" if config.tensor_parallel == 1 else "OwnedMultiprocExecutor"
+        return {
+            "model": str(self._folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "use_tqdm_on_load": False,
+            "seed": secrets.randbits(31),  # replicas, and an engine and its successor, must not draw the same numbers
+            "dtype": self._dtype,
+            "logprobs_mode": "processed_logprobs",
+            "max_num_seqs": config.slots,
+            "max_logprobs": 1,
+            "kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
+            "enforce_eager": not (gpu if self._compile is None else self._compile),
+            "enable_prefix_caching": self._prefix_caching,
+            "tensor_parallel_size": config.tensor_parallel,
+            "generation_config": "vllm",  # a policy's own top_p or top_k must not reach the sampler
+            "disable_log_stats": True,
+            "worker_extension_cls": f"{WORKER}.PolicyWorker",
+            "distributed_executor_backend": f"{WORKER}.{executor}",
+            "additional_config": {"rollflow_owner": os.getpid()},
+        }
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            logprobs=0,
+            flat_logprobs=True,
+            stop_token_ids=self._stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return _generation(request.id, await self._run(request.prompt, params, request.id))
+
+    async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._suspended:
+            async with self._alive(CALL_SECONDS):
+                return tuple((await self._call("prompt_logprobs_while_paused", list(tokens)))[0])
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        self._probes += 1
+        output = await self._run(tokens, params, f"probe-{self._probes}")
+        rows = output.prompt_logprobs[1:]
+        return tuple(row[token].logprob for row, token in zip(rows, tokens[1:], strict=True))
+
+    async def _run(self, prompt: Sequence[int], params: Any, id: str) -> Any:
+        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+        async with self._alive(None):
+            async for output in self._llm.generate(tokens, params, id):
+                final = output
+        return final
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        async with self._alive(CALL_SECONDS):
+            await self._llm.abort(list(ids))
+
+    async def suspend(self, in_flight: InFlight) -> None:
+        mode = "keep" if in_flight == "continue" else "abort"
+        async with self._alive(CALL_SECONDS):
+            # Not `pause_generation`: it adds a sleep of 20 ms, a price paid with an idle engine at every version.
+            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        self._suspended = True
+
+    async def update(self, version: int, weights: Path) -> None:
+        async with self._alive(CALL_SECONDS):
+            await self._call("load_policy", str(weights), self._repair_tied_head)
+            await self._llm.update_weight_version(str(version))
+        self._version = version
+
+    async def resume(self) -> None:
+        async with self._alive(CALL_SECONDS):
+            await self._llm.resume_generation()
+        self._suspended = False
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        results: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+        return results
+
+    @asynccontextmanager
+    async def _alive(self, seconds: float | None) -> AsyncIterator[None]:
+        """Turn death, closure and silence of the engine into `EngineFailed`."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if self._llm is None:
+            raise EngineFailed("the vLLM engine is closed or was never started")
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineFailed(f"vLLM's engine process died: {error}") from error
+        except TimeoutError as error:
+            raise EngineFailed(f"vLLM's engine process did not answer within {seconds:.0f} s") from error
+
+
+def stop_token_ids(policy_folder: Path) -> list[int]:
+    """The end-of-sequence ids that the policy's config.json names."""
+    eos = json.loads((policy_folder / "config.json").read_text()).get("eos_token_id")
+    if eos is None:
+        return []
+    return list(eos) if isinstance(eos, list) else [eos]
+
+
+def _generation(id: str, output: Any) -> Generation:
+    """vLLM's final RequestOutput as a Generation; its spans (version, start, end) become a version per token."""
+    answer = output.outputs[0]
+    tokens = tuple(answer.token_ids)
+    versions: list[int] = []
+    for span in answer.weight_versions or ():
+        versions += [int(span.version)] * (span.end - span.start)
+    logprobs = tuple(answer.logprobs.logprobs) if tokens else ()
+    if not len(tokens) == len(logprobs) == len(versions):
+        raise EngineFailed(f"{id}: {len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
+    return Generation(id, tokens, logprobs, tuple(versions), ENDINGS[answer.finish_reason])
+
+
+@contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """What vLLM and its processes read from the environment while they start; put back afterwards."""
+    from torch.cuda import is_available
+
+    before = dict(os.environ)
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    if not is_available():
+        os.environ |= {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a pinned thread starves whenever the learner shares its core
+            "OMP_NUM_THREADS": str(threads),
+        }
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

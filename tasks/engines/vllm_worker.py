@@ -1,0 +1,126 @@
+"""What rollflow adds inside vLLM's own processes.
+
+- **No orphan**: when the process that owns the engine dies, however it dies, the EngineCore process and its
+  workers end within about `POLL_SECONDS`. The executors below are the hook: they run in EngineCore before a
+  model is loaded, so an owner killed during the start leaves nothing behind either.
+- **No stale head**: after every load of weights the output head computes with them. On a CPU, vLLM multiplies
+  by a packed copy of the head which its reload of a *tied* embedding does not refresh.
+- **No compiler on the way**: the rank of the sampled token, which nobody reads here, costs vLLM a C++
+  compilation at the first batch and a third of the sampler's time after it.
+
+A single device runs inside the EngineCore process: on few cores, one process and one copy of each batch less
+is worth more than vLLM's separate worker.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import psutil
+import torch
+import vllm.v1.sample.sampler as sampler
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+POLL_SECONDS = 0.5
+OWNER = "rollflow_owner"  # key in vLLM's additional_config: the owner's process id
+PROBE = "rollflow-probe"  # request id of the log-probabilities asked for while paused
+
+
+def end_with_owner(owner: int) -> None:
+    """Watch for the owner's death in a thread; then kill this process's children and itself."""
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(POLL_SECONDS)
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        os._exit(1)  # not sys.exit: no clean-up may wait for an owner that is gone
+
+    threading.Thread(target=watch, name="owner-watchdog", daemon=True).start()
+
+
+class OwnedInlineExecutor(UniProcExecutor):  # type: ignore[misc]
+    """One device, run inside EngineCore."""
+
+    def _init_executor(self) -> None:
+        end_with_owner(self.vllm_config.additional_config[OWNER])
+        super()._init_executor()
+
+
+class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
+    """Several devices, a worker process each; vLLM's workers end with EngineCore by themselves."""
+
+    def _init_executor(self) -> None:
+        end_with_owner(self.vllm_config.additional_config[OWNER])
+        super()._init_executor()
+
+
+class PolicyWorker:
+    """Mixed into vLLM's worker class (`worker_extension_cls`); called through `collective_rpc`."""
+
+    vllm_config: Any
+    model_runner: Any
+    reload_weights: Any
+    execute_model: Any
+    sample_tokens: Any
+
+    def prepare_policy_worker(self) -> None:
+        """Once, after the start."""
+        sampler.batched_count_greater_than = _no_ranks
+
+    def load_policy(self, folder: str, repair_tied_head: bool) -> None:
+        """Load the weights in `folder` and make everything derived from them new."""
+        self.model_runner.vllm_config.load_config.load_format = "safetensors"  # the engine started on "dummy"
+        self.reload_weights(weights_path=folder)
+        if repair_tied_head:
+            _repack_head(self.model_runner.get_model())
+
+    def prompt_logprobs_while_paused(self, tokens: list[int]) -> list[float]:
+        """Log-probs of tokens[1:], computed past the paused scheduler: new weights can be probed before they serve.
+
+        Only while paused with caches cleared: no request holds a block of KV cache then, so the first ones are free.
+        """
+        size = self.vllm_config.cache_config.block_size
+        blocks = list(range(1, 2 + len(tokens) // size))  # block 0 is vLLM's null block
+        step = SchedulerOutput.make_empty()
+        step.scheduled_new_reqs = [_probe(tokens, (blocks,) * len(self.model_runner.kv_cache_config.kv_cache_groups))]
+        step.num_scheduled_tokens = {PROBE: len(tokens)}
+        step.total_num_scheduled_tokens = len(tokens)
+        self.execute_model(step)
+        output = self.sample_tokens(None)
+        done = SchedulerOutput.make_empty()
+        done.finished_req_ids = {PROBE}
+        self.execute_model(done)
+        logprobs: list[float] = output.prompt_logprobs_dict[PROBE].logprobs[:, 0].tolist()
+        return logprobs
+
+
+def _probe(tokens: list[int], block_ids: tuple[list[int], ...]) -> Any:
+    return NewRequestData(
+        req_id=PROBE,
+        prompt_token_ids=tokens,
+        mm_features=[],
+        sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0),
+        pooling_params=None,
+        block_ids=block_ids,
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=tokens,
+    )
+
+
+def _repack_head(model: torch.nn.Module) -> None:
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(head)
+
+
+def _no_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(logprobs.shape[0], dtype=torch.long, device=logprobs.device)

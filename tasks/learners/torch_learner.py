@@ -1,0 +1,185 @@
+"""The torch learner: PPO-style updates of a Hugging Face causal language model.
+
+One version is `minibatches` optimizer steps, each over its share of the groups. A minibatch's gradient is
+summed over micro-batches of padded rows; the loss weights are those of the whole minibatch, so the split does
+not change the result but for rounding. Rows of advantage zero have exactly zero gradient and are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Corrupt
+from rollflow.tasks.algorithms.advantages import group_advantages
+from rollflow.tasks.algorithms.losses import TokenLoss, decoupled_ppo, grpo, row_weights
+from rollflow.tasks.algorithms.packing import MicroBatch, Rows, micro_batches
+from rollflow.tasks.settings import DecoupledPpoObjective, GrpoObjective, TrainConfig
+
+WEIGHTS = "weights/model.safetensors"
+STATE = "learner/state.safetensors"
+
+
+def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
+    """A causal language model from a Hugging Face folder: with its weights, or only its architecture."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = getattr(torch, dtype)
+    if trained:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
+
+
+class TorchLearner:
+    """`Learner` on one device. See the module's docstring."""
+
+    def __init__(self, model: Any, config: TrainConfig, *, temperature: float, versions: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model.to(self.device).train()
+        self.config = config
+        self.temperature = temperature
+        self.versions = versions
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        )
+
+    def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
+        """See `Learner`."""
+        data = Rows.of(batch)
+        advantages_R = self._advantages(data)
+        proximal = self._proximal(data, advantages_R)
+        rate = self.learning_rate(version)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        metrics = [self._update(data, advantages_R, proximal, part) for part in self._minibatches(data)]
+        found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        used = data.rewards[advantages_R.numpy() != 0]
+        return {**found, "learning_rate": rate, "rows_with_signal": len(used) / len(data.rewards)}
+
+    def learning_rate(self, version: int) -> float:
+        """Linear warm-up, then constant or decaying to a tenth at the last version."""
+        warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
+        left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
+        return self.config.learning_rate * warm * max(left, 0.1)
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        with torch.no_grad():
+            logp = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
+        return tuple(logp.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+
+    def weights(self) -> Mapping[str, bytes]:
+        """See `Learner`."""
+        return {WEIGHTS: safetensors.torch.save(self._named())}
+
+    def state(self) -> Mapping[str, bytes]:
+        """See `Learner`."""
+        tensors = {"rng": torch.get_rng_state()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}/{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+        return {STATE: safetensors.torch.save(tensors)}
+
+    def load(self, weights: Mapping[str, bytes], state: Mapping[str, bytes]) -> None:
+        """See `Learner`; `Corrupt` if the tensors are not those of this model."""
+        named = self._named()
+        loaded = {name: tensor for data in weights.values() for name, tensor in safetensors.torch.load(data).items()}
+        if named.keys() != loaded.keys():
+            raise Corrupt(f"weights do not fit the model: {sorted(named.keys() ^ loaded.keys())[:4]}")
+        with torch.no_grad():
+            for name, tensor in named.items():
+                tensor.copy_(loaded[name])
+        saved = {name: tensor for data in state.values() for name, tensor in safetensors.torch.load(data).items()}
+        torch.set_rng_state(saved.pop("rng"))
+        parameters = dict(self.model.named_parameters())
+        self.optimizer.state.clear()
+        for name, value in saved.items():
+            key, _, parameter = name.partition("/")
+            at_home = value if key == "step" else value.to(self.device)
+            self.optimizer.state[parameters[parameter]][key] = at_home
+
+    def _named(self) -> dict[str, Tensor]:
+        """Tensors by Hugging Face name; a tensor tied to another is named once."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or self.model._tied_weights_keys or ())
+        keep = {} if not self.model.config.tie_word_embeddings else tied
+        return {n: t.detach().contiguous() for n, t in self.model.state_dict().items() if n not in keep}
+
+    def _advantages(self, data: Rows) -> Tensor:
+        rewards_R = torch.tensor(data.rewards)
+        if self.config.baseline == "none":
+            return rewards_R
+        return group_advantages(rewards_R, torch.tensor(data.groups), normalize=self.config.normalize)
+
+    def _minibatches(self, data: Rows) -> list[list[int]]:
+        """Rows of each minibatch: whole groups, dealt round."""
+        parts = self.config.minibatches
+        return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
+
+    def _proximal(self, data: Rows, advantages_R: Tensor) -> dict[int, Tensor] | None:
+        """Log-probs of each row's tokens under the learner before this version's updates (decoupled PPO only)."""
+        if not isinstance(self.config.objective, DecoupledPpoObjective):
+            return None
+        found: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for micro in self._micros(data, range(len(data.rewards)), advantages_R):
+                logp_M = self._token_logprobs(micro)
+                for i, row in enumerate(micro.rows.tolist()):
+                    found[row] = logp_M[micro.where[0] == i]
+        return found
+
+    def _micros(self, data: Rows, rows: Sequence[int], advantages_R: Tensor) -> Iterator[MicroBatch]:
+        """Micro-batches of the rows whose advantage is not exactly zero."""
+        return micro_batches(data, [r for r in rows if float(advantages_R[r]) != 0.0], self.config.micro_tokens)
+
+    def _update(
+        self, data: Rows, advantages_R: Tensor, proximal: dict[int, Tensor] | None, part: list[int]
+    ) -> dict[str, float]:
+        """One optimizer step over the rows of one minibatch."""
+        weight_R = torch.zeros(len(data.rewards))
+        weight_R[part] = row_weights(torch.from_numpy(data.masked_tokens[part]), self.config.aggregation)
+        self.optimizer.zero_grad(set_to_none=True)
+        total = {"loss": 0.0, "clipped": 0.0, "ratio_distance": 0.0}
+        for micro in self._micros(data, part, advantages_R):
+            logp_M = self._token_logprobs(micro)
+            rows_M = micro.rows[micro.where[0]]
+            result = self._loss(logp_M, micro, advantages_R[rows_M].to(self.device), proximal)
+            weight_M = weight_R[rows_M].to(self.device)
+            loss = (result.loss_M * weight_M).sum()
+            loss.backward()
+            total["loss"] += float(loss)
+            total["clipped"] += float((result.clipped_M * weight_M).sum())
+            distance_M = (logp_M.detach() - micro.behaviour.to(self.device)).abs()
+            total["ratio_distance"] += float((distance_M * weight_M).sum())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        return {**total, "grad_norm": float(norm)}
+
+    def _loss(
+        self, logp_M: Tensor, micro: MicroBatch, advantage_M: Tensor, proximal: dict[int, Tensor] | None
+    ) -> TokenLoss:
+        behaviour_M = micro.behaviour.to(self.device)
+        match self.config.objective:
+            case GrpoObjective(clip_low=low, clip_high=high):
+                return grpo(logp_M, behaviour_M, advantage_M, clip_low=low, clip_high=high)
+            case DecoupledPpoObjective(clip_low=low, clip_high=high, weight_cap=cap):
+                assert proximal is not None
+                proximal_M = torch.cat([proximal[row] for row in micro.rows.tolist()])
+                return decoupled_ppo(
+                    logp_M, proximal_M, behaviour_M, advantage_M, clip_low=low, clip_high=high, weight_cap=cap
+                )
+
+    def _token_logprobs(self, micro: MicroBatch) -> Tensor:
+        """Log-probs (M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
+        hidden = self.model.base_model(input_ids=micro.tokens.to(self.device), use_cache=False).last_hidden_state
+        row, position = (index.to(self.device) for index in micro.where)
+        logits_MV = self.model.get_output_embeddings()(hidden[row, position]).float() / self.temperature
+        return torch.log_softmax(logits_MV, -1).gather(1, micro.targets.to(self.device)[:, None]).squeeze(1)

@@ -1,0 +1,116 @@
+"""Cold start: supervise a small fresh policy on demonstrations until it is weak but real.
+
+Teacher forcing on "question answer<end>", loss on the answer only. It stops at the target accuracy, measured
+by sampling answers to held-out questions at temperature 1; the same rule that RL is judged by.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.settings import ColdStart
+
+POOL = 20_000  # demonstrations to draw from
+WARMUP = 50  # supervised steps to the full learning rate
+
+
+def cold_start(
+    model: Any,
+    config: ColdStart,
+    order: PromptOrder,
+    tokenizer: PolicyTokenizer,
+    accuracy: Callable[[Any], float],
+    report: Callable[[int, float], None],
+    seed: int,
+) -> float:
+    """Train `model` in place; returns its accuracy. `report(step, accuracy)` is called at each check.
+
+    Raises:
+        ConfigError: the target was not reached within `max_steps`.
+    """
+    draw = random.Random(f"{seed}:cold start")
+    pool = _Pool(order, tokenizer, config.error_rate, draw)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    found = 0.0
+    for step in range(1, config.max_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * min(1.0, step / WARMUP)
+        loss = answer_loss(model, pool.draw(config.batch))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % config.evaluate_every == 0:
+            found = accuracy(model)
+            report(step, found)
+            if found >= config.target_accuracy:
+                return found
+    raise ConfigError(
+        f"policy.cold_start.target_accuracy = {config.target_accuracy}: reached {found:.2f} in "
+        f"{config.max_steps} steps; raise policy.cold_start.max_steps or choose easier prompts"
+    )
+
+
+class _Pool:
+    """Demonstrations as (prompt tokens, answer tokens), made when first drawn."""
+
+    def __init__(self, order: PromptOrder, tokenizer: PolicyTokenizer, error_rate: float, draw: random.Random) -> None:
+        self._order, self._tokenizer, self._error_rate, self._draw = order, tokenizer, error_rate, draw
+        self._made: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+
+    def draw(self, count: int) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """`count` demonstrations at random."""
+        return [self._at(self._draw.randrange(POOL)) for _ in range(count)]
+
+    def _at(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
+        if index not in self._made:
+            prompt, answer = self._order.demonstration(index)
+            response = [*self._tokenizer.encode(" " + answer), self._tokenizer.stop_tokens[0]]
+            self._made[index] = (prompt.tokens, response)
+        return self._made[index]
+
+
+def answer_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+    """Mean cross-entropy (nats) of the answers' tokens, right-padded."""
+    longest = max(len(p) + len(a) for p, a in pairs)
+    tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
+    mask = torch.zeros((len(pairs), longest), dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        tokens[row, :end] = torch.tensor([*prompt, *answer])
+        mask[row, len(prompt) : end] = True
+    row, position = mask.nonzero(as_tuple=True)
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(hidden[row, position - 1])
+    return torch.nn.functional.cross_entropy(logits.float(), tokens[row, position])
+
+
+@torch.no_grad()
+def sample_answers(model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, seed: int) -> list[list[int]]:
+    """One sampled answer per prompt at temperature 1, prompts of like length together; without the end token."""
+    generator = torch.Generator().manual_seed(seed)
+    answers: list[list[int]] = [[] for _ in prompts]
+    for length in sorted({len(p) for p in prompts}):
+        rows = [i for i, p in enumerate(prompts) if len(p) == length]
+        tokens, past = torch.tensor([list(prompts[i]) for i in rows]), None
+        ended = torch.zeros(len(rows), dtype=torch.bool)
+        for _ in range(longest):
+            output = model(input_ids=tokens, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            probability = torch.softmax(output.logits[:, -1].float(), -1)
+            tokens = torch.multinomial(probability, 1, generator=generator)
+            ended |= tokens[:, 0] == end
+            for i, token, over in zip(rows, tokens[:, 0].tolist(), ended.tolist(), strict=True):
+                if not over:
+                    answers[i].append(token)
+            if bool(ended.all()):
+                break
+    return answers

@@ -1,0 +1,119 @@
+"""The policy folder of a run: architecture and tokenizer, an ordinary Hugging Face folder without weights.
+
+Every process of the run reads it; the weights come from the policy store, version by version. Nothing here
+imports torch, so that a run is checked before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.settings import ColdStart
+
+END, PAD = "<|end|>", "<|pad|>"
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
+    """Files of a small Qwen2 policy: tied embeddings, byte-level BPE with single digits, learned from `texts`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    # Digits stand alone, so that a sum is not a lookup; no word splitting, so that fixed phrases are one token.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=cold.vocabulary, special_tokens=[PAD, END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "model_max_length": cold.context,
+    }
+    return {
+        "config.json": _json(_qwen2(cold, tokenizer.get_vocab_size(), tokenizer.token_to_id(END))),
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": _json(described),
+    }
+
+
+def _qwen2(cold: ColdStart, vocabulary: int, end: int) -> dict[str, Any]:
+    """config.json of a Qwen2 model."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": vocabulary,
+        "hidden_size": cold.hidden_size,
+        "intermediate_size": 4 * cold.hidden_size,
+        "num_hidden_layers": cold.layers,
+        "num_attention_heads": cold.heads,
+        "num_key_value_heads": cold.heads,
+        "max_position_embeddings": cold.context,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+
+
+def resolve_policy(path: str) -> Path:
+    """The local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ConfigError(f"policy.path = {path!r}: there is no such folder; name a Hugging Face folder or a hub name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"policy.path = {path!r}: neither a folder here nor to be had from the hub ({reason}); download it first"
+        ) from None
+
+
+def copy_folder(path: str) -> dict[str, bytes]:
+    """The files of an existing policy that a run keeps: all but the weights."""
+    folder = resolve_policy(path)
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"policy.path = {path!r} has no config.json; name a Hugging Face model folder")
+    if not (folder / "tokenizer.json").exists():
+        raise ConfigError(
+            f"policy.path = {path!r} has no tokenizer.json; save it again with a fast tokenizer (tokenizer.save_pretrained)"
+        )
+    return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, indent=2).encode()

@@ -1,0 +1,123 @@
+"""Prompts in one fixed order: the prompt at `index` is a function of the run's config and seed alone.
+
+- `prompt(index)` is random access, so that a restarted scheduler re-issues exactly what it had in flight.
+- Held-out prompts are chosen first; no training prompt and no demonstration has the text of one.
+- Several sources are interleaved by their shares, smoothly, so that the ratio holds over any stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Prompt
+from rollflow.tasks.settings import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt before it is tokens: its text, the right answer, and what the verifier needs."""
+
+    text: str
+    answer: str
+    reference: Mapping[str, Any]
+
+
+class QuestionSource(Protocol):
+    """One `[[prompts]]` entry. All three streams are deterministic and free of held-out texts but the last."""
+
+    domain: str
+
+    def training(self, position: int) -> Question:
+        """The training question at `position`."""
+
+    def demonstration(self, position: int) -> Question:
+        """A question for supervised cold start, from another stream than training."""
+
+    def held_out(self, count: int) -> list[Question]:
+        """Up to `count` distinct questions for evaluation."""
+
+
+class Encoder(Protocol):
+    """Turns a question's text into prompt tokens (plain, or through the chat template)."""
+
+    def __call__(self, text: str, chat: bool, system: str | None) -> Sequence[int]: ...
+
+
+def open_source(config: PromptConfig, seed: int, held_out: int) -> QuestionSource:
+    """The question source of one `[[prompts]]` entry, with `held_out` questions kept for evaluation."""
+    match config:
+        case ReasoningGymPrompts():
+            from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
+
+            return ReasoningGymSource(config, seed, held_out)
+        case JsonlPrompts():
+            from rollflow.tasks.prompts.jsonl import JsonlSource
+
+            return JsonlSource(config, seed)
+
+
+class PromptOrder:
+    """The run's prompts in their one order. See the module's docstring for the guarantees."""
+
+    def __init__(
+        self, configs: Sequence[PromptConfig], seed: int, held_out: int, encode: Encoder | None, longest: int
+    ) -> None:
+        """`longest` is how many tokens a prompt may have; without an encoder only texts can be asked for."""
+        self.configs = configs
+        share = -(-held_out // len(configs))
+        self.sources = [open_source(config, seed, share) for config in configs]
+        self._held_out = held_out
+        self._encode = encode
+        self._longest = longest
+        self._assigned: list[tuple[int, int]] = []  # index -> (source, position in that source)
+        self._counts = [0] * len(configs)
+        self._credit = [0.0] * len(configs)
+
+    def prompt(self, index: int) -> Prompt:
+        """The training prompt at `index`."""
+        which, position = self._place(index)
+        return self._prompt(which, f"{index:08d}", index, self.sources[which].training(position))
+
+    def demonstration(self, index: int) -> tuple[Prompt, str]:
+        """A cold-start demonstration: a prompt and its right answer."""
+        which, position = self._place(index)
+        question = self.sources[which].demonstration(position)
+        return self._prompt(which, f"demo-{index:08d}", index, question), question.answer
+
+    def held_out(self) -> list[Prompt]:
+        """The evaluation prompts, the same for the whole run."""
+        share = -(-self._held_out // len(self.sources))
+        found = [(which, q) for which, source in enumerate(self.sources) for q in source.held_out(share)]
+        return [self._prompt(which, f"held-{i:06d}", i, q) for i, (which, q) in enumerate(found[: self._held_out])]
+
+    def texts(self, count: int) -> list[str]:
+        """Demonstration texts with their answers, to build a vocabulary from."""
+        places = [self._place(index) for index in range(count)]
+        questions = [self.sources[which].demonstration(position) for which, position in places]
+        return [f"{q.text} {q.answer}" for q in questions]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Smooth weighted round-robin: always the source that is owed most."""
+        total = sum(c.share for c in self.configs)
+        while len(self._assigned) <= index:
+            for which, config in enumerate(self.configs):
+                self._credit[which] += config.share / total
+            which = max(range(len(self._credit)), key=self._credit.__getitem__)
+            self._credit[which] -= 1.0
+            self._assigned.append((which, self._counts[which]))
+            self._counts[which] += 1
+        return self._assigned[index]
+
+    def _prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
+        config, domain = self.configs[which], self.sources[which].domain
+        assert self._encode is not None, "this order was opened for texts only"
+        tokens = tuple(self._encode(question.text, config.chat, config.system))
+        if len(tokens) > self._longest:
+            raise ConfigError(
+                f"prompts.{which}: a prompt of {len(tokens)} tokens is longer than the context leaves room for "
+                f"({self._longest}); lower engine.max_new_tokens, raise the policy's context, or choose shorter prompts"
+            )
+        return Prompt(f"{domain}/{name}", index, domain, question.text, tokens, question.reference)

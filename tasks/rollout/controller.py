@@ -1,0 +1,52 @@
+"""The AsyncController: takes the engines from policy version to policy version.
+
+    newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
+
+It always goes to the newest version (intermediate ones are skipped). Work that must see one version alone,
+such as an evaluation, is run between two updates: `pinned(version)` is awaited before the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rollflow.tasks.engines.base import InFlight
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+
+
+class VersionFeed(Protocol):
+    """Where new versions come from: storage, with the channel's news as a hint."""
+
+    async def newer(self, version: int) -> int:
+        """The newest published version, once it is above `version`."""
+
+    async def fetch(self, version: int) -> tuple[Path, Probe]:
+        """A local folder with the version's weights, and its probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What happens after an update: `updated` at once, `pinned` before the next update."""
+
+    updated: Callable[[int], None]
+    pinned: Callable[[int], Awaitable[None]]
+
+
+class AsyncController:
+    """Keeps the engines at the newest version. See the module's docstring."""
+
+    def __init__(self, proxy: InferenceProxy, feed: VersionFeed, in_flight: InFlight, hooks: Hooks) -> None:
+        self._proxy, self._feed, self._in_flight, self._hooks = proxy, feed, in_flight, hooks
+
+    async def run(self, last: int) -> None:
+        """Follow the published versions up to `last`."""
+        version = self._proxy.version
+        while version < last:
+            version = await self._feed.newer(version)
+            weights, probe = await self._feed.fetch(version)
+            await self._proxy.update(version, weights, probe, self._in_flight)
+            self._hooks.updated(version)
+            await self._hooks.pinned(version)

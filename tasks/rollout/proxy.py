@@ -1,0 +1,153 @@
+"""The inference proxy: routes requests to engines, takes them through weight updates, fails over.
+
+- A request goes to the live engine with the fewest requests; at most `slots` run on one engine.
+- `update` suspends, updates, probes and resumes all engines at once. Tokens made after an update reach the
+  caller only when the probe has passed: an engine whose log-probs differ from the learner's is closed, and its
+  requests are taken elsewhere or fail with `EngineFailed`. Nothing it made is trained on.
+- A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Fixed tokens and what the learner says of them under one version (nats)."""
+
+    tokens: Sequence[int]
+    expected: Sequence[float]
+    tolerance: float
+
+    def check(self, found: Sequence[float] | None) -> None:
+        """Raise `EngineFailed` where the engine disagrees; an engine without a model (None) is not probed."""
+        if found is None or not self.expected:
+            return
+        worst = max(abs(a - b) for a, b in zip(found, self.expected, strict=True))
+        if not worst <= self.tolerance:
+            raise EngineFailed(
+                f"after the weight update the engine's log-probs differ from the learner's by {worst:.3g} nats "
+                f"(allowed: {self.tolerance:g}); its weights are not the published ones"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A generation and the version its request was started under."""
+
+    generation: Generation
+    version: int
+
+
+@dataclass(eq=False)
+class _Lane:
+    """One engine, its free slots, and whether its weights were verified."""
+
+    engine: Engine
+    slots: asyncio.Semaphore
+    running: int = 0
+    failure: EngineFailed | None = None
+    verified: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class InferenceProxy:
+    """All engines as one. See the module's docstring for the guarantees."""
+
+    def __init__(self, engines: Sequence[Engine], slots: int) -> None:
+        self._lanes = [_Lane(engine, asyncio.Semaphore(slots)) for engine in engines]
+        self.restarted = 0  # requests that started again because of an update
+        self.update_seconds = 0.0
+
+    @property
+    def version(self) -> int:
+        """The oldest version any live engine holds."""
+        return min((lane.engine.version for lane in self._live), default=-1)
+
+    @property
+    def running(self) -> int:
+        """Requests at the engines now."""
+        return sum(lane.running for lane in self._lanes)
+
+    @property
+    def failures(self) -> list[str]:
+        """Why engines were taken out."""
+        return [str(lane.failure) for lane in self._lanes if lane.failure]
+
+    async def generate(self, request: GenerationRequest) -> Started:
+        """Sample one response, wherever there is room.
+
+        Raises:
+            EngineFailed: no engine is left.
+        """
+        while True:
+            lane = self._choose()
+            async with lane.slots:
+                started = await self._on(lane, request)
+            if started is not None:
+                return started
+            self.restarted += 1
+            request = replace(request, id=f"{request.id}'")  # a new life; the old id may still be known
+
+    async def update(self, version: int, weights: Path, probe: Probe, in_flight: InFlight) -> None:
+        """Take every live engine to `version`; `EngineFailed` if none survives it."""
+        started = asyncio.get_running_loop().time()
+        await asyncio.gather(*(self._update(lane, version, weights, probe, in_flight) for lane in self._live))
+        self.update_seconds += asyncio.get_running_loop().time() - started
+        if not self._live:
+            raise self._none_left()
+
+    @property
+    def _live(self) -> list[_Lane]:
+        return [lane for lane in self._lanes if lane.failure is None]
+
+    def _choose(self) -> _Lane:
+        if not self._live:
+            raise self._none_left()
+        return min(self._live, key=lambda lane: lane.running)
+
+    def _none_left(self) -> EngineFailed:
+        return EngineFailed(f"no engine is left: {'; '.join(self.failures)}")
+
+    async def _on(self, lane: _Lane, request: GenerationRequest) -> Started | None:
+        """One try on one engine; None if it has to start again (aborted by an update, or the engine failed)."""
+        lane.running += 1
+        version = lane.engine.version
+        try:
+            generation = await lane.engine.generate(request)
+            await lane.verified.wait()
+        except EngineFailed as error:
+            self._fail(lane, error)
+            return None
+        finally:
+            lane.running -= 1
+        if lane.failure is not None or generation.ending is Ending.ABORTED:
+            return None
+        # Counted from the request, not its first token: it may have waited through an update.
+        return Started(generation, version)
+
+    async def _update(self, lane: _Lane, version: int, weights: Path, probe: Probe, in_flight: InFlight) -> None:
+        engine = lane.engine
+        lane.verified.clear()
+        try:
+            await engine.suspend(in_flight)
+            await engine.update(version, weights)
+            await engine.resume()
+            probe.check(await engine.logprobs(probe.tokens) if probe.expected else None)
+        except EngineFailed as error:
+            self._fail(lane, error)
+            await engine.close()
+        finally:
+            lane.verified.set()
+
+    @staticmethod
+    def _fail(lane: _Lane, error: EngineFailed) -> None:
+        lane.failure = lane.failure or error
+        lane.verified.set()

@@ -1,0 +1,498 @@
+"""The object store contract, one suite for every backend, then what each backend promises besides.
+
+S3 is a moto server on loopback. It checks and writes a conditional PUT in two steps where S3 does it in one,
+so the server here takes one PUT at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import moto.s3.responses
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+
+from rollflow.storage.errors import ConfigError, Conflict, Missing, Unreachable
+from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects import local as local_backend
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.objects.s3 import WRITER, S3Store
+from tests.contracts.faulty_proxy import FaultyProxy
+
+BUCKET = "contract"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The endpoint of a moto server with one bucket."""
+    one_put = threading.Lock()
+    put_object = moto.s3.responses.S3Response.put_object
+
+    @functools.wraps(put_object)
+    def in_turn(self: moto.s3.responses.S3Response) -> object:
+        with one_put:
+            return put_object(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moto.s3.responses.S3Response, "put_object", in_turn)
+        moto_server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        moto_server.start()
+        host, port = moto_server.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        s3fs.S3FileSystem(key="test", secret="test", endpoint_url=endpoint, skip_instance_cache=True).mkdir(BUCKET)
+        yield endpoint
+        moto_server.stop()
+
+
+@pytest.fixture
+def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server, reached by the usual AWS variables only."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
+    return server
+
+
+@pytest.fixture
+def s3(aws: str) -> S3Store:
+    return S3Store(f"{BUCKET}/{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    match request.param:
+        case "local":
+            return LocalStore(tmp_path / "store")
+        case "memory":
+            return MemoryStore(uuid.uuid4().hex)
+        case _:
+            made: S3Store = request.getfixturevalue("s3")
+            return made
+
+
+def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list[bytes]:
+    """The contents whose writers did not get `Conflict`; all writers start together."""
+    start = threading.Barrier(len(contents))
+
+    def write(content: bytes) -> list[bytes]:
+        start.wait(timeout=10)
+        try:
+            store.create(path, content)
+        except Conflict:
+            return []
+        return [content]
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        return [winner for winners in pool.map(write, contents) for winner in winners]
+
+
+# --- the contract -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["put", "create"])
+@pytest.mark.parametrize(
+    "data", [b"", b"abc", memoryview(b"view"), os.urandom(5_000_000)], ids=["empty", "bytes", "view", "5MB"]
+)
+def test_what_is_written_is_read(store: ObjectStore, write: str, data: bytes | memoryview) -> None:
+    getattr(store, write)("a/b.bin", data)
+    assert store.get("a/b.bin") == data
+    assert store.exists("a/b.bin")
+
+
+def test_put_replaces(store: ObjectStore) -> None:
+    store.put("a", b"a longer first content")
+    store.put("a", b"second")
+    assert store.get("a") == b"second"
+
+
+@pytest.mark.parametrize("first", ["put", "create"])
+@pytest.mark.parametrize("data", [b"", b"same"])
+def test_create_conflicts_with_any_earlier_write_even_of_the_same_bytes(
+    store: ObjectStore, first: str, data: bytes
+) -> None:
+    getattr(store, first)("a", data)
+    with pytest.raises(Conflict, match="a exists"):
+        store.create("a", data)
+    assert store.get("a") == data
+
+
+def test_exactly_one_of_racing_threads_creates(store: ObjectStore) -> None:
+    for turn in range(5):
+        winners = race_to_create(store, f"turn/{turn}", [b"%d" % writer for writer in range(12)])
+        assert winners == [store.get(f"turn/{turn}")]
+
+
+def test_exactly_one_of_racing_threads_creates_the_same_bytes(store: ObjectStore) -> None:
+    assert len(race_to_create(store, "a", [b"same"] * 8)) == 1
+
+
+def test_a_reader_sees_one_put_or_another_never_a_mixture(store: ObjectStore) -> None:
+    contents = [bytes([letter]) * 200_000 for letter in b"abcd"]
+    store.put("a", contents[0])
+
+    def write() -> None:
+        for turn in range(12):
+            store.put("a", contents[turn % 4])
+
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(write) for _ in range(2)]
+        while not all(writer.done() for writer in writers):
+            assert store.get("a") in contents
+        for writer in writers:
+            writer.result()
+
+
+def test_a_second_store_sees_every_change_at_once(store: ObjectStore) -> None:
+    other = pickle.loads(pickle.dumps(store))  # noqa: S301 (our own bytes)
+    assert not other.exists("a/b")
+    assert list(other.list()) == []
+    store.create("a/b", b"1")
+    assert other.exists("a/b")
+    assert list(other.list("a")) == ["a/b"]
+    store.put("a/b", b"2")
+    assert other.get("a/b") == b"2"
+    other.delete("a/b")
+    assert not store.exists("a/b")
+    assert list(store.list()) == []
+    store.create("a/b", b"3")
+
+
+def test_list_is_sorted_relative_and_of_that_folder_only(store: ObjectStore) -> None:
+    paths = ["a-b", "a/b", "a/c/d", "ab/c", "z", "é"]
+    for path in reversed(paths):
+        store.put(path, b"x")
+    assert list(store.list()) == sorted(paths)
+    assert list(store.list("a")) == ["a/b", "a/c/d"]
+    assert list(store.list("a/c")) == ["a/c/d"]
+    assert list(store.list("nothing")) == []
+
+
+def test_missing(store: ObjectStore) -> None:
+    store.put("a/b", b"x")
+    for path in ("c", "a", "a/b/c"):
+        with pytest.raises(Missing, match=path):
+            store.get(path)
+        assert not store.exists(path)
+        store.delete(path)
+    assert store.exists("a/b")
+
+
+@pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "../a", "a/../b", "a/./b"])
+def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: store.put(path, b""),
+        lambda: store.create(path, b""),
+        lambda: store.get(path),
+        lambda: store.exists(path),
+        lambda: store.delete(path),
+        lambda: store.child(path),
+        lambda: store.list(path or "/"),
+        lambda: store.local_path(path) if isinstance(store, LocalStore) else store.get(path),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="not an object path"):
+            call()
+
+
+def test_a_child_is_the_same_store_further_down(store: ObjectStore) -> None:
+    child = store.child("a").child("b/c")
+    child.create("d", b"x")
+    assert store.get("a/b/c/d") == b"x"
+    assert list(child.list()) == ["d"]
+    assert child.uri == f"{store.uri}/a/b/c"
+    with pytest.raises(Conflict):
+        store.create("a/b/c/d", b"x")
+
+
+def test_the_uri_opens_the_same_store(store: ObjectStore) -> None:
+    store.put("a/b", b"x")
+    assert open_store(store.uri).get("a/b") == b"x"
+    assert open_store(store.child("a").uri).get("b") == b"x"
+    assert open_store(store.uri) == store
+
+
+def test_check_passes_and_leaves_nothing(store: ObjectStore) -> None:
+    store.check()
+    assert list(store.list()) == []
+
+
+# --- a local folder -----------------------------------------------------------------------------------------
+
+RACER = """
+import pathlib, sys, time
+from rollflow.storage.errors import Conflict
+from rollflow.storage.objects.local import LocalStore
+root, me = pathlib.Path(sys.argv[1]), sys.argv[2]
+store = LocalStore(root / "store")
+(root / f"ready-{me}").touch()
+while not (root / "go").exists():
+    time.sleep(0.001)
+for turn in range(50):
+    try:
+        store.create(f"turn/{turn:02d}", me.encode() * 1000)
+    except Conflict:
+        continue
+    print(turn)
+"""
+
+
+def test_exactly_one_of_racing_processes_creates(tmp_path: Path, local: LocalStore) -> None:
+    racers = [
+        subprocess.Popen([sys.executable, "-c", RACER, tmp_path, str(me)], stdout=subprocess.PIPE, text=True)
+        for me in range(6)
+    ]
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("ready-*"))) < len(racers):
+        assert time.monotonic() < deadline, "the racers did not start within 30 s"
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    won = {str(me): racer.communicate(timeout=30)[0].split() for me, racer in enumerate(racers)}
+    assert [racer.returncode for racer in racers] == [0] * len(racers)
+    assert sorted(int(turn) for turns in won.values() for turn in turns) == list(range(50))
+    for me, turns in won.items():
+        assert all(local.get(f"turn/{int(turn):02d}") == me.encode() * 1000 for turn in turns)
+
+
+def test_without_hard_links_still_exactly_one_creates(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(local_backend.os, "link", unsupported)
+    for turn in range(20):
+        winners = race_to_create(local, f"{turn}", [b"%d" % writer for writer in range(8)])
+        assert winners == [local.get(f"{turn}")]
+    assert len(list(local.list())) == 20
+
+
+def test_a_repeated_link_request_is_recognised_as_ones_own(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(local_backend.os, "link", twice)
+    local.create("a", b"x")
+    with pytest.raises(Conflict):
+        local.create("a", b"x")
+
+
+def test_the_folder_is_made_by_the_first_write(local: LocalStore) -> None:
+    assert not local.exists("a")
+    assert list(local.list()) == []
+    assert not local.root.exists()
+    local.put("a", b"x")
+    assert local.local_path("a").read_bytes() == b"x"
+
+
+def test_temporary_files_are_hidden_and_reserved(local: LocalStore) -> None:
+    local.child("a").put("b", b"x")
+    (local.root / ".tmp" / "left-by-a-killed-writer").write_bytes(b"half")
+    (local.root / "a" / ".tmp").mkdir()
+    (local.root / "a" / ".tmp" / "another").write_bytes(b"half")
+    assert list(local.list()) == ["a/b"]
+    with pytest.raises(ValueError, match="reserved"):
+        local.put("a/.tmp/b", b"")
+
+
+def test_check_sweeps_what_killed_writers_left(local: LocalStore) -> None:
+    local.put("a", b"x")
+    old, new = local.root / ".tmp" / "old", local.root / ".tmp" / "new"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    local.check()
+    assert new.exists()
+    assert not old.exists()
+
+
+def test_a_failed_write_leaves_nothing(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_backend.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            local.create("a", b"x")
+    assert [path for path in local.root.rglob("*") if path.is_file()] == []
+
+
+def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = LocalStore(tmp_path / "file" / "store")
+    with pytest.raises(
+        ConfigError, match=r"store\.uri = '.*/file/store' cannot be written \(Not a directory\); name a"
+    ):
+        store.check()
+
+
+# --- S3 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy to the server that stores use for the rest of the test."""
+    with FaultyProxy(aws) as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", made.endpoint)
+        yield made
+
+
+@pytest.mark.parametrize("data", [b"", b"content"])
+def test_create_recognises_its_own_write_whose_answer_was_lost(s3: S3Store, proxy: FaultyProxy, data: bytes) -> None:
+    proxy.lose_answers("PUT", 1)
+    s3.create("a", data)
+    assert proxy.seen("PUT") == 2
+    assert s3.get("a") == data
+
+
+def test_create_recognises_its_own_write_when_every_answer_is_lost(s3: S3Store, proxy: FaultyProxy) -> None:
+    proxy.lose_answers("PUT", 100)
+    s3.create("a", b"content")
+    assert s3.get("a") == b"content"
+
+
+def test_create_conflicts_after_a_lost_refusal_even_over_the_same_bytes(s3: S3Store, proxy: FaultyProxy) -> None:
+    s3.create("a", b"same")
+    proxy.lose_answers("PUT", 1)
+    with pytest.raises(Conflict):
+        s3.create("a", b"same")
+
+
+def test_a_service_that_does_not_answer_is_unreachable_not_missing(s3: S3Store, proxy: FaultyProxy) -> None:
+    proxy.lose_answers("GET", 100)
+    with pytest.raises(Unreachable, match=r"did not answer for s3://contract/.*/a"):
+        s3.get("a")
+
+
+def test_list_follows_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "3")
+    for number in range(10):
+        s3.put(f"{number}", b"")
+    assert [*s3.list()] == [f"{number}" for number in range(10)]
+
+
+def test_a_large_object_is_created_once_in_parts(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3fs.S3FileSystem._pipe_file, "__defaults__", (5 * 2**20, None, "overwrite"))
+    data = os.urandom(11 * 2**20)
+    s3.create("a", data)
+    assert s3.get("a") == data
+    with pytest.raises(Conflict):
+        s3.create("a", data)
+
+
+def test_objects_of_other_writers_count(s3: S3Store) -> None:
+    folder = s3fs.S3FileSystem(skip_instance_cache=True)
+    folder.pipe_file(f"{s3.root}/plain", b"x")
+    folder.pipe_file(f"{s3.root}/drawn-by-a-console/", b"")
+    with pytest.raises(Conflict):
+        s3.create("plain", b"x")
+    assert list(s3.list()) == ["plain"]
+    s3.create("ours", b"x")
+    assert len(folder.metadata(f"{s3.root}/ours")[WRITER]) == 32
+
+
+def test_a_bucket_is_a_store_of_its_own(aws: str) -> None:
+    bucket = uuid.uuid4().hex
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+    store = S3Store(bucket)
+    store.create("a/b", b"x")
+    assert list(store.list()) == list(store.list("a")) == ["a/b"]
+    store.check()
+
+
+def test_a_forked_process_gets_its_own_connection(s3: S3Store) -> None:
+    s3.put("a", b"parent")
+    child = multiprocessing.get_context("fork").Process(target=lambda: s3.put("a", s3.get("a") + b" and child"))
+    child.start()
+    child.join(timeout=20)
+    assert child.exitcode == 0
+    assert s3.get("a") == b"parent and child"
+
+
+def test_a_pickled_store_works_in_a_fresh_process(s3: S3Store) -> None:
+    code = "import pickle, sys; pickle.load(sys.stdin.buffer).put('a', b'fresh')"
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(s3), check=True, timeout=30)
+    assert s3.get("a") == b"fresh"
+
+
+def test_check_names_a_missing_bucket(aws: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.uri = 's3://nowhere/x' names a bucket that does not exist; create"):
+        S3Store("nowhere/x").check()
+
+
+def test_a_missing_bucket_is_no_missing_object(aws: str) -> None:
+    for call in (lambda store: store.get("a"), lambda store: store.put("a", b""), lambda store: store.create("a", b"")):
+        with pytest.raises(ConfigError, match="bucket that does not exist"):
+            call(S3Store("nowhere/x"))
+
+
+def test_check_names_an_unreachable_endpoint(aws: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FaultyProxy(aws) as closed:
+        pass
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", closed.endpoint)
+    started = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=r"'s3://contract/x' cannot be reached .*127.0.0.1.*check AWS_ENDPOINT_URL_S3"
+    ):
+        S3Store("contract/x").check()
+    assert time.monotonic() - started < 15
+
+
+def test_check_does_not_wait_for_a_silent_endpoint(s3: S3Store, proxy: FaultyProxy) -> None:
+    proxy.fall_silent()
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        s3.check()
+    assert time.monotonic() - started < 15
+
+
+def test_check_names_denied_access(s3: S3Store, proxy: FaultyProxy) -> None:
+    proxy.answer("PUT", 403, "AccessDenied")
+    with pytest.raises(ConfigError, match=r"store\.uri = .* denies access .*; check AWS_PROFILE or AWS_ACCESS_KEY_ID"):
+        s3.check()
+
+
+def test_check_names_missing_credentials(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", "/nonexistent")
+    with pytest.raises(ConfigError, match=r"cannot be used \(Unable to locate credentials\)"):
+        s3.check()
+
+
+def test_check_refuses_a_service_without_conditional_writes(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_object = moto.s3.responses.S3Response.put_object
+
+    def unconditional(self: moto.s3.responses.S3Response) -> object:
+        self.headers = {name: value for name, value in self.headers.items() if name != "If-None-Match"}
+        return put_object(self)
+
+    monkeypatch.setattr(moto.s3.responses.S3Response, "put_object", unconditional)
+    with pytest.raises(ConfigError, match="ignores If-None-Match"):
+        s3.check()
+    assert list(s3.list()) == []
+
+
+def test_no_bucket_no_name() -> None:
+    for uri in ("s3://", "memory://"):
+        with pytest.raises(ConfigError, match=r"store\.uri = "):
+            open_store(uri).check()

@@ -1,0 +1,60 @@
+"""The wheel holds what the tree holds, under `rollflow` and nowhere else, and the CLI starts light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("flows", "tasks", "storage")
+HEAVY = ("torch", "ray", "vllm", "prefect", "mlflow", "transformers", "s3fs")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The names in a wheel that is built from the tree."""
+    built = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (file,) = built.glob("rollflow-*.whl")
+    return zipfile.ZipFile(file).namelist()
+
+
+def in_tree(pattern: str) -> set[str]:
+    """Files of the three folders, by the names that they are to have in the wheel."""
+    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob(pattern))
+    return {f"rollflow/{file.relative_to(ROOT).as_posix()}" for file in files}
+
+
+@pytest.mark.parametrize("pattern", ["*.py", "*.toml", "py.typed"])
+def test_the_wheel_holds_the_tree(wheel: list[str], pattern: str) -> None:
+    packed = {name for name in wheel if Path(name).match(pattern)}
+    assert packed == in_tree(pattern)
+    assert packed
+
+
+def test_nothing_else_lands_in_site_packages(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"rollflow"}
+    assert {name.split("/")[1] for name in wheel if name.startswith("rollflow/")} == set(FOLDERS)
+
+
+def test_every_folder_is_typed(wheel: list[str]) -> None:
+    assert {f"rollflow/{folder}/py.typed" for folder in FOLDERS} <= set(wheel)
+
+
+def test_the_wheel_has_its_command_and_licence(wheel: list[str]) -> None:
+    inside = {name.split("/", 1)[1] for name in wheel if ".dist-info/" in name}
+    assert {"entry_points.txt", "licenses/LICENSE"} <= inside
+
+
+def test_the_cli_loads_no_heavy_package() -> None:
+    code = f"import rollflow.flows.cli, sys; print(*sorted(set({HEAVY}) & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
