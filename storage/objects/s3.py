@@ -66,10 +66,10 @@ class S3Store(ObjectStore):
             _filesystem().pipe_file(self._address(path), bytes(data))
 
     def create(self, path: str, data: bytes | memoryview) -> None:
-        address, body = self._address(path), bytes(data)
+        body, token = bytes(data), uuid.uuid4().hex
         with self._named(path):
             for attempt in range(BUSY_ATTEMPTS):
-                if self._created(path, address, body):
+                if self._created(path, body, token):
                     return
                 time.sleep(0.1 * 2**attempt)
         raise Unreachable(
@@ -116,7 +116,8 @@ class S3Store(ObjectStore):
             ) from error
 
     def _probe(self, name: str) -> None:
-        call = functools.partial(self._call, Key=self._key(name), hasty=True, timeout=CHECK_SECONDS)
+        hasty = functools.partial(self._call, hasty=True, timeout=CHECK_SECONDS)
+        call = functools.partial(hasty, Key=self._key(name))
         call("put_object", Body=b"rollflow", IfNoneMatch="*")
         try:
             call("put_object", Body=b"rollflow", IfNoneMatch="*")
@@ -131,13 +132,12 @@ class S3Store(ObjectStore):
         finally:
             call("head_object")
             call("delete_object")
-        next(self.list(name), None)
+        hasty("list_objects_v2", Prefix=self._key(name))
 
-    def _created(self, path: str, address: str, body: bytes) -> bool:
+    def _created(self, path: str, body: bytes, token: str) -> bool:
         """Whether the object was created; False asks for another try."""
-        token = uuid.uuid4().hex
         try:
-            _filesystem().pipe_file(address, body, mode="create", Metadata={WRITER: token})
+            _filesystem().pipe_file(self._address(path), body, mode="create", Metadata={WRITER: token})
         except FAILURES as error:
             writer = self._writer(path)
             if writer == token:

@@ -1,4 +1,4 @@
-"""Engines: one contract (`base`), a backend per file, chosen by `build_engine`; backends load when they are asked for."""
+"""Engines: one contract (`base`), a backend per file, chosen by `build_engine` and loaded only then."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ the throughput, and on a CPU a seeded request whose prefill is chunked kills vLL
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -24,7 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.engines.base import Ending, Generation, GenerationRequest, InFlight
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+from rollflow.tasks.engines.stop_ids import stop_token_ids
 from rollflow.tasks.settings import VllmEngineConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -186,14 +187,6 @@ class VllmEngine:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
         except TimeoutError as error:
             raise EngineFailed(f"vLLM's engine process did not answer within {seconds:.0f} s") from error
-
-
-def stop_token_ids(policy_folder: Path) -> list[int]:
-    """The end-of-sequence ids that the policy's config.json names."""
-    eos = json.loads((policy_folder / "config.json").read_text()).get("eos_token_id")
-    if eos is None:
-        return []
-    return list(eos) if isinstance(eos, list) else [eos]
 
 
 def _generation(id: str, output: Any) -> Generation:

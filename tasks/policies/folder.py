@@ -110,7 +110,7 @@ def copy_folder(path: str) -> dict[str, bytes]:
         raise ConfigError(f"policy.path = {path!r} has no config.json; name a Hugging Face model folder")
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(
-            f"policy.path = {path!r} has no tokenizer.json; save it again with a fast tokenizer (tokenizer.save_pretrained)"
+            f"policy.path = {path!r} has no tokenizer.json; save a fast tokenizer there (save_pretrained)"
         )
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 

@@ -151,12 +151,14 @@ class RolloutScheduler:
 
     async def _group(self, key: GroupKey) -> None:
         """One dispatch, from prompt to buffer or discard."""
-        prompt = self._outside.prompt(key.index)
+        prompt, failure = self._outside.prompt(key.index), None
         try:
             async with asyncio.TaskGroup() as samples:
                 made = [samples.create_task(self._sample(prompt, key, s)) for s in range(self.plan.group_size)]
         except* EngineFailed as failed:
-            self._failed(key, failed)
+            failure = failed.exceptions[0]
+        if failure:
+            self._failed(key, failure)
             return
         group = TrajectoryGroup(key, prompt.id, prompt.domain, tuple(task.result() for task in made))
         self._running.discard(key)
@@ -165,12 +167,12 @@ class RolloutScheduler:
         self._ready.set()
         self._room.set()
 
-    def _failed(self, key: GroupKey, failed: ExceptionGroup[EngineFailed]) -> None:
+    def _failed(self, key: GroupKey, failure: Exception) -> None:
         """The engines died under a group: discard it and issue it again, unless that happened too often."""
         self._running.discard(key)
         self._discard(key, DiscardReason.FAILED, self._proxy.version, 0)
         if key.attempt + 1 >= self.plan.attempts or self._proxy.version < 0:
-            raise failed.exceptions[0]
+            raise failure
         self._room.set()
 
     async def _sample(self, prompt: Prompt, key: GroupKey, sample: int) -> Trajectory:

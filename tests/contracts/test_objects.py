@@ -349,7 +349,8 @@ def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """A proxy to the server that stores use for the rest of the test."""
+    """A proxy to the server that stores use for the rest of the test; they do not wait between two tries."""
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
     with FaultyProxy(aws) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", made.endpoint)
         yield made

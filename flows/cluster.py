@@ -1,0 +1,219 @@
+"""The Ray cluster: attaching to one, finding and ending actors, waiting for them within a deadline.
+
+Guarantees:
+- `attach` either attaches within its deadline or raises `Unreachable`; Ray by itself retries a wrong address for
+  ever. It leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
+  would end as crashed.
+- No wait for an actor is unbounded (`call`, `acall`); an error names what was waited for, on whom and how long.
+
+Run as a module, it is the head of a private cluster (see `services.RayHead`): GCS and raylet with its agents,
+without dashboard, autoscaler, log monitor and client server, which take two thirds of Ray's usual start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rollflow.flows.reachability import speaks_http2
+from rollflow.storage.errors import RollflowError, Unreachable
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
+    """Connect this process to the cluster at `address` (host:port). Attaching again does nothing.
+
+    Raises:
+        Unreachable: nothing there answers like a Ray head, or it refuses.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _prove(address, deadline_seconds)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
+    finally:
+        _restore(handlers)
+
+
+def _prove(address: str, deadline_seconds: float) -> None:
+    """Check that the head answers where Ray will look for it, and make Ray look on loopback where it must."""
+    from ray._private import ray_constants
+    from ray._private import services as ray_services
+
+    host, _, port = address.rpartition(":")
+    if not speaks_http2(host, int(port), seconds=deadline_seconds):
+        raise Unreachable(f"waited {deadline_seconds:.0f} s for a Ray head at {address}; nothing there answers")
+    if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
+        # Ray takes "127.0.0.1" for the host's outside address unless clusters are off; this head is on loopback only.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        # None: a handler not set from Python; ValueError: not the main thread, where Ray set none either.
+        if handler is not None:
+            with contextlib.suppress(ValueError):
+                signal.signal(number, handler)
+
+
+def detach() -> None:
+    """Disconnect from the cluster; detached actors live on."""
+    import ray
+
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def attached(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> Iterator[None]:
+    """`attach` for the length of a block."""
+    attach(address, namespace, deadline_seconds=deadline_seconds)
+    try:
+        yield
+    finally:
+        detach()
+
+
+def actor(name: str, namespace: str) -> Any:
+    """The living actor of that name.
+
+    Raises:
+        Unreachable: there is none.
+    """
+    import ray
+
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError as error:
+        raise Unreachable(f"no actor {name!r} lives in the namespace {namespace!r} of the Ray cluster") from error
+
+
+def kill_named(names: Iterable[str], namespace: str) -> list[str]:
+    """Kill the actors of these names; those that are gone already are skipped. Returns the killed."""
+    import ray
+
+    killed = []
+    for name in names:
+        try:
+            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+        except ValueError:
+            continue
+        killed.append(name)
+    return killed
+
+
+def call(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
+    """The value of an object reference, waited for at most `deadline_seconds`.
+
+    Args:
+        what: what is waited for and on whom, as it should stand in the error ("the weights, from engine 0").
+        died: the error to raise if the actor is dead (`EngineFailed` for engines).
+
+    Raises:
+        Unreachable: no answer in time.
+        RollflowError: the one that the actor's method raised.
+    """
+    import ray
+
+    try:
+        return ray.get(reference, timeout=deadline_seconds)
+    except ray.exceptions.RayError as error:
+        _translate(error, deadline_seconds, what, died)
+
+
+async def acall(
+    reference: Awaitable[Any], deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable
+) -> Any:
+    """`call` for an event loop, which it does not block."""
+    import ray
+
+    async def value() -> Any:
+        return await reference
+
+    try:
+        return await asyncio.wait_for(value(), deadline_seconds)
+    except TimeoutError as error:
+        raise Unreachable(f"waited {deadline_seconds:g} s for {what}") from error
+    except ray.exceptions.RayError as error:
+        _translate(error, deadline_seconds, what, died)
+
+
+def _translate(error: Exception, deadline_seconds: float, what: str, died: type[RollflowError]) -> NoReturn:
+    from ray import exceptions
+
+    if isinstance(error, exceptions.GetTimeoutError):
+        raise Unreachable(f"waited {deadline_seconds:g} s for {what}") from error
+    if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, RollflowError):
+        raise error.cause from error
+    if isinstance(error, exceptions.RayActorError | exceptions.ObjectLostError | exceptions.WorkerCrashedError):
+        raise died(f"waited for {what}, but its process is gone: {_first_line(error)}") from error
+    raise error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# --- the head of a private cluster ---------------------------------------------------------------------------
+
+
+def serve_head(port: int, temp: str, cpus: int, gpus: int | None, object_store_bytes: int, ready: Path) -> None:
+    """Start a cluster's processes, write `ready`, and sleep until the guard ends this process and theirs."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class Head(Node):  # type: ignore[misc]
+        def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+            """Not wanted: even with the dashboard off, its process costs a second of a core."""
+
+    parameters = RayParams(
+        node_ip_address="127.0.0.1",
+        gcs_server_port=port,
+        num_cpus=cpus,
+        num_gpus=gpus,
+        object_store_memory=object_store_bytes,
+        temp_dir=temp,
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        dashboard_agent_listen_port=_free_port(),
+    )
+    head = Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False)
+    ready.write_text(head.gcs_address)
+    signal.pause()
+
+
+def _free_port() -> int:
+    # Ray's default port (52365) is one for all clusters of a machine.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the head of a private Ray cluster")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--temp", required=True)
+    parser.add_argument("--cpus", type=int, required=True)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--object-store-bytes", type=int, required=True)
+    parser.add_argument("--ready", type=Path, required=True)
+    given = parser.parse_args()
+    serve_head(given.port, given.temp, given.cpus, given.gpus, given.object_store_bytes, given.ready)
+
+
+if __name__ == "__main__":
+    main()

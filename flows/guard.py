@@ -1,0 +1,158 @@
+"""Runs one command and leaves none of its descendants behind.
+
+    python -I -S guard.py GRACE_SECONDS COMMAND [ARGUMENT...]
+
+Guarantees, on Linux: when the owner closes this process's standard input or dies (SIGKILL included), or the
+command itself ends, or this process gets SIGTERM, every descendant of the command is ended, also those that
+were orphaned or opened a session of their own: the command first (SIGTERM, GRACE_SECONDS), then the rest
+(SIGTERM, `REST_SECONDS`), then SIGKILL. Nothing else is ever signalled. The exit code is the command's.
+
+How: the guard is the "child subreaper" of its descendants, so an orphan becomes its child instead of init's and
+stays findable. Standard library only and run as a script, so that a guard costs milliseconds. Where there is
+no subreaper (macOS), descendants that were orphaned *and* left the session are out of reach.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REST_SECONDS = 1.5
+KILL_SECONDS = 5.0
+POLL_SECONDS = 0.2
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LINUX = sys.platform.startswith("linux")
+
+
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _parents() -> dict[int, int]:
+    """Parent of every living (not zombie) process."""
+    if not LINUX:
+        rows = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+        return {int(pid): int(ppid) for pid, ppid in (row.split() for row in rows.splitlines())}
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path("/proc", entry, "stat").read_text(errors="replace")
+            except OSError:  # ended meanwhile
+                continue
+            state, ppid = stat.rpartition(")")[2].split()[:2]  # the name before ")" may hold anything
+            if state not in "ZX":
+                parents[int(entry)] = int(ppid)
+    return parents
+
+
+def descendants(root: int) -> list[int]:
+    """Every living process below `root`."""
+    children: dict[int, list[int]] = {}
+    for pid, ppid in _parents().items():
+        children.setdefault(ppid, []).append(pid)
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+class Guard:
+    """Owns the command's process tree."""
+
+    def __init__(self, grace_seconds: float, command: list[str]) -> None:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._grace = grace_seconds
+        self._told_to_stop = False
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to act on
+        self._status: int | None = None
+        self._root = os.fork()
+        if self._root == 0:
+            self._become(command)
+
+    def _on_term(self, *_: object) -> None:
+        self._told_to_stop = True
+
+    @staticmethod
+    def _become(command: list[str]) -> None:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the guard itself was killed
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"cannot run {command[0]}: {error}", file=sys.stderr)
+            os._exit(127)
+
+    def _reap(self) -> None:
+        """Collect every child that ended, adopted ones included."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._root:
+                self._status = status
+
+    def watch(self) -> None:
+        """Return when the command ended or is to be ended."""
+        while self._status is None and not self._told_to_stop:
+            readable, _, _ = select.select([0], [], [], POLL_SECONDS)
+            if readable and not os.read(0, 4096):
+                return
+            self._reap()
+
+    def _wait_for(self, seconds: float, *, only_root: bool) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._reap()
+            if self._status is not None and (only_root or not descendants(os.getpid())):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _signal(self, pids: list[int], number: signal.Signals) -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def end(self) -> int:
+        """End the whole tree, bounded; the command's exit code."""
+        if self._status is None:
+            self._signal([self._root], signal.SIGTERM)
+            self._wait_for(self._grace, only_root=True)
+        self._signal(descendants(os.getpid()), signal.SIGTERM)
+        ended = self._wait_for(REST_SECONDS, only_root=False)
+        deadline = time.monotonic() + KILL_SECONDS
+        while not ended and time.monotonic() < deadline:  # a dying tree may still fork: look again
+            self._signal(descendants(os.getpid()), signal.SIGKILL)
+            ended = self._wait_for(0.2, only_root=False)
+        return os.waitstatus_to_exitcode(self._status) if self._status is not None else 1
+
+
+def main() -> None:
+    guard = Guard(float(sys.argv[1]), sys.argv[2:])
+    guard.watch()
+    code = guard.end()
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Where things lie: the run home on this machine and the runs in a store."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import RunConfig
+
+
+def home() -> Path:
+    """`ROLLFLOW_HOME`, or `.rollflow` in the working directory: everything a run writes locally lies below it."""
+    return Path(os.environ.get("ROLLFLOW_HOME") or ".rollflow").expanduser().absolute()
+
+
+def store_uri(config: RunConfig) -> str:
+    """The store a config names; the default is a folder in the run home."""
+    return config.store.uri or str(home() / "store")
+
+
+def context_of(uri: str, run_id: str) -> RunContext:
+    """The run `run_id` of the store at `uri`."""
+    return RunContext(f"{uri.rstrip('/')}/runs/{run_id}", home() / "cache" / run_id)
+
+
+def new_run_id(name: str) -> str:
+    """A run id of a recipe's name and the time."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def find_run(name: str | None, store: str | None = None) -> RunContext:
+    """The run a person names: an id in the default store (or `store`), a run's own path or URI, or the newest.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    base = store or str(home() / "store")
+    if name and ("://" in name or "/" in name):
+        return RunContext(name.rstrip("/"), home() / "cache" / name.rstrip("/").rpartition("/")[2])
+    if name:
+        return context_of(base, name)
+    runs = sorted((Path(base) / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
+    return context_of(base, runs[-1].parent.name)

@@ -1,0 +1,93 @@
+"""Preparing a run: everything a person could have got wrong is found here, before anything heavy starts.
+
+It checks the store, builds or copies the policy folder, checks the prompts against the policy's context, and
+creates `run.json` atomically: from then on the run id is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+from rollflow.flows.home import context_of, store_uri
+from rollflow.storage.errors import ConfigError, Conflict
+from rollflow.storage.objects import open_store
+from rollflow.tasks.policies.folder import build_cold_folder, copy_folder
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer, stop_tokens
+from rollflow.tasks.run import FORMAT, RunContext, open_order, probe_tokens
+from rollflow.tasks.settings import RunConfig
+
+VOCABULARY_TEXTS = 2000
+
+
+def prepare(config: RunConfig, run_id: str) -> RunContext:
+    """Create the run in its store; a run that was prepared with the same config is returned as it is.
+
+    Raises:
+        ConfigError: with one sentence for what a person must change.
+    """
+    uri = store_uri(config)
+    store = open_store(uri)
+    store.check()
+    context = context_of(uri, run_id)
+    if context.store.exists("run.json"):
+        raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id")
+    files = _policy_files(config)
+    probe = _check_policy(config, files)
+    for name, data in files.items():
+        context.store.put(f"policy/{name}", data)
+    described = {
+        "format": FORMAT,
+        "run_id": run_id,
+        "config": config.model_dump(mode="json"),
+        "config_sha256": config.sha256(),
+        "code_version": package_version("rollflow"),
+        "created_at": time.time(),
+        "probe_tokens": probe,
+    }
+    try:
+        context.store.create("run.json", json.dumps(described, indent=2).encode())
+    except Conflict:
+        raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id") from None
+    return context
+
+
+def _policy_files(config: RunConfig) -> dict[str, bytes]:
+    """The policy folder: a new small one, or that of `policy.path`."""
+    if config.policy.cold_start is None:
+        assert config.policy.path is not None
+        return copy_folder(config.policy.path)
+    return build_cold_folder(config.policy.cold_start, open_order(config, None).texts(VOCABULARY_TEXTS))
+
+
+def _check_policy(config: RunConfig, files: dict[str, bytes]) -> list[int]:
+    """Open the policy as the run will: end-of-sequence, context and prompts; returns the probe's tokens."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        _check_end(config, folder)
+        tokenizer = PolicyTokenizer(folder)
+        if tokenizer.context <= config.engine.max_new_tokens:
+            raise ConfigError(
+                f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
+                f"{tokenizer.context} tokens; choose fewer"
+            )
+        order = open_order(config, tokenizer)
+        order.held_out()
+        for index in range(min(config.groups, 64)):
+            order.prompt(index)
+        return probe_tokens(order)
+
+
+def _check_end(config: RunConfig, folder: Path) -> None:
+    try:
+        stop_tokens(folder)
+    except ConfigError:
+        raise ConfigError(
+            f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token, so no answer could end; "
+            "set eos_token_id in its config.json, or choose a policy that has one"
+        ) from None

@@ -1,0 +1,144 @@
+"""Is a service that the config names there? Plain HTTP and sockets, bounded, quiet.
+
+Each `check_*` returns, or within about ten seconds raises `ConfigError` with one sentence that names the key, the
+value (without user names, passwords and query) and the cure. None of them imports Prefect, Ray or MLflow.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from rollflow.storage.errors import ConfigError
+
+CHECK_SECONDS = 8.0
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # and an empty SETTINGS frame
+SETTINGS_FRAME = 4
+DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+
+
+def redact(uri: str) -> str:
+    """`uri` without user name, password, query and fragment."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # not a URI at all; whatever it is, it may hold a secret
+        return "<not a URI>"
+    if not parts.scheme or not (parts.netloc or parts.query or parts.fragment):
+        return uri
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def check_prefect(api_url: str) -> None:
+    """A Prefect API answers at `api_url`."""
+    _check_http("PREFECT_API_URL", api_url, "/health", "a Prefect API, whose address ends in /api", PREFECT_CURE)
+
+
+PREFECT_CURE = "start that server, correct the address, or unset PREFECT_API_URL for a private server"
+MLFLOW_CURE = "start that server, correct the address, or leave it out for SQLite in the run home"
+RAY_CURE = 'start it (ray start --head), correct the address, or leave it "auto" for a private cluster'
+
+
+def check_mlflow(uri: str) -> None:
+    """An MLflow server answers at `uri`, or the local store it names can be written."""
+    scheme = urlsplit(uri).scheme.partition("+")[0]
+    if scheme in ("http", "https"):
+        _check_http("tracking.uri", uri, "/health", "an MLflow server", MLFLOW_CURE)
+    elif scheme in ("sqlite", "file", ""):
+        path = uri.partition(":///")[2] if scheme == "sqlite" else uri.removeprefix("file:").removeprefix("//")
+        _check_folder(uri, Path(path).absolute().parent)
+    elif scheme in DEFAULT_PORTS:
+        _check_database(uri, DEFAULT_PORTS[scheme])
+    elif scheme not in ("databricks", "databricks-uc"):
+        raise ConfigError(f"tracking.uri = {redact(uri)!r} names no known store; use http(s)://... or sqlite:///...")
+
+
+def check_ray(address: str) -> None:
+    """A Ray head answers at `address` ("auto" is a private cluster, which needs no check)."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address.startswith("ray://") or not host or not port.isdigit():
+        raise ConfigError(
+            f'cluster.address = {address!r} is no address of a Ray head; write "host:port" (usually port 6379) or "auto"'
+        )
+    try:
+        spoken = speaks_http2(host, int(port), seconds=CHECK_SECONDS, raising=True)
+    except OSError as error:
+        raise ConfigError(f"cluster.address = {address!r} does not answer ({_reason(error)}); {RAY_CURE}") from error
+    if not spoken:
+        raise ConfigError(f"cluster.address = {address!r} answers, but is no Ray head; {RAY_CURE}")
+
+
+def http_answers(url: str, *, seconds: float) -> bool:
+    """Whether a GET of `url` succeeds."""
+    try:
+        with _open(url, seconds) as response:
+            return bool(response.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False) -> bool:
+    """Whether the peer answers HTTP/2 (gRPC) in clear text, as a Ray head does."""
+    try:
+        with socket.create_connection((host, port), timeout=seconds) as peer:
+            peer.sendall(HTTP2_PREFACE)
+            answer = peer.recv(9)
+    except OSError:
+        if raising:
+            raise
+        return False
+    return len(answer) == 9 and answer[3] == SETTINGS_FRAME
+
+
+def _open(url: str, seconds: float) -> http.client.HTTPResponse:
+    # A proxy from the environment must not stand between this machine and its own loopback.
+    direct = urllib.request.ProxyHandler({}) if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") else None
+    opener = urllib.request.build_opener(*([direct] if direct else []))
+    response: http.client.HTTPResponse = opener.open(url, timeout=seconds)
+    return response
+
+
+def _reason(error: Exception) -> str:
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, TimeoutError):
+        return f"no answer in {CHECK_SECONDS:.0f} s"
+    return cause.strerror or str(cause) if isinstance(cause, OSError) else str(cause)
+
+
+def _check_http(key: str, url: str, path: str, kind: str, cure: str) -> None:
+    shown = redact(url)
+    try:
+        with _open(url.rstrip("/") + path, CHECK_SECONDS) as response:
+            status = response.status
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):  # it is there, and asks for the credentials that its own client will send
+            return
+        status = error.code
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigError(f"{key} = {shown!r} does not answer ({_reason(error)}); {cure}") from error
+    if status != 200:
+        raise ConfigError(f"{key} = {shown!r} answers with HTTP {status}, so it is not {kind}; {cure}")
+
+
+def _check_folder(uri: str, folder: Path) -> None:
+    nearest = folder
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise ConfigError(f"tracking.uri = {redact(uri)!r} cannot be written ({nearest}); name a folder that can be")
+
+
+def _check_database(uri: str, default_port: int) -> None:
+    parts = urlsplit(uri)
+    try:
+        socket.create_connection((parts.hostname or "localhost", parts.port or default_port), CHECK_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"tracking.uri = {redact(uri)!r} does not answer ({_reason(error)}); {MLFLOW_CURE}"
+        ) from error

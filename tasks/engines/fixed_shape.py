@@ -1,0 +1,277 @@
+"""Batched sampling from a Hugging Face causal model whose results do not depend on the batch.
+
+Guarantee: the tokens and log-probs of a request are a function of (prompt, max_new_tokens, temperature, seed,
+weights, threads), bit for bit, whatever else runs beside it.
+
+How: matrix kernels may round differently for different shapes, but a row's result in a fixed shape does not
+depend on the other rows. So every forward pass has one of two shapes, and which tokens of a request go
+through which of them depends on that request alone:
+
+    prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded
+    decode   R x 1   the newest token of each row; idle rows compute something that nobody reads
+
+The attention spans S keys, masked beyond a row's position; S comes from the request's own length. A response's
+random draws come from its own generator and are indexed by the token's position.
+
+Notation: R rows of a group, P rows and C tokens of a prefill, S keys, H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines.base import Generation, GenerationRequest
+
+R, P, C = 64, 16, 16
+SMALLEST_SPAN = 64  # keys; spans are this, doubled as often as a request needs
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A request under way: its known tokens, how many of them the attention state holds, what it sampled."""
+
+    request: GenerationRequest
+    known: list[int]
+    draws: Tensor
+    fed: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> int:
+        """Known tokens that the attention state does not hold."""
+        return len(self.known) - self.fed
+
+    @property
+    def prefilling(self) -> bool:
+        return self.fed < len(self.request.prompt) or self.pending > 1
+
+    def generation(self, ending: Ending) -> Generation:
+        tokens = tuple(self.known[len(self.request.prompt) :])
+        return Generation(self.request.id, tokens, tuple(self.logprobs), tuple(self.versions), ending)
+
+
+class Group:
+    """R rows with attention state for S keys; some of them taken."""
+
+    def __init__(self, config: Any, span: int, dtype: torch.dtype) -> None:
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (R, config.num_key_value_heads, span, head_size)
+        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.rows: list[Row | None] = [None] * R
+
+    @property
+    def taken(self) -> list[tuple[int, Row]]:
+        return [(index, row) for index, row in enumerate(self.rows) if row is not None]
+
+
+class Writes:
+    """What the model takes for its cache: stores new keys and values, and shows it the rows it is to attend to."""
+
+    def __init__(self, group: Group, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
+        """Rows `into` get the first N of the new states; `read` are the rows attended to (None: all R)."""
+        self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """`keys`, `values`: P x H x C x D or R x H x 1 x D."""
+        return self._store(self._group.keys[layer], keys), self._store(self._group.values[layer], values)
+
+    def _store(self, state: Tensor, new: Tensor) -> Tensor:
+        state[self._into, :, self._positions] = new[: len(self._into)].transpose(1, 2)
+        return state if self._read is None else state[self._read]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+
+class FixedShapeSampler:
+    """The model and the requests it runs. Not thread-safe: one thread owns it."""
+
+    def __init__(self, policy_folder: Path, dtype: torch.dtype, slots: int, stop_ids: Iterable[int]) -> None:
+        config = AutoConfig.from_pretrained(policy_folder)
+        if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+            raise ValueError(f"{policy_folder}: only full attention runs on the transformers engine; use vllm")
+        self._config = config
+        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        self._dtype = dtype
+        self._slots = slots
+        self._stop_ids = frozenset(stop_ids)
+        self._queue: deque[Row] = deque()
+        self._groups: dict[int, list[Group]] = {}  # by span
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue) or any(group.taken for group in self._all())
+
+    def add(self, request: GenerationRequest) -> None:
+        needed = len(request.prompt) + request.max_new_tokens
+        if not request.prompt or needed > self._config.max_position_embeddings:
+            raise ValueError(
+                f"{request.id}: prompt and response need {needed} tokens; the policy takes prompts of at least one "
+                f"token and {self._config.max_position_embeddings} in all"
+            )
+        generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
+        draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
+        self._queue.append(Row(request, list(request.prompt), draws))
+
+    def abort(self, ids: Iterable[str] | None) -> list[Generation]:
+        """End these requests (None: all) with what they have."""
+        wanted = None if ids is None else frozenset(ids)
+        ended = [row for row in self._queue if wanted is None or row.request.id in wanted]
+        self._queue = deque(row for row in self._queue if row not in ended)
+        for group in self._all():
+            for index, row in group.taken:
+                if wanted is None or row.request.id in wanted:
+                    group.rows[index] = None
+                    ended.append(row)
+        return [row.generation(Ending.ABORTED) for row in ended]
+
+    def load(self, weights: Path) -> None:
+        """Replace the weights; the attention state of running requests is computed anew."""
+        files = sorted(weights.glob("*.safetensors"))
+        stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if name not in stored or stored[name].shape != parameter.shape:
+                    raise Corrupt(f"{weights} holds no {name} of shape {tuple(parameter.shape)}")
+                parameter.copy_(stored[name])
+        for group in self._all():
+            for _, row in group.taken:
+                row.fed = 0
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        logits = self._model(torch.tensor([list(tokens)])).logits[0, :-1].float()
+        following = torch.tensor(list(tokens[1:])).unsqueeze(-1)
+        return tuple(torch.log_softmax(logits, -1).gather(-1, following).squeeze(-1).tolist())
+
+    @torch.inference_mode()
+    def step(self, version: int) -> list[Generation]:
+        """Bring every running request one token on; returns those that ended."""
+        self._admit()
+        ended: list[Generation] = []
+        for group in self._all():
+            while waiting := [(index, row) for index, row in group.taken if row.prefilling]:
+                ended += self._prefill(group, waiting[:P], version)
+            if running := group.taken:
+                ended += self._decode(group, running, version)
+        return ended
+
+    def _all(self) -> list[Group]:
+        return [group for groups in self._groups.values() for group in groups]
+
+    def _admit(self) -> None:
+        """First come, first served; a request goes to the first free row of its span."""
+        room = self._slots - sum(len(group.taken) for group in self._all())
+        while self._queue and room > 0:
+            row = self._queue.popleft()
+            groups = self._groups.setdefault(_span(row.request), [])
+            group = next((group for group in groups if None in group.rows), None)
+            if group is None:
+                group = Group(self._config, _span(row.request), self._dtype)
+                groups.append(group)
+            group.rows[group.rows.index(None)] = row
+            room -= 1
+
+    def _prefill(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
+        """Feed one chunk of each row; a row whose last known token was in it samples its next one."""
+        tokens_PC = torch.zeros(P, C, dtype=torch.long)
+        starts_P = torch.zeros(P, dtype=torch.long)
+        last_P = torch.zeros(P, dtype=torch.long)
+        for slot, (_, row) in enumerate(rows):
+            chunk = row.known[row.fed : row.fed + C]
+            tokens_PC[slot, : len(chunk)] = torch.tensor(chunk)
+            starts_P[slot], last_P[slot] = row.fed, len(chunk) - 1
+            row.fed += len(chunk)
+        indices_N = torch.tensor([index for index, _ in rows])
+        positions_PC = starts_P[:, None] + torch.arange(C)
+        read_P = torch.zeros(P, dtype=torch.long)
+        read_P[: len(rows)] = indices_N
+        cache = Writes(group, indices_N[:, None], positions_PC[: len(rows)], read_P)
+        hidden_PCH = self._forward(group, tokens_PC, positions_PC, cache)
+        done = [(slot, index, row) for slot, (index, row) in enumerate(rows) if row.pending == 0]
+        return self._sample(group, hidden_PCH[torch.arange(P), last_P], done, version) if done else []
+
+    def _decode(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
+        tokens_R1 = torch.zeros(R, 1, dtype=torch.long)
+        positions_R1 = torch.zeros(R, 1, dtype=torch.long)
+        indices_N = torch.tensor([index for index, _ in rows])
+        tokens_R1[indices_N, 0] = torch.tensor([row.known[-1] for _, row in rows])
+        positions_R1[indices_N, 0] = torch.tensor([row.fed for _, row in rows])
+        cache = _DecodeWrites(group, indices_N, positions_R1[indices_N])
+        hidden_R1H = self._forward(group, tokens_R1, positions_R1, cache)
+        for _, row in rows:
+            row.fed += 1
+        return self._sample(group, hidden_R1H[:, 0], [(index, index, row) for index, row in rows], version)
+
+    def _forward(self, group: Group, tokens: Tensor, positions: Tensor, cache: Writes) -> Tensor:
+        span = group.keys[0].shape[2]
+        mask = torch.arange(span) <= positions[:, None, :, None]
+        output = self._model.base_model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def _sample(self, group: Group, hidden: Tensor, rows: list[tuple[int, int, Row]], version: int) -> list[Generation]:
+        """Inverse-CDF sampling; `rows` are (row of `hidden`, row of the group, request)."""
+        temperatures = torch.ones(len(hidden), 1)
+        draws = torch.zeros(len(hidden), 1, dtype=torch.float64)
+        for slot, _, row in rows:
+            temperatures[slot] = row.request.temperature
+            draws[slot] = row.draws[len(row.logprobs)]
+        logprobs_V = torch.log_softmax(self._model.get_output_embeddings()(hidden).float() / temperatures, -1)
+        cumulated_V = logprobs_V.double().exp().cumsum(-1)
+        tokens = torch.searchsorted(cumulated_V, draws * cumulated_V[:, -1:], right=True)
+        tokens.clamp_(max=logprobs_V.shape[-1] - 1)
+        chosen = zip(tokens[:, 0].tolist(), logprobs_V.gather(-1, tokens)[:, 0].tolist(), strict=True)
+        outcome = list(chosen)
+        ended = []
+        for slot, index, row in rows:
+            token, logprob = outcome[slot]
+            row.known.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            ending = self._ending(row, token)
+            if ending is not None:
+                group.rows[index] = None
+                ended.append(row.generation(ending))
+        return ended
+
+    def _ending(self, row: Row, token: int) -> Ending | None:
+        if token in self._stop_ids:
+            return Ending.STOP
+        return Ending.LENGTH if len(row.logprobs) == row.request.max_new_tokens else None
+
+
+class _DecodeWrites(Writes):
+    """One new key per row: new states are those of all R rows, of which some are stored."""
+
+    def __init__(self, group: Group, into_N: Tensor, positions_N1: Tensor) -> None:
+        super().__init__(group, into_N, positions_N1[:, 0], None)
+
+    def _store(self, state: Tensor, new: Tensor) -> Tensor:
+        state[self._into, :, self._positions] = new[self._into, :, 0]
+        return state
+
+
+def _span(request: GenerationRequest) -> int:
+    """Keys for prompt and response, and for the padding of the last prefill chunk."""
+    needed = -(-(len(request.prompt) + request.max_new_tokens) // C) * C
+    span = SMALLEST_SPAN
+    while span < needed:
+        span *= 2
+    return span

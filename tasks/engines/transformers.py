@@ -1,0 +1,152 @@
+"""Generation with plain Hugging Face models: for machines without vLLM, and for runs that repeat bit for bit.
+
+Guarantees, beyond the contract in `base`: a response is a function of its request (seed included) and the
+weights, whatever runs beside it (`fixed_shape` says how); an update recomputes the attention state of running
+requests, so that every token of version v comes from the weights of v alone.
+
+One thread owns the model. The event loop gives it one step at a time and, between two steps, whatever else
+is to be done; so nothing is locked and a suspended engine is one whose loop gives no steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+
+from rollflow.tasks.engines.stop_ids import stop_token_ids
+from rollflow.tasks.settings import TransformersEngineConfig
+
+if TYPE_CHECKING:
+    from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
+
+Result = TypeVar("Result")
+
+
+class TransformersEngine:
+    """One model in one thread. See `base.Engine` for the methods' contract."""
+
+    def __init__(
+        self,
+        config: TransformersEngineConfig,
+        policy_folder: Path,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
+        self._config = config
+        self._folder = policy_folder
+        self._dtype = dtype
+        self._version = -1
+        self._suspended = False
+        self._dead: str | None = "the transformers engine was never started"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._driver: asyncio.Task[None] | None = None
+        self._sampler: FixedShapeSampler
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        self._dead = None
+        self._sampler = await self._on_thread(self._build)
+
+    def _build(self) -> FixedShapeSampler:
+        import torch
+
+        from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
+
+        torch.set_num_threads(self._config.threads)
+        dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16
+        return FixedShapeSampler(self._folder, dtype, self._config.slots, stop_token_ids(self._folder))
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self._check_alive()
+        if request.id in self._waiting:
+            raise ValueError(f"{request.id} is already being generated")
+        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._on_thread(lambda: self._sampler.add(request))
+            self._drive()
+            return await future
+        except asyncio.CancelledError:
+            if self._dead is None:
+                self._thread.submit(self._sampler.abort, [request.id])
+            raise
+        finally:
+            self._waiting.pop(request.id, None)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        self._settle(await self._on_thread(lambda: self._sampler.abort(ids)))
+
+    async def suspend(self, in_flight: InFlight) -> None:
+        self._suspended = True
+        if self._driver is not None:
+            await asyncio.wait([self._driver])
+        if in_flight == "restart":
+            self._settle(await self._on_thread(lambda: self._sampler.abort(None)))
+        self._check_alive()
+
+    async def update(self, version: int, weights: Path) -> None:
+        await self._on_thread(lambda: self._sampler.load(weights))
+        self._version = version
+
+    async def resume(self) -> None:
+        self._check_alive()
+        self._suspended = False
+        self._drive()
+
+    async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
+        return await self._on_thread(lambda: self._sampler.logprobs(tokens))
+
+    async def close(self) -> None:
+        self._die("the transformers engine is closed")
+        if self._driver is not None:
+            await asyncio.wait([self._driver])
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _drive(self) -> None:
+        """Have the steps run, unless they do."""
+        if self._suspended or self._dead is not None or (self._driver is not None and not self._driver.done()):
+            return
+        self._driver = asyncio.create_task(self._steps())
+        self._driver.add_done_callback(self._driven)
+
+    async def _steps(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._suspended and self._dead is None and self._sampler.busy:
+            self._settle(await loop.run_in_executor(self._thread, self._sampler.step, self._version))
+
+    def _driven(self, driver: asyncio.Task[None]) -> None:
+        if driver.cancelled():
+            self._die("the transformers engine was cancelled")
+        elif (error := driver.exception()) is not None:
+            self._die(f"a step of the transformers engine failed: {error!r}")
+        elif self._sampler.busy:
+            self._drive()  # a request came while the last step's end was being noticed
+
+    def _settle(self, ended: Iterable[Generation]) -> None:
+        for generation in ended:
+            future = self._waiting.get(generation.id)
+            if future is not None and not future.done():
+                future.set_result(generation)
+
+    async def _on_thread(self, work: Callable[[], Result]) -> Result:
+        self._check_alive()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _die(self, why: str) -> None:
+        self._dead = self._dead or why
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineFailed(self._dead))
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineFailed(self._dead)

@@ -1,0 +1,40 @@
+"""How much of its time a stage was busy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Meter:
+    """Adds up busy time since the first use; safe to read from another thread."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._busy = 0.0
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """From here on idle time counts."""
+        if self._began is None:
+            self._began = time.monotonic()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """What runs inside is busy time."""
+        self.begin()
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy += time.monotonic() - self._since
+            self._since = None
+
+    def idle_share(self) -> float:
+        """Share of the time since `begin` that was not busy; 0 before it."""
+        if self._began is None:
+            return 0.0
+        now, since = time.monotonic(), self._since
+        busy = self._busy + (now - since if since is not None else 0.0)
+        return max(0.0, 1.0 - busy / max(now - self._began, 1e-9))

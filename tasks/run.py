@@ -1,0 +1,110 @@
+"""A run as every process sees it: where its storage is, its config, its policy folder, its prompts.
+
+`RunContext` is a small picklable value; everything behind it is read from storage, which is the authority.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.policies import PolicyStore, Retention
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.settings import RunConfig
+
+FORMAT = 1
+PROBE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` a local folder for fetched files."""
+
+    uri: str
+    cache: Path
+
+    @cached_property
+    def store(self) -> ObjectStore:
+        """The run's storage."""
+        return open_store(self.uri)
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """The object `run.json`."""
+        try:
+            body = json.loads(self.store.get("run.json"))
+        except Missing:
+            raise ConfigError(f"run {self.uri!r}: there is no run.json; check the run id and store.uri") from None
+        except ValueError as error:
+            raise Corrupt(f"{self.uri}/run.json is not JSON: {error}") from error
+        if body.get("format") != FORMAT:
+            raise ConfigError(f"run {self.uri!r} was written by another version of rollflow; use that one to read it")
+        return dict(body)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return str(self.described["run_id"])
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run's config."""
+        return RunConfig.model_validate(self.described["config"])
+
+    @property
+    def probe_tokens(self) -> list[int]:
+        """The fixed tokens of the weight-update probe."""
+        return list(self.described["probe_tokens"])
+
+    def policies(self) -> PolicyStore:
+        """The run's ledger."""
+        kept = self.config.store
+        return PolicyStore(self.store, Retention(kept.keep_last, kept.keep_every))
+
+    @cached_property
+    def policy_folder(self) -> Path:
+        """A local folder with the policy's config and tokenizer, fetched if the storage is remote."""
+        local = self.store.local_path("policy/config.json")
+        if local is not None:
+            return local.parent
+        folder = self.cache / "policy"
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in self.store.list("policy"):
+            (folder / Path(path).name).write_bytes(self.store.get(path))
+        return folder
+
+    @cached_property
+    def tokenizer(self) -> PolicyTokenizer:
+        """The policy's tokenizer."""
+        return PolicyTokenizer(self.policy_folder)
+
+    def order(self) -> PromptOrder:
+        """The run's prompts."""
+        return open_order(self.config, self.tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only the two names travel; the rest is read again where it is needed."""
+        return {"uri": self.uri, "cache": self.cache}
+
+
+def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None) -> PromptOrder:
+    """The prompts a config describes; without a tokenizer only their texts."""
+    longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
+    encode = tokenizer.encode if tokenizer else None
+    return PromptOrder(config.prompts, config.seed, config.evaluation.prompts, encode, longest)
+
+
+def probe_tokens(order: PromptOrder) -> list[int]:
+    """Tokens of the first demonstrations, enough to touch many rows of the embedding."""
+    tokens: list[int] = []
+    index = 0
+    while len(tokens) < PROBE_TOKENS:
+        tokens.extend(order.demonstration(index)[0].tokens)
+        index += 1
+    return tokens[:PROBE_TOKENS]

@@ -1,0 +1,196 @@
+"""The scheduler on a virtual clock: whatever the schedule, no prompt is lost or doubled and alpha holds."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollflow.storage.audit import AuditReport, audit
+from rollflow.storage.errors import Stale
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.clock import Deadlock, run_virtual
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.admission import AdmissionState, allowance
+from rollflow.tasks.settings import TimedEngineConfig
+
+from tests.support.pipeline import Pipeline
+
+
+def fresh_store() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def run_and_audit(pipeline: Pipeline) -> AuditReport:
+    run_virtual(pipeline.run())
+    return audit(pipeline.store)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0]),
+    groups=st.integers(1, 6),
+    group_size=st.integers(1, 4),
+    slots=st.integers(1, 16),
+    engines=st.integers(1, 3),
+    depth=st.integers(1, 40),
+    train_seconds=st.floats(0.0, 2.0),
+    sigma=st.floats(0.0, 2.0),
+    in_flight=st.sampled_from(["continue", "restart"]),
+    seed=st.integers(0, 1000),
+)
+def test_any_schedule_audits_clean(
+    alpha: float,
+    groups: int,
+    group_size: int,
+    slots: int,
+    engines: int,
+    depth: int,
+    train_seconds: float,
+    sigma: float,
+    in_flight: str,
+    seed: int,
+) -> None:
+    report = run_and_audit(
+        Pipeline(
+            fresh_store(),
+            groups=groups,
+            group_size=group_size,
+            slots=slots,
+            engines=engines,
+            depth=depth,
+            async_ratio=alpha,
+            train_seconds=train_seconds,
+            sigma=sigma,
+            in_flight=in_flight,
+            seed=seed,
+        )
+    )
+    assert report.violations == []
+    assert report.versions == 6
+    assert report.trajectories == 6 * groups * group_size
+    assert max(report.staleness) <= alpha
+
+
+def test_alpha_zero_trains_only_on_the_current_version() -> None:
+    report = run_and_audit(Pipeline(fresh_store(), async_ratio=0.0))
+    assert set(report.staleness) == {0}
+    assert report.fates == {"trained": 24}
+
+
+def test_alpha_zero_is_reproducible_down_to_the_bytes() -> None:
+    stores = [fresh_store(), fresh_store()]
+    for store, slots in zip(stores, (8, 8), strict=True):
+        run_virtual(Pipeline(store, async_ratio=0.0, slots=slots).run())
+    first, second = (TrajectoryStore(store).read(5)[0].groups for store in stores)
+    assert first == second
+
+
+def test_generation_overlaps_training_when_alpha_allows() -> None:
+    """With alpha the run is faster than without: the learner does not wait for the whole batch each time."""
+
+    async def timed(alpha: float) -> float:
+        await Pipeline(fresh_store(), versions=20, async_ratio=alpha).run()
+        return asyncio.get_running_loop().time()
+
+    synchronous, asynchronous = (run_virtual(timed(alpha)) for alpha in (0.0, 2.0))
+    assert asynchronous < 0.8 * synchronous
+
+
+def test_a_run_continues_from_storage_alone() -> None:
+    """Stopped after three versions, then continued by new objects: every prompt is still used exactly once."""
+    store = fresh_store()
+
+    async def stopped() -> None:
+        pipeline = Pipeline(store, versions=12, async_ratio=2.0)
+        task = asyncio.create_task(pipeline.run())
+        while not (hasattr(pipeline, "policies") and pipeline.policies.latest() >= 3):
+            await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run_virtual(stopped())
+    half = audit(store)
+    assert half.clean
+    assert 3 <= half.versions < 12
+    report = run_and_audit(Pipeline(store, versions=12, async_ratio=2.0))
+    assert report.violations == []
+    assert report.versions == 12
+
+
+class Dying(TimedEngine):
+    """A timed engine that dies after some updates."""
+
+    def __init__(self, config: TimedEngineConfig, updates: int) -> None:
+        super().__init__(config)
+        self.updates = updates
+
+    async def update(self, version, weights):  # type: ignore[no-untyped-def]
+        from rollflow.storage.errors import EngineFailed
+
+        self.updates -= 1
+        if self.updates < 0:
+            raise EngineFailed("died on purpose")
+        await super().update(version, weights)
+
+
+def test_another_engine_takes_over_what_a_dead_one_left() -> None:
+    config = TimedEngineConfig(slots=8, max_new_tokens=64)
+    engines = [TimedEngine(config), Dying(config, updates=2)]
+    pipeline = Pipeline(fresh_store(), engine_list=engines)
+    report = run_and_audit(pipeline)
+    assert report.violations == []
+    assert report.versions == 6
+    assert pipeline.proxy.failures == ["died on purpose"]
+
+
+def test_without_any_engine_the_run_fails_with_the_reason() -> None:
+    engines = [Dying(TimedEngineConfig(slots=8, max_new_tokens=64), updates=2)]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_virtual(Pipeline(fresh_store(), engine_list=engines).run())
+    assert "died on purpose" in str(caught.value.exceptions)
+
+
+def test_a_stale_group_cannot_be_committed() -> None:
+    """The check at batching holds even if admission and buffer were wrong."""
+    store = fresh_store()
+    run_virtual(Pipeline(store, async_ratio=0.0).run())
+    groups = tuple(TrajectoryBatchOf(store, 0))
+    from rollflow.storage.trajectories import StagedBatch
+
+    with pytest.raises(Stale, match="started under version 0, batch 9 allows 7"):
+        TrajectoryStore(store).commit(StagedBatch(9, groups, 4, (), ()), async_ratio=2.0)
+
+
+def TrajectoryBatchOf(store: MemoryStore, number: int):  # type: ignore[no-untyped-def]  # noqa: N802
+    from rollflow.storage.batch import TrajectoryBatch
+
+    return TrajectoryBatch.from_bytes(TrajectoryStore(store).read(number)[1]).groups()
+
+
+@pytest.mark.parametrize(
+    ("version", "batched", "outstanding", "running", "alpha", "expected"),
+    [
+        (-1, 0, 0, 0, 2.0, 0),  # no weights yet
+        (0, 0, 0, 0, 0.0, 4),  # synchronous: one batch
+        (0, 0, 4, 2, 0.0, 0),
+        (0, 0, 0, 0, 2.0, 10),  # (0 + 1 + 2) * 4 = 12, but only 10 may run at a time
+        (0, 0, 6, 0, 2.0, 6),
+        (3, 12, 0, 0, 0.5, 6),  # 4 * 4.5 = 18 in all, 12 are batched
+        (9, 36, 0, 0, 2.0, 4),  # the run needs 40 groups and no more
+    ],
+)
+def test_allowance(version: int, batched: int, outstanding: int, running: int, alpha: float, expected: int) -> None:
+    state = AdmissionState(version, batched, outstanding, running)
+    assert allowance(state, groups=4, async_ratio=alpha, depth=10, total=40) == expected
+
+
+def test_the_virtual_clock_names_a_deadlock() -> None:
+    async def waits_for_ever() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock):
+        run_virtual(waits_for_ever())
