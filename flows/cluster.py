@@ -134,6 +134,20 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
         _translate(error, deadline_seconds, what, died)
 
 
+def done(reference: Any, seconds: float) -> bool:
+    """Whether a call has ended (with a value or an error), waited for at most `seconds`."""
+    import ray
+
+    return bool(ray.wait([reference], timeout=seconds)[0])
+
+
+def gpus() -> float:
+    """GPUs of the whole cluster."""
+    import ray
+
+    return float(ray.cluster_resources().get("GPU", 0.0))
+
+
 async def acall(
     reference: Awaitable[Any], deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable
 ) -> Any:

@@ -26,6 +26,12 @@ def context_of(uri: str, run_id: str) -> RunContext:
     return RunContext(f"{uri.rstrip('/')}/runs/{run_id}", home() / "cache" / run_id)
 
 
+def attach_run(uri: str) -> RunContext:
+    """The run whose own storage is at `uri`."""
+    uri = uri.rstrip("/")
+    return RunContext(uri, home() / "cache" / uri.rpartition("/")[2])
+
+
 def new_run_id(name: str) -> str:
     """A run id of a recipe's name and the time."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -39,7 +45,7 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     """
     base = store or str(home() / "store")
     if name and ("://" in name or "/" in name):
-        return RunContext(name.rstrip("/"), home() / "cache" / name.rstrip("/").rpartition("/")[2])
+        return attach_run(name)
     if name:
         return context_of(base, name)
     runs = sorted((Path(base) / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)

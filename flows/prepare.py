@@ -88,6 +88,6 @@ def _check_end(config: RunConfig, folder: Path) -> None:
         stop_tokens(folder)
     except ConfigError:
         raise ConfigError(
-            f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token, so no answer could end; "
+            f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token; "
             "set eos_token_id in its config.json, or choose a policy that has one"
         ) from None

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollflow.flows import cluster
 from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.tasks.settings import RunConfig
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # an actor that does not answer its status for so long is stuck
@@ -38,6 +39,12 @@ def watch(
         raise StageFailed(str(error)) from error
     finally:
         log(f"{what}: {before}")
+
+
+def gpu_share(config: RunConfig) -> float:
+    """GPUs for each engine and the learner: a whole one where there are enough, else equal shares; 0 on CPU."""
+    workers = config.engine.replicas + 1
+    return min(1.0, int(100 * cluster.gpus() / workers) / 100)
 
 
 def progress_of(status: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ray
 from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
-from rollflow.flows.home import home
-from rollflow.flows.supervision import watch
-from rollflow.tasks.run import RunContext
-
-LEARNER = "learner"
+from rollflow.flows.home import attach_run
+from rollflow.flows.supervision import gpu_share, watch
+from rollflow.tasks.learners.actor import start_learner
 
 
 @flow(name="train")
 def train(run: str, ray_address: str) -> int:
     """Train the run stored at `run` up to its last version; returns that version."""
-    context = RunContext(run, home() / "cache" / run.rpartition("/")[2])
+    context = attach_run(run)
     with cluster.attached(ray_address, context.run_id):
-        actor = cluster.start_learner(context)
-        patience = context.config.rollout.patience_seconds * 2
+        actor = start_learner(context, gpu_share(context.config))
+        # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
+        patience = 2 * context.config.rollout.patience_seconds
         return int(watch(actor.run.remote(), actor.status.remote, patience, get_run_logger().info, "the learner"))

@@ -212,7 +212,7 @@ class StoreConfig(Section):
 class ClusterConfig(Section):
     """The Ray cluster."""
 
-    address: str | None = Field(None, description='"auto" or host:port; default: a cluster of its own on this machine')
+    address: str = Field("auto", description="host:port of a Ray head; auto: a cluster of its own on this machine")
 
 
 class TrackingConfig(Section):

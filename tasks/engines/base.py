@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Stop generating; running requests are kept or aborted."""
 
     async def update(self, version: int, weights: Path) -> None:
-        """Take the safetensors files of folder `weights` (Hugging Face names) as policy `version`; only while suspended."""
+        """Take the safetensors files in `weights` (Hugging Face names) as policy `version`; only while suspended."""
 
     async def resume(self) -> None:
         """Go on generating."""

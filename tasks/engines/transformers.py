@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
-
 from rollflow.tasks.engines.stop_ids import stop_token_ids
 from rollflow.tasks.settings import TransformersEngineConfig
 
@@ -70,7 +69,8 @@ class TransformersEngine:
         self._check_alive()
         if request.id in self._waiting:
             raise ValueError(f"{request.id} is already being generated")
-        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = future
         try:
             await self._on_thread(lambda: self._sampler.add(request))
             self._drive()

@@ -15,6 +15,9 @@ the throughput, and on a CPU a seeded request whose prefill is chunked kills vLL
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
+import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -22,13 +25,14 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rollflow.storage.errors import EngineFailed
+from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.stop_ids import stop_token_ids
 from rollflow.tasks.settings import VllmEngineConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 START_SECONDS = 600.0
 CALL_SECONDS = 120.0  # for suspend, update, resume, abort: they take milliseconds unless the engine hangs
 WORKER = "rollflow.tasks.engines.vllm_worker"
@@ -56,7 +60,7 @@ class VllmEngine:
         self._compile = compile
         self._prefix_caching = prefix_caching
         self._repair_tied_head = repair_tied_head
-        self._stop_ids = stop_token_ids(policy_folder)
+        self._stop_ids = tuple(stop_token_ids(policy_folder))
         self._version = -1
         self._suspended = False
         self._probes = 0
@@ -67,10 +71,24 @@ class VllmEngine:
         return self._version
 
     async def start(self) -> None:
+        self._check_head_size()
         with _environment(self._config.threads):
             async with asyncio.timeout(START_SECONDS):
                 self._llm = await asyncio.to_thread(self._build)
                 await self._call("prepare_policy_worker")
+
+    def _check_head_size(self) -> None:
+        """Refuse what vLLM would accept here and die of at the first request."""
+        from torch.cuda import is_available
+
+        policy = json.loads((self._folder / "config.json").read_text())
+        size = policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
+        if not is_available() and size not in CPU_HEAD_SIZES:
+            raise ConfigError(
+                f"{self._folder}: vLLM's CPU attention has no kernel for heads of size {size}, only for "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose hidden_size / heads among them, or engine.kind = "
+                "'transformers'"
+            )
 
     def _build(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -106,18 +124,7 @@ class VllmEngine:
         }
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            logprobs=0,
-            flat_logprobs=True,
-            stop_token_ids=self._stop_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = _sampling(request.max_new_tokens, request.temperature, self._stop_ids)
         return _generation(request.id, await self._run(request.prompt, params, request.id))
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
@@ -168,6 +175,8 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+            del llm
+            gc.collect()  # it is in a cycle, and its __del__ fails loudly when the interpreter's end runs it
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         results: list[Any] = await self._llm.collective_rpc(method, args=arguments)
@@ -176,17 +185,40 @@ class VllmEngine:
     @asynccontextmanager
     async def _alive(self, seconds: float | None) -> AsyncIterator[None]:
         """Turn death, closure and silence of the engine into `EngineFailed`."""
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         if self._llm is None:
             raise EngineFailed("the vLLM engine is closed or was never started")
+        if self._llm.errored:
+            raise EngineFailed("vLLM's engine process died")
         try:
             async with asyncio.timeout(seconds):
                 yield
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from None  # a type that its receiver can read without vLLM
         except TimeoutError as error:
             raise EngineFailed(f"vLLM's engine process did not answer within {seconds:.0f} s") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...]) -> Any:
+    """Sampling parameters, shared by all requests alike: making and copying them is a third of a request's cost."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=max_new_tokens,
+        temperature=temperature,
+        logprobs=0,
+        flat_logprobs=True,
+        stop_token_ids=list(stop_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
 
 
 def _generation(id: str, output: Any) -> Generation:

@@ -226,4 +226,8 @@ def batch_metrics(batch: TrajectoryBatch, commit: BatchCommit, version: int) -> 
         "response_tokens": float(tokens.sum()),
         "response_length": float(tokens.sum() / len(batch)),
         "discarded_groups": float(len(commit.discards)),
+        **{
+            f"staleness_{age}": float(count)
+            for age, count in zip(*np.unique(staleness, return_counts=True), strict=True)
+        },
     }

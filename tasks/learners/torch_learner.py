@@ -155,7 +155,7 @@ class TorchLearner:
             weight_M = weight_R[rows_M].to(self.device)
             loss = (result.loss_M * weight_M).sum()
             loss.backward()
-            total["loss"] += float(loss)
+            total["loss"] += float(loss.detach())
             total["clipped"] += float((result.clipped_M * weight_M).sum())
             distance_M = (logp_M.detach() - micro.behaviour.to(self.device)).abs()
             total["ratio_distance"] += float((distance_M * weight_M).sum())

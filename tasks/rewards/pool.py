@@ -80,7 +80,7 @@ class RewardPool:
                     future.set_result(score or Score(0.0, "the reward worker died twice on this response"))
         finally:
             if worker:
-                worker.kill()
+                await worker.end()
 
     async def _ask(self, worker: _Worker, request: ScoreRequest) -> Score | None:
         """The worker's score, a deadline's score, or None if the worker died."""
@@ -88,7 +88,7 @@ class RewardPool:
         try:
             score = await worker.ask(request, self._config.deadline_seconds)
         except TimeoutError:
-            worker.kill()
+            await worker.end()
             self.timeouts += 1
             score = Score(0.0, f"deadline: no verdict in {self._config.deadline_seconds:g} s")
         except WorkerDied:
@@ -142,3 +142,8 @@ class _Worker:
         """End it now."""
         if self.alive:
             self._process.kill()
+
+    async def end(self) -> None:
+        """End it and see it gone."""
+        self.kill()
+        await self._process.wait()

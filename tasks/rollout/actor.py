@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.actor import RayEngine
@@ -54,6 +54,12 @@ class StoreFeed:
         return weights, Probe(self._tokens, manifest.probe, self._context.config.engine.probe_tolerance)
 
 
+def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error inside nested groups: what a person should read."""
+    inner = failed.exceptions[0]
+    return first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
 def plan_of(config: RunConfig) -> Plan:
     """The scheduler's numbers from the config."""
     engine = config.engine
@@ -68,6 +74,16 @@ def plan_of(config: RunConfig) -> Plan:
         max_new_tokens=engine.max_new_tokens,
         temperature=engine.temperature,
     )
+
+
+def start_engines(context: RunContext, gpus: float) -> list[Any]:
+    """Start the run's engine actors (or find them), each with its share of the cluster's GPUs."""
+    config = context.config
+    options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
+    return [
+        RayEngine.spawn(config.engine, context.policy_folder, dtype=config.policy.dtype, name=f"engine-{i}", **options)
+        for i in range(config.engine.replicas)
+    ]
 
 
 def start_rollout(context: RunContext) -> Any:
@@ -118,9 +134,15 @@ class RolloutActor:
             self.config.engine.in_flight,
             Hooks(self._updated, self._pinned),
         )
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(controller.run(self.config.versions))
-            tasks.create_task(self.scheduler.run())
+        reason: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(controller.run(self.config.versions))
+                tasks.create_task(self.scheduler.run())
+        except* RollflowError as failed:
+            reason = first_cause(failed)
+        if reason is not None:
+            raise reason
 
     async def status(self) -> dict[str, Any]:
         """What the stage's flow and the live view show."""

@@ -1,0 +1,83 @@
+"""The supervisor's view of a run, once a second: `status.json` for people, MLflow for comparison.
+
+Both are made from the ledger and from what the stages say; neither is read back by anything that decides.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rollflow.flows.progress import RECENT, Progress
+from rollflow.flows.stages import Stages
+from rollflow.flows.status import Phase, RunStatus
+from rollflow.flows.tracking import Curves, Tracker
+from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.run import RunContext
+
+STATUS = "status.json"
+
+
+class Board:
+    """Keeps `status.json` and the MLflow run up to date."""
+
+    def __init__(self, context: RunContext, stages: Stages, tracker: Tracker) -> None:
+        self.context, self.stages, self.tracker = context, stages, tracker
+        self.progress = Progress(context)
+        self.messages: list[str] = []
+        self._accuracy: dict[int, float] = {}
+
+    def refresh(self, phase: Phase | None = None) -> None:
+        """Read what is new, log it, write the status."""
+        for manifest in self.progress.advance():
+            if manifest.version:
+                self.tracker.log_version(manifest.version, manifest.metrics, manifest.created_at)
+        for evaluation in evaluations(self.context.store):
+            if evaluation.version not in self._accuracy:
+                self._accuracy[evaluation.version] = evaluation.accuracy
+                self.tracker.log_accuracy(evaluation.version, evaluation.accuracy, time.time())
+        self.context.store.put(STATUS, self.status(phase or self._phase()).to_json().encode())
+
+    @property
+    def curves(self) -> Curves:
+        """For the reward plot."""
+        trained = self.progress.manifests[1:]
+        return Curves(
+            reward=[(m.version, m.metrics["reward"]) for m in trained],
+            accuracy=self.accuracy,
+            staleness=[(m.version, m.metrics["staleness_mean"]) for m in trained],
+            title=self.context.run_id,
+        )
+
+    @property
+    def accuracy(self) -> tuple[tuple[int, float], ...]:
+        """Held-out accuracy by version."""
+        return tuple(sorted(self._accuracy.items()))
+
+    def status(self, phase: Phase) -> RunStatus:
+        """The run at this moment."""
+        config, progress = self.context.config, self.progress
+        rollout = self.stages.seen.get("rollout", {})
+        rewards = progress.rewards
+        return RunStatus(
+            run_id=self.context.run_id,
+            phase=phase,
+            version=max(progress.version, 0),
+            versions=config.versions,
+            reward=sum(rewards[-RECENT:]) / len(rewards[-RECENT:]) if rewards else None,
+            rewards=rewards,
+            accuracy=self.accuracy,
+            staleness=dict(progress.staleness),
+            tokens_per_second=progress.tokens_per_second(RECENT),
+            tokens_per_second_total=progress.tokens_per_second(),
+            buffer_groups=int(rollout.get("buffered", 0) + rollout.get("waiting", 0) * config.groups),
+            buffer_capacity=int((1 + config.async_ratio) * config.groups),
+            in_flight_groups=int(rollout.get("running", 0)),
+            stages=self.stages.statuses(),
+            seconds=time.time() - float(self.context.described["created_at"]),
+            messages=tuple(self.messages),
+        )
+
+    def _phase(self) -> Phase:
+        if self.progress.version < 0:
+            return "cold start" if "cold start" in self.stages.statuses()["train"].note else "starting"
+        return "training" if self.progress.version < self.context.config.versions else "evaluating"

@@ -1,0 +1,197 @@
+"""The command line. Exit codes: 0, 1 (ran and failed), 2 (a person must change something).
+
+Importing this module loads no torch, Ray, vLLM, Prefect or MLflow: each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError, Missing, RollflowError
+
+OK, FAILED, BAD_INPUT = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; errors become one sentence on standard error."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except ConfigError as error:
+        print(f"rollflow: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except RollflowError as error:
+        print(f"rollflow: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("rollflow: stopped", file=sys.stderr)
+        return FAILED
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(prog="rollflow", description="asynchronous RL post-training of language models")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="train a policy as a recipe says")
+    run.add_argument("recipe", type=Path)
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. train.learning_rate=1e-4")
+    run.add_argument("--run-id", help="default: the recipe's name and the time")
+    run.set_defaults(command=run_command)
+
+    resume = commands.add_parser("resume", help="go on with a run that was stopped")
+    _run_argument(resume, required=True)
+    resume.set_defaults(command=resume_command)
+
+    check = commands.add_parser("check", help="validate a recipe")
+    check.add_argument("recipe", type=Path)
+    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    check.set_defaults(command=check_command)
+
+    status = commands.add_parser("status", help="how a run stands (default: the newest)")
+    _run_argument(status, required=False)
+    status.set_defaults(command=status_command)
+
+    audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
+    _run_argument(audit, required=True)
+    audit.set_defaults(command=audit_command)
+
+    doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
+    doctor.set_defaults(command=doctor_command)
+    return top
+
+
+def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
+    command.add_argument("run", nargs=None if required else "?", help="a run id, or the path or URI of a run's storage")
+    command.add_argument("--store", help="the store that holds the run; default: the one in the run home")
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """`rollflow run RECIPE`."""
+    from rollflow.flows.config import load_recipe
+    from rollflow.flows.home import new_run_id
+    from rollflow.flows.prepare import prepare
+    from rollflow.flows.session import check_addresses
+
+    config = load_recipe(options.recipe, options.set)
+    check_addresses(config)
+    context = prepare(config, options.run_id or new_run_id(config.name))
+    return drive(context)
+
+
+def resume_command(options: argparse.Namespace) -> int:
+    """`rollflow resume RUN`."""
+    from rollflow.flows.home import find_run
+    from rollflow.flows.session import check_addresses
+
+    context = find_run(options.run, options.store)
+    check_addresses(context.config)
+    return drive(context)
+
+
+def drive(context) -> int:  # type: ignore[no-untyped-def]
+    """Start what the run needs, show it until it ends, and print its summary."""
+    import json
+
+    from rollflow.flows.console import open_view, print_summary
+    from rollflow.flows.session import open_session
+    from rollflow.flows.summary import SUMMARY
+
+    print(f"run {context.run_id} in {context.store.uri}", flush=True)
+    with open_session(context) as session:
+        try:
+            print(f"Prefect {session.page}", flush=True)
+            flow_run = session.submit(context)
+            with open_view(sys.stdout) as view:
+                for status in session.follow(context, flow_run):
+                    view.show(status)
+        except KeyboardInterrupt:
+            print("\nstopping: ending the flows, the cluster and the server", flush=True)
+            session.cancel(context)
+            stopped = True
+        else:
+            stopped = False
+    if stopped:
+        return _stopped(context)
+    if status.phase == "failed":
+        reason = status.messages[-1] if status.messages else "no reason was recorded"
+        print(f"rollflow: the run failed: {reason}", file=sys.stderr)
+        print(f"go on with: rollflow resume {context.uri}", file=sys.stderr)
+        return FAILED
+    summary = json.loads(context.store.get(SUMMARY))
+    print_summary(summary)
+    return OK if summary["audit"] == "clean" else FAILED
+
+
+def _stopped(context) -> int:  # type: ignore[no-untyped-def]
+    """After Ctrl-C: what stands, and how to go on."""
+    from rollflow.storage.audit import audit
+
+    report = audit(context.store)
+    state = "clean" if report.clean else f"{len(report.violations)} violations"
+    print(f"stopped at version {report.versions}; audit: {state}; go on with: rollflow resume {context.uri}")
+    return FAILED
+
+
+def check_command(options: argparse.Namespace) -> int:
+    """`rollflow check RECIPE`."""
+    from rollflow.flows.config import load_recipe
+
+    config = load_recipe(options.recipe, options.set)
+    print(
+        f"{options.recipe}: good. {config.versions} versions of {config.groups} groups x {config.group_size} "
+        f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"
+    )
+    return OK
+
+
+def status_command(options: argparse.Namespace) -> int:
+    """`rollflow status [RUN]`."""
+    from rich.console import Console
+
+    from rollflow.flows.console import render
+    from rollflow.flows.home import find_run
+    from rollflow.flows.status import RunStatus
+
+    context = find_run(options.run, options.store)
+    try:
+        status = RunStatus.from_json(context.store.get("status.json"))
+    except Missing:
+        print(f"run {context.run_id} was prepared and has not started")
+        return OK
+    Console().print(render(status))
+    return OK
+
+
+def audit_command(options: argparse.Namespace) -> int:
+    """`rollflow audit RUN`."""
+    from rollflow.flows.audit_table import print_report
+    from rollflow.flows.home import find_run
+    from rollflow.storage.audit import audit
+
+    context = find_run(options.run, options.store)
+    try:
+        report = audit(context.store)
+    except Missing:
+        raise ConfigError(
+            f"run {options.run!r}: there is no run.json in {context.uri}; check the run id or --store"
+        ) from None
+    print_report(report)
+    return OK if report.clean else FAILED
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    """`rollflow doctor`."""
+    from rollflow.flows.doctor import doctor, print_checks
+    from rollflow.flows.home import home
+
+    checks = doctor(home())
+    print_checks(checks)
+    return FAILED if any(check.outcome == "missing" for check in checks) else OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

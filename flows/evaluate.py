@@ -1,0 +1,59 @@
+"""Evaluate one version of a run on its held-out prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Any
+
+from prefect import flow
+
+from rollflow.flows.home import attach_run
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.engines import build_engine
+from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
+from rollflow.tasks.rewards.verifier import Score
+from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_path, store_evaluation
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.run import RunContext
+
+
+@flow(name="evaluate")
+def evaluate(run: str, version: int) -> dict[str, Any]:
+    """The evaluation of `version`: as the run itself stored it, or made now on an engine of its own."""
+    context = attach_run(run)
+    if context.store.exists(evaluation_path(version)):
+        return dict(json.loads(context.store.get(evaluation_path(version))))
+    evaluation = asyncio.run(evaluate_now(context, version))
+    store_evaluation(context.store, evaluation)
+    return asdict(evaluation)
+
+
+async def evaluate_now(context: RunContext, version: int) -> Evaluation:
+    """Load a version into a fresh engine and ask the held-out prompts."""
+    config = context.config
+    manifest = context.policies().manifest(version)
+    if not all(context.store.exists(stored.path) for stored in manifest.weights):
+        raise ConfigError(f"version = {version}: its weights are no longer kept; choose one that store.keep_every kept")
+    engine = build_engine(config.engine, context.policy_folder, dtype=config.policy.dtype)
+    pool = RewardPool(config.reward, context.policy_folder)
+    await asyncio.gather(engine.start(), pool.start())
+    try:
+        proxy = InferenceProxy([engine], config.engine.slots)
+        weights = context.policies().weights_folder(manifest, context.cache / "weights")
+        probe = Probe(context.probe_tokens, manifest.probe, config.engine.probe_tolerance)
+        await proxy.update(version, weights, probe, "continue")
+        return await evaluator(context, pool).run(proxy, version)
+    finally:
+        await asyncio.gather(engine.close(), pool.close())
+
+
+def evaluator(context: RunContext, pool: RewardPool) -> Evaluator:
+    """The run's held-out prompts, scored by `pool`."""
+
+    async def score(request: ScoreRequest) -> Score:
+        return (await pool.score([request]))[0]
+
+    settings, longest = context.config.evaluation, context.config.engine.max_new_tokens
+    return Evaluator(context.order().held_out(), settings.samples, settings.temperature, longest, score)

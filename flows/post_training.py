@@ -1,0 +1,106 @@
+"""The supervisor: a run from its first version to its summary.
+
+    prepare --> channel --> rollout, reward, train --> follow the ledger --> end in order --> evaluate --> summary
+
+It decides and watches; it carries no data. What it knows of the run it reads from the run's storage.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
+
+from rollflow.flows import cluster
+from rollflow.flows.board import Board
+from rollflow.flows.evaluate import evaluate
+from rollflow.flows.home import context_of, home, new_run_id, store_uri
+from rollflow.flows.prepare import prepare
+from rollflow.flows.stages import Stages
+from rollflow.flows.summary import summarize
+from rollflow.flows.tracking import Tracker, TrackingPlace
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.ray_channel import start_channel
+from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import RunConfig
+
+POLL_SECONDS = 0.5
+
+
+@flow(name="post-training", log_prints=False)
+def post_training(config: RunConfig, run_id: str | None = None) -> dict[str, Any]:
+    """Train a policy. `run_id` names a new run, or one that exists and is to be continued."""
+    context = _prepared(config, run_id)
+    get_run_logger().info("run %s in %s", context.run_id, context.uri)
+    address = ray_address(context.config)
+    tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"])
+    with cluster.attached(address, context.run_id):
+        start_channel(context.store, context.config.capacity, context.policies().latest())
+        stages = Stages(context, address, attempt=str(flow_run.id))
+        board = Board(context, stages, tracker)
+        try:
+            stages.start()
+            _follow(board)
+            board.refresh("ending")
+            stages.end()
+        except BaseException as error:
+            board.messages.append(f"{type(error).__name__}: {error}")
+            board.refresh("failed")
+            stages.abandon()
+            tracker.finish("FAILED")
+            raise
+        accuracy = [evaluate(context.uri, version) for version in (0, context.config.versions)]
+        get_run_logger().info("held-out accuracy %s", [e["accuracy"] for e in accuracy])
+        return _finish(board, tracker)
+
+
+def _prepared(config: RunConfig, run_id: str | None) -> RunContext:
+    """The run in storage: new, or the one of that name."""
+    if run_id is not None:
+        context = context_of(store_uri(config), run_id)
+        if context.store.exists("run.json"):
+            return context
+    return prepare(config, run_id or new_run_id(config.name))
+
+
+def ray_address(config: RunConfig) -> str:
+    """The cluster the recipe names, or the private one this runner was started with."""
+    address = os.environ.get("ROLLFLOW_RAY_ADDRESS") if config.cluster.address == "auto" else config.cluster.address
+    if not address:
+        raise ConfigError(
+            'cluster.address = "auto": this runner was started without a cluster of its own; '
+            "start it with `rollflow serve`, or give the address of a Ray head"
+        )
+    return address
+
+
+def tracking_place(config: RunConfig) -> TrackingPlace:
+    """The MLflow the recipe names, or SQLite in the run home."""
+    if config.tracking.uri:
+        return TrackingPlace(config.tracking.uri, config.tracking.experiment)
+    return TrackingPlace.default(home(), config.tracking.experiment)
+
+
+def _follow(board: Board) -> None:
+    """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
+    while not board.stages.ended("rollout", "train"):
+        board.stages.look()
+        board.refresh()
+        time.sleep(POLL_SECONDS)
+
+
+def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:
+    context, stages = board.context, board.stages
+    idle = {role: status.idle for role, status in stages.statuses().items()}
+    pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": tracker.page}
+    summary = summarize(context, idle, pages)
+    plot = home() / "cache" / context.run_id / "reward.png"
+    tracker.log_reward_plot(board.curves, plot)
+    tracker.finish("FINISHED")
+    if plot.exists():
+        context.store.put("reward.png", plot.read_bytes())
+    board.refresh("done")
+    return summary

@@ -1,0 +1,21 @@
+"""The reward stage: verifier processes with a deadline."""
+
+from __future__ import annotations
+
+from prefect import flow, get_run_logger
+
+from rollflow.flows import cluster
+from rollflow.flows.home import attach_run
+from rollflow.flows.supervision import watch
+from rollflow.tasks.rewards.actor import start_reward
+
+NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they are the ones that must progress
+
+
+@flow(name="reward")
+def reward(run: str, ray_address: str) -> int:
+    """Score responses until the run is finished; returns how many."""
+    context = attach_run(run)
+    with cluster.attached(ray_address, context.run_id):
+        actor = start_reward(context)
+        return int(watch(actor.run.remote(), actor.status.remote, NO_LIMIT, get_run_logger().info, "the reward pool"))

@@ -1,0 +1,54 @@
+"""The runner: serves the five flows as Prefect deployments, so that runs can be started from the UI or a schedule.
+
+`python -m rollflow.flows.serve [--ready FILE]` serves until it is told to stop. It polls every second: a run's
+stages should not wait for the default ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.runner import Runner
+
+from rollflow.flows.evaluate import evaluate
+from rollflow.flows.post_training import post_training
+from rollflow.flows.reward import reward
+from rollflow.flows.rollout import rollout
+from rollflow.flows.stages import deployment
+from rollflow.flows.train import train
+
+POLL_SECONDS = 1
+FLOWS = (post_training, rollout, reward, train, evaluate)
+
+
+def deployments() -> list[RunnerDeployment]:
+    """One deployment per flow, by module path: a file path would give the flow a wrong `__module__`."""
+    return [
+        flow.to_deployment(
+            name=deployment(), entrypoint_type=EntrypointType.MODULE_PATH, description=(flow.fn.__doc__ or "").strip()
+        )
+        for flow in FLOWS
+    ]
+
+
+async def serve(ready: Path | None) -> None:
+    """Register the deployments and run what is asked of them."""
+    runner = Runner(name="rollflow", query_seconds=POLL_SECONDS, pause_on_shutdown=False)
+    for made in deployments():
+        await runner.aadd_deployment(made)
+    if ready:
+        ready.touch()
+    await runner.start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="serve rollflow's flows as Prefect deployments")
+    parser.add_argument("--ready", type=Path, help="a file to make once the deployments are registered")
+    asyncio.run(serve(parser.parse_args().ready))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What a run looks like at one moment: the value behind the live view, `rollflow status` and `status.json`.
+
+Imports the standard library only. `from_json(to_json(status)) == status`; an unknown key in the JSON is ignored, so
+that an older reader can show a newer run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "done", "failed", "stopped"]
+ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One stage (rollout, reward, train): what it does, a note, the share (0 to 1) of its time it idled."""
+
+    state: str
+    note: str = ""
+    idle: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One moment of a run.
+
+    `reward` is the recent mean training reward, `rewards` its course (oldest first), `accuracy` the held-out points
+    `(version, accuracy)`, `staleness` trained trajectories by staleness, `tokens_per_second` recent and
+    `tokens_per_second_total` over the whole run, `buffer_groups` of `buffer_capacity` groups ready for the learner.
+    """
+
+    run_id: str
+    phase: Phase = "starting"
+    version: int = 0
+    versions: int = 0
+    reward: float | None = None
+    rewards: tuple[float, ...] = ()
+    accuracy: tuple[tuple[int, float], ...] = ()
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    tokens_per_second: float = 0.0
+    tokens_per_second_total: float = 0.0
+    buffer_groups: int = 0
+    buffer_capacity: int = 0
+    in_flight_groups: int = 0
+    stages: Mapping[str, StageStatus] = field(default_factory=dict)
+    seconds: float = 0.0
+    messages: tuple[str, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.phase in ENDED
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunStatus:
+        """The status that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not such a JSON object.
+        """
+        raw: Any = json.loads(text)
+        if not isinstance(raw, dict) or "run_id" not in raw:
+            raise ValueError("not a run status: no run_id")
+        known = {key: value for key, value in raw.items() if key in {f.name for f in fields(cls)}}
+        if known.get("phase", "starting") not in get_args(Phase):
+            raise ValueError(f"not a run status: phase {known['phase']!r}")
+        known["rewards"] = tuple(known.get("rewards", ()))
+        known["messages"] = tuple(known.get("messages", ()))
+        known["accuracy"] = tuple((int(version), float(value)) for version, value in known.get("accuracy", ()))
+        known["staleness"] = {int(key): int(count) for key, count in known.get("staleness", {}).items()}
+        known["stages"] = {name: _stage(value) for name, value in known.get("stages", {}).items()}
+        return cls(**known)
+
+
+def _stage(raw: Mapping[str, Any]) -> StageStatus:
+    return StageStatus(**{key: value for key, value in raw.items() if key in {f.name for f in fields(StageStatus)}})

@@ -1,0 +1,46 @@
+"""The closing summary: `summary.json` in the run's storage, from the ledger, the evaluations and the audit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.flows.progress import Progress
+from rollflow.storage.audit import audit
+from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.run import RunContext
+
+SUMMARY = "summary.json"
+
+
+def summarize(context: RunContext, idle: Mapping[str, float], pages: Mapping[str, str]) -> dict[str, Any]:
+    """Write and return the summary. `idle` is each stage's idle share, `pages` where to look (prefect, mlflow)."""
+    progress = Progress(context)
+    progress.advance()
+    points = {e.version: e.accuracy for e in evaluations(context.store)}
+    report = audit(context.store)
+    seconds = time.time() - float(context.described["created_at"])
+    versions = max(progress.version, 0)
+    summary = {
+        "run_id": context.run_id,
+        "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
+        "versions": versions,
+        "seconds": round(seconds, 2),
+        "training_seconds": round(progress.training_seconds, 2),
+        "tokens": progress.tokens,
+        "tokens_per_second": round(progress.tokens_per_second(), 1),
+        "trajectories": report.trajectories,
+        "staleness": {str(age): count for age, count in sorted(report.staleness.items())},
+        "async_ratio": context.config.async_ratio,
+        "fates": dict(report.fates),
+        "idle": {stage: round(share, 3) for stage, share in idle.items()},
+        "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
+        "engine": context.config.engine.kind,
+        "seed": context.config.seed,
+        "storage": context.store.uri,
+        **pages,
+    }
+    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
+    return summary

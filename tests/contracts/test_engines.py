@@ -1,0 +1,299 @@
+"""The engine contract (tasks/engines/base.py), sentence by sentence, on every engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import ray
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines import build_engine
+from rollflow.tasks.engines.actor import RayEngine
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.settings import (
+    EngineConfig,
+    TimedEngineConfig,
+    TransformersEngineConfig,
+    VllmEngineConfig,
+)
+
+from tests.support.tiny_policy import EOS, make_policy, make_weights, reference_logprobs
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+CONFIGS: dict[str, EngineConfig] = {
+    "timed": TimedEngineConfig(median_tokens=400, sigma=0, seconds_per_token=0.005, update_seconds=0.0),
+    "transformers": TransformersEngineConfig(),
+    "vllm": VllmEngineConfig(),
+}
+KINDS = ["timed", "transformers", "ray-timed", "ray-transformers", "vllm"]
+LONG = 200
+
+
+@dataclass
+class Case:
+    """An engine under test, started and updated to version 0, with what its tests need beside it."""
+
+    engine: Engine
+    folder: Path
+    has_model: bool
+    versions: int = 0
+    ids: int = 0
+
+    def request(self, max_new_tokens: int = 8, *, temperature: float = 1.0, seed: int | None = None) -> GenerationRequest:
+        self.ids += 1
+        prompt = (3 + self.ids % 50, 7, 11)
+        return GenerationRequest(f"request-{self.ids}", prompt, max_new_tokens, temperature, seed)
+
+    def weights(self, version: int) -> Path:
+        """Even and odd versions hold different weights."""
+        return self.folder / f"weights-{version % 2}"
+
+    async def update(self) -> int:
+        self.versions += 1
+        await self.engine.update(self.versions, self.weights(self.versions))
+        return self.versions
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(folder / "policy")
+    for parity in (0, 1):
+        make_weights(folder / f"weights-{parity}", seed=parity)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def build(kind: str, folder: Path, request: pytest.FixtureRequest) -> Engine:
+    config = CONFIGS[kind.removeprefix("ray-")]
+    if kind.startswith("ray-"):
+        request.getfixturevalue("cluster")
+        return RayEngine.spawn(config, folder / "policy")
+    return build_engine(config, folder / "policy")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def case(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Case]:
+    engine = build(request.param, folder, request)
+    case = Case(engine, folder, has_model="timed" not in request.param)
+    await engine.start()
+    assert engine.version == -1
+    await engine.suspend("continue")
+    await engine.update(0, case.weights(0))
+    await engine.resume()
+    yield case
+    await engine.close()
+
+
+async def started(case: Case, count: int = 8) -> list[asyncio.Task[Generation]]:
+    """Long responses, some way on."""
+    tasks = [asyncio.create_task(case.engine.generate(case.request(LONG))) for _ in range(count)]
+    await asyncio.sleep(0.15)
+    assert not all(task.done() for task in tasks), "too fast for this test"
+    return tasks
+
+
+def check(generation: Generation) -> None:
+    assert len(generation.tokens) == len(generation.logprobs) == len(generation.versions)
+    assert list(generation.versions) == sorted(generation.versions)
+    assert all(logprob <= 0 for logprob in generation.logprobs)
+
+
+async def test_a_generation_is_labelled_with_the_version_in_use(case: Case) -> None:
+    requests = [case.request(LONG if i == 0 else 4 + i) for i in range(20)]
+    generations = await asyncio.gather(*map(case.engine.generate, requests))
+    for request, generation in zip(requests, generations, strict=True):
+        check(generation)
+        assert generation.id == request.id
+        assert set(generation.versions) == {case.engine.version}
+        if generation.ending is Ending.LENGTH:
+            assert len(generation.tokens) == request.max_new_tokens
+        else:
+            assert generation.ending is Ending.STOP
+            assert generation.tokens[-1] == EOS or not case.has_model
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_logprobs_are_those_of_the_distribution_sampled_from(case: Case, temperature: float) -> None:
+    if not case.has_model:
+        pytest.skip("no model")
+    request = case.request(40, temperature=temperature)
+    generation = await case.engine.generate(request)
+    weights = case.weights(case.engine.version)
+    expected = reference_logprobs(weights, request.prompt + generation.tokens, temperature)
+    assert generation.logprobs == pytest.approx(expected[len(request.prompt) - 1 :], abs=1e-4)
+
+
+async def test_probe_logprobs_agree_with_the_model(case: Case) -> None:
+    tokens = tuple(range(3, 43))
+    answer = await case.engine.logprobs(tokens)
+    if not case.has_model:
+        assert answer is None
+        return
+    expected = reference_logprobs(case.weights(case.engine.version), tokens)
+    assert answer == pytest.approx(expected, abs=1e-4)
+
+
+async def test_no_token_between_suspend_and_resume(case: Case) -> None:
+    tasks = await started(case)
+    await case.engine.suspend("continue")
+    await asyncio.sleep(0.05)  # what had ended arrives
+    done = [task.done() for task in tasks]
+    late = asyncio.create_task(case.engine.generate(case.request(4)))
+    await asyncio.sleep(0.3)
+    assert [task.done() for task in tasks] == done
+    assert not late.done()
+    await case.engine.resume()
+    for generation in await asyncio.gather(*tasks, late):
+        check(generation)
+        assert generation.ending in (Ending.STOP, Ending.LENGTH)
+
+
+async def test_running_requests_go_on_under_the_new_weights(case: Case) -> None:
+    before = case.engine.version
+    tasks = await started(case)
+    await case.engine.suspend("continue")
+    version = await case.update()
+    assert case.engine.version == version
+    await case.engine.resume()
+    generations = await asyncio.gather(*tasks)
+    both = [g for g in generations if set(g.versions) == {before, version}]
+    assert both, "no response spans the update"
+    for generation in generations:
+        check(generation)
+        assert set(generation.versions) <= {before, version}
+
+
+async def test_tokens_after_an_update_come_from_the_new_weights_alone(case: Case) -> None:
+    if not case.has_model:
+        pytest.skip("no model")
+    request = case.request(LONG)
+    task = asyncio.create_task(case.engine.generate(request))
+    await asyncio.sleep(0.1)
+    await case.engine.suspend("continue")
+    version = await case.update()
+    probe = await case.engine.logprobs(range(3, 43))  # new weights can be probed before they serve
+    assert probe == pytest.approx(reference_logprobs(case.weights(version), range(3, 43)), abs=1e-4)
+    await case.engine.resume()
+    generation = await task
+    new = generation.versions.count(version)
+    if not new:
+        pytest.skip("the response ended before the update")
+    expected = reference_logprobs(case.weights(version), request.prompt + generation.tokens)
+    assert generation.logprobs[-new:] == pytest.approx(expected[-new:], abs=1e-4)
+
+
+async def test_restart_aborts_what_runs(case: Case) -> None:
+    tasks = await started(case)
+    await case.engine.suspend("restart")
+    generations = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert Ending.ABORTED in {generation.ending for generation in generations}
+    assert {generation.ending for generation in generations} <= {Ending.ABORTED, Ending.STOP, Ending.LENGTH}
+    for generation in generations:
+        check(generation)
+    await case.update()
+    await case.engine.resume()
+    check(await case.engine.generate(case.request()))
+
+
+async def test_abort_returns_what_there_is(case: Case) -> None:
+    requests = [case.request(LONG) for _ in range(4)]
+    tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
+    await asyncio.sleep(0.15)
+    await case.engine.abort([request.id for request in requests[:2]] + ["unknown"])
+    aborted = await asyncio.wait_for(asyncio.gather(*tasks[:2]), 5)
+    for generation in aborted:
+        check(generation)
+        assert len(generation.tokens) < LONG
+    assert Ending.ABORTED in {generation.ending for generation in aborted}
+    for generation in await asyncio.gather(*tasks[2:]):
+        assert generation.ending in (Ending.STOP, Ending.LENGTH)
+
+
+async def test_an_abort_never_overtakes_its_request(case: Case) -> None:
+    request = case.request(LONG)
+    task = asyncio.create_task(case.engine.generate(request))
+    await asyncio.sleep(0)
+    await case.engine.abort([request.id])
+    generation = await asyncio.wait_for(task, 5)
+    assert generation.ending is Ending.ABORTED or len(generation.tokens) < LONG
+
+
+async def test_a_cancelled_caller_leaves_the_engine_well(case: Case) -> None:
+    tasks = await started(case, 4)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    check(await case.engine.generate(case.request()))
+
+
+async def test_many_more_requests_than_slots(case: Case) -> None:
+    requests = [case.request(2) for _ in range(600)]
+    generations = await asyncio.gather(*map(case.engine.generate, requests))
+    assert [generation.id for generation in generations] == [request.id for request in requests]
+
+
+async def test_death_reaches_every_call(case: Case, request: pytest.FixtureRequest) -> None:
+    """Last: the engine does not survive it."""
+    tasks = await started(case)
+    await KILLERS[request.node.callspec.params["case"]](case.engine)
+    outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    assert any(isinstance(outcome, EngineFailed) for outcome in outcomes)
+    assert all(isinstance(outcome, EngineFailed | Generation) for outcome in outcomes)
+    calls: list[Awaitable[object]] = [
+        case.engine.generate(case.request()),
+        case.engine.suspend("continue"),
+        case.engine.update(99, case.weights(0)),
+        case.engine.resume(),
+        case.engine.logprobs([3, 4, 5]),
+        case.engine.abort(["x"]),
+    ]
+    for call in calls:
+        with pytest.raises(EngineFailed):
+            await asyncio.wait_for(call, 10)
+
+
+async def kill_timed(engine: Engine) -> None:
+    assert isinstance(engine, TimedEngine)
+    engine.kill()
+
+
+async def kill_actor(engine: Engine) -> None:
+    assert isinstance(engine, RayEngine)
+    ray.kill(engine.actor)
+
+
+async def kill_engine_core(engine: Engine) -> None:
+    cores = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()]
+    assert cores
+    for core in cores:
+        os.kill(core.pid, signal.SIGKILL)
+
+
+async def close(engine: Engine) -> None:
+    await engine.close()
+
+
+KILLERS: dict[str, Callable[[Engine], Awaitable[None]]] = {
+    "timed": kill_timed,
+    "transformers": close,
+    "ray-timed": kill_actor,
+    "ray-transformers": kill_actor,
+    "vllm": kill_engine_core,
+}

@@ -1,0 +1,196 @@
+"""What a person sees: the panel, the plain lines, the summary; and that a status survives its JSON."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rollflow.flows.console import (
+    LiveView,
+    PlainView,
+    duration,
+    open_view,
+    print_summary,
+    render,
+    sparkline,
+    staleness_bar,
+)
+from rollflow.flows.doctor import doctor, print_checks
+from rollflow.flows.status import RunStatus, StageStatus
+
+STATUS = RunStatus(
+    "arithmetic-1",
+    phase="training",
+    version=94,
+    versions=150,
+    reward=0.736,
+    rewards=tuple(i / 94 for i in range(94)),
+    accuracy=((0, 0.312), (25, 0.55), (50, 0.712)),
+    staleness={0: 1000, 1: 1000, 2: 2000},
+    tokens_per_second=5120.4,
+    tokens_per_second_total=4803.0,
+    buffer_groups=48,
+    buffer_capacity=96,
+    in_flight_groups=58,
+    stages={
+        "rollout": StageStatus("running", "engine 0 at version 94", 0.03),
+        "train": StageStatus("failed", "lost its learner", 0.5),
+        "odd": StageStatus("pondering"),
+    },
+    seconds=187.4,
+    messages=("engine 0 was restarted",),
+)
+
+
+def drawn(status: RunStatus, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
+    console.print(render(status, width))
+    return console.export_text().splitlines()
+
+
+def test_a_status_survives_its_json_and_an_older_reader_survives_a_newer_writer() -> None:
+    assert RunStatus.from_json(STATUS.to_json()) == STATUS
+    newer = STATUS.to_json()[:-1] + ', "invented": 1}'
+    assert RunStatus.from_json(newer) == STATUS
+    for bad in ("[]", "{}", '{"run_id": "x", "phase": "dancing"}', "{"):
+        with pytest.raises(ValueError):
+            RunStatus.from_json(bad)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_panel_shows_the_run_within_the_width(width: int) -> None:
+    lines = drawn(STATUS, width)
+    text = "\n".join(lines)
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) == 13
+    for shown in ("arithmetic-1", "94 / 150", "0.736", "31.2% v0 → 55.0% v25 → 71.2% v50", "0 25%", "1 25%", "2 50%"):
+        assert shown in text
+    for shown in (
+        "5,120 tokens/s",
+        "48 of 96 groups",
+        "● running",
+        "✗ failed",
+        "idle  50%",
+        "engine 0 was restarted",
+        "3:07",
+    ):
+        assert shown in text
+    assert "██████░░░░░░" in text  # the buffer is half full
+
+
+def test_a_run_that_has_just_begun_can_be_drawn() -> None:
+    assert "nothing trained yet" in "\n".join(drawn(RunStatus("x"), 80))
+
+
+def test_only_the_first_and_the_latest_accuracy_points_are_shown() -> None:
+    many = replace(STATUS, accuracy=tuple((v, v / 100) for v in range(0, 100, 10)))
+    assert "0.0% v0 ⋯ 60.0% v60 → 70.0% v70 → 80.0% v80 → 90.0% v90" in "\n".join(drawn(many, 100))
+
+
+def test_sparkline_scales_to_its_range_and_averages_neighbours() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([3, 3], 8) == "▁▁"
+    assert sparkline([], 8) == ""
+
+
+def test_staleness_bar_is_cut_in_proportion() -> None:
+    assert staleness_bar({0: 1, 1: 3}, 8).plain == "████████  0 25%  1 75%"
+    assert [span.style for span in staleness_bar({0: 1, 1: 3}, 8).spans][:2] == ["green", "cyan"]
+
+
+def test_durations_read_as_a_person_says_them() -> None:
+    assert [duration(s) for s in (0.4, 59.9, 60, 187.4, 3723)] == ["0 s", "59 s", "1:00", "3:07", "1:02:03"]
+
+
+def test_plain_lines_come_with_news_and_otherwise_rarely() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    with PlainView(stream, every_seconds=5.0, clock=lambda: now[0]) as view:
+        view.show(STATUS)
+        view.show(STATUS)  # nothing changed
+        now[0] = 1.0
+        view.show(replace(STATUS, version=95, seconds=188))  # too soon
+        now[0] = 6.0
+        view.show(replace(STATUS, version=96, seconds=193))
+        now[0] = 20.0
+        view.show(replace(STATUS, version=96, seconds=207))  # only time passed
+        messages = (*STATUS.messages, "second")
+        view.show(replace(STATUS, version=97, seconds=208, messages=messages))
+        view.show(replace(STATUS, version=97, seconds=209, messages=messages, phase="done"))
+    assert stream.getvalue().splitlines() == [
+        "[3:07] engine 0 was restarted",
+        "[3:07] training | version 94/150 | reward 0.736 | held-out 71.2% | staleness 0:1000 1:1000 2:2000 | "
+        "5,120 tok/s | buffer 48/96 | train failed, odd pondering",
+        *[line for line in stream.getvalue().splitlines() if "version 96/150" in line],
+        "[3:28] second",
+        *[line for line in stream.getvalue().splitlines() if "version 97/150" in line],
+    ]
+    assert stream.getvalue().count("version 96/150") == 1
+    assert stream.getvalue().count("version 97/150") == 2  # with the message, and as done
+
+
+def test_the_view_fits_the_stream() -> None:
+    assert isinstance(open_view(io.StringIO()), PlainView)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    console = Console(file=terminal, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    with LiveView(console=console) as view:
+        view.show(STATUS)
+    assert "94 / 150" in terminal.getvalue()  # the last state stays on the screen
+
+
+def test_the_summary_leaves_out_what_is_not_there() -> None:
+    stream = io.StringIO()
+    summary = {
+        "run_id": "arithmetic-1",
+        "accuracy": {"before": 0.312, "after": 0.874},
+        "versions": 150,
+        "seconds": 301.2,
+        "tokens_per_second": 5023.3,
+        "staleness": {"0": 1, "1": 1},
+        "async_ratio": 2,
+        "idle": {"rollout": 0.03, "train": 0.2},
+        "audit": "clean",
+        "storage": "/home/me/runs/arithmetic-1",
+        "prefect": "http://127.0.0.1:4200/runs/flow-run/1",
+        "mlflow": "mlflow ui",
+    }
+    print_summary(summary, stream)
+    for shown in (
+        "31.2% → 87.4%",
+        "150 in 5:01",
+        "5,023",
+        "0 50%",
+        "(bound 2)",
+        "rollout 3%",
+        "clean",
+        "runs/arithmetic-1",
+    ):
+        assert shown in stream.getvalue()
+    bare = io.StringIO()
+    print_summary({"versions": 3}, bare)
+    assert "held-out" not in bare.getvalue()
+
+
+def test_the_doctor_reports_no_secret_and_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hidden-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-key")
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:hidden@127.0.0.1:9/api")
+    stream = io.StringIO()
+    checks = doctor(tmp_path / "home")
+    print_checks(checks, stream)
+    found = {check.name: check for check in checks}
+    assert found["AWS credentials"].found == "yes (environment)"
+    assert found["Prefect server"].outcome == "missing"
+    assert found["prefect"].outcome == "ok"
+    assert "hidden" not in stream.getvalue()

@@ -1,0 +1,305 @@
+"""Helper processes: they start, answer, and never outlive their owner; addresses are checked in one sentence."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rollflow.flows import services
+from rollflow.flows.services import (
+    PrefectServer,
+    RayHead,
+    Runner,
+    check_mlflow,
+    check_prefect,
+    check_ray,
+    free_port,
+    redact,
+    start_together,
+    stop_together,
+)
+from rollflow.storage.errors import ConfigError, Unreachable
+
+MARK = "ROLLFLOW_TEST_MARK"
+CLIENT = """
+import os, subprocess, sys, time
+import ray
+from rollflow.flows import cluster
+from rollflow.storage.errors import EngineFailed, Unreachable
+import signal
+mine = lambda *_: None
+signal.signal(signal.SIGTERM, mine)
+cluster.attach(sys.argv[1], "test")
+assert signal.getsignal(signal.SIGTERM) is mine
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def spawn(self):  # as an engine does: a child in a session of its own
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    def hang(self):
+        time.sleep(600)
+    def fail(self):
+        raise EngineFailed("wrong weights")
+
+actor = Actor.options(name="kept", lifetime="detached").remote()
+cluster.call(actor.spawn.remote(), 30, "a child, from the actor")
+assert cluster.actor("kept", "test") is not None
+try:
+    cluster.call(actor.fail.remote(), 30, "a failure")
+except EngineFailed as error:
+    print(error)
+try:
+    cluster.call(actor.hang.remote(), 0.2, "an answer, from the actor")
+except Unreachable as error:
+    print(error)
+try:
+    cluster.actor("nobody", "test")
+except Unreachable as error:
+    print(error)
+other = Actor.options(name="other").remote()
+cluster.call(other.spawn.remote(), 30, "a child, from the other")
+waiting = other.hang.remote()
+print(cluster.kill_named(["other", "nobody"], "test"))
+try:
+    cluster.call(waiting, 30, "an answer, from the other", died=EngineFailed)
+except EngineFailed as error:
+    print("dead:", error)
+"""
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes that carry the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def gone(mark: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while marked(mark):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every process started in the test carries this mark; whatever a failing test leaves is ended."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, value)
+    yield value
+    for pid in marked(value):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_prefect_and_ray_start_answer_and_leave_nothing(tmp_path: Path, mark: str) -> None:
+    deep = tmp_path / "a-folder-whose-name-is-too-long-for-the-sockets-of-ray"
+    prefect, ray = PrefectServer(deep), RayHead(deep, cpus=2)
+    start_together(prefect, ray)
+    try:
+        check_prefect(prefect.api_url)
+        check_ray(ray.address)
+        with pytest.raises(ConfigError, match=r"PREFECT_API_URL = .* answers with HTTP 404.*ends in /api"):
+            check_prefect(prefect.ui_url + "/nothing")
+        with pytest.raises(ConfigError, match="answers, but is no Ray head"):
+            check_ray(prefect.ui_url.removeprefix("http://"))
+        command = [sys.executable, "-c", CLIENT, ray.address]
+        client = subprocess.run(
+            command, env=os.environ | ray.env, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert client.returncode == 0, client.stderr
+        assert client.stdout.splitlines()[:4] == [
+            "wrong weights",
+            "waited 0.2 s for an answer, from the actor",
+            "no actor 'nobody' lives in the namespace 'test' of the Ray cluster",
+            "['other']",
+        ]
+        assert client.stdout.splitlines()[4].startswith(
+            "dead: waited for an answer, from the other, but its process is gone"
+        )
+        assert client.stderr == ""
+        assert len(marked(mark)) > 8  # the servers, the detached actor and its child
+    finally:
+        stop_together(prefect, ray)
+    assert gone(mark, 0.5)
+    prefect.stop()  # again does nothing
+
+
+@pytest.mark.slow
+def test_services_die_with_an_owner_that_is_killed(tmp_path: Path, mark: str) -> None:
+    owner_code = """
+import sys, threading, time
+from pathlib import Path
+from rollflow.flows.services import RayHead, Runner
+head = RayHead(Path(sys.argv[1]), cpus=1)
+thread = threading.Thread(target=head.start)  # a service does not end with the thread that started it
+thread.start()
+thread.join()
+Runner(Path(sys.argv[1]) / "runner.log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"]).start()
+time.sleep(1)
+print("up" if head.running else "down", flush=True)
+time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", owner_code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "up\n"
+    assert len(marked(mark)) >= 7
+    owner.kill()
+    owner.wait()
+    assert gone(mark, 10)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) == 1:  # an orphan in a session of its own that ignores SIGTERM, and so does this process
+    subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.Popen({[sys.executable, __file__, 'orphan']!r}, start_new_session=True)"]).wait()
+open("ready", "w").close()
+time.sleep(600)
+"""  # noqa: E501
+
+
+def test_stop_is_bounded_and_reaches_orphans_that_ignore_sigterm(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    monkeypatch.chdir(tmp_path)
+    env = {"PYTHONPATH": str(tmp_path)}
+    runner = Runner(tmp_path / "log", env, module="stubborn", ready=tmp_path / "ready", grace_seconds=0.3)
+    with runner:
+        deadline = time.monotonic() + 10
+        while len(marked(mark)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(marked(mark)) == 3  # guard, process, orphan
+        began = time.monotonic()
+        runner.stop()
+        assert time.monotonic() - began < 5
+        assert not runner.running
+    assert gone(mark, 0.5)
+
+
+def test_a_service_that_ends_while_starting_is_named_with_its_log(tmp_path: Path) -> None:
+    runner = Runner(tmp_path / "log", {}, module="no_such_module", ready=tmp_path / "ready")
+    with pytest.raises(Unreachable, match=rf"ended while starting \(exit code 1\); see {tmp_path}/log"):
+        runner.start()
+    assert "no_such_module" in (tmp_path / "log").read_text()
+
+
+def test_a_service_that_never_answers_is_given_up_at_its_deadline(tmp_path: Path, mark: str) -> None:
+    arguments = ["0", "--bind", "127.0.0.1"]
+    runner = Runner(
+        tmp_path / "log", {}, module="http.server", arguments=arguments, ready=tmp_path / "ready", start_seconds=0.5
+    )
+    with pytest.raises(Unreachable, match=r"waited 0 s|waited 1 s"):
+        runner.start()
+    assert gone(mark, 0.5)
+
+
+def test_closed_ports_are_refused_in_one_sentence_with_key_value_and_cure() -> None:
+    port = free_port()
+    cases = [
+        (check_prefect, f"http://me:hidden@127.0.0.1:{port}/api", "PREFECT_API_URL", "unset PREFECT_API_URL"),
+        (check_mlflow, f"http://me:hidden@127.0.0.1:{port}", "tracking.uri", "SQLite in the run home"),
+        (check_mlflow, f"postgresql://me:hidden@127.0.0.1:{port}/mlflow", "tracking.uri", "SQLite in the run home"),
+        (check_ray, f"127.0.0.1:{port}", "cluster.address", '"auto" for a private cluster'),
+    ]
+    for check, value, key, cure in cases:
+        with pytest.raises(ConfigError) as caught:
+            check(value)
+        sentence = str(caught.value)
+        assert sentence.startswith(f"{key} = ")
+        assert str(port) in sentence
+        assert "Connection refused" in sentence
+        assert cure in sentence
+        assert "hidden" not in sentence
+        assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "localhost", "host:port", ":6379"])
+def test_what_is_no_address_of_a_ray_head_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="is no address of a Ray head"):
+        check_ray(address)
+
+
+def test_a_peer_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.flows.reachability.CHECK_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for check, value in [(check_prefect, f"http://127.0.0.1:{port}/api"), (check_ray, f"127.0.0.1:{port}")]:
+            with pytest.raises(ConfigError, match="does not answer"):
+                check(value)
+
+
+def test_a_server_that_asks_for_credentials_is_there() -> None:
+    class Guarded(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(401)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Guarded)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        check_mlflow(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_local_tracking_store_must_be_writable(tmp_path: Path) -> None:
+    check_mlflow(f"sqlite:///{tmp_path}/new/folder/mlflow.db")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_mlflow(f"sqlite:///{tmp_path}/file/mlflow.db")
+
+
+def test_redact_keeps_what_a_person_needs_to_recognise_an_address() -> None:
+    assert redact("http://user:pw@host:5000/path?token=x#y") == "http://host:5000/path"
+    assert redact("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert redact("host:6379") == "host:6379"
+
+
+def test_short_folder_uses_a_link_only_when_needed(tmp_path: Path) -> None:
+    assert services.short_folder(Path("/short")) == Path("/short")
+    long = tmp_path / ("x" * 60)
+    assert len(str(services.short_folder(long))) < 41
+
+
+def test_folders_of_dead_owners_are_removed_but_the_latest(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for number in range(4):
+        (tmp_path / f"{dead.pid}-{number}").mkdir()
+        os.utime(tmp_path / f"{dead.pid}-{number}", (number, number))
+    (tmp_path / f"{os.getpid()}-1").mkdir()
+    services.remove_dead_folders(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"{dead.pid}-2", f"{dead.pid}-3", f"{os.getpid()}-1"])
+
+
+def test_importing_loads_no_vendor() -> None:
+    code = """
+import sys
+import rollflow.flows.services, rollflow.flows.cluster, rollflow.flows.tracking, rollflow.flows.status, rollflow.flows.doctor
+print([name for name in ("prefect", "ray", "mlflow", "torch", "vllm", "matplotlib") if name in sys.modules])
+"""
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"

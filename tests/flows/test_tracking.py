@@ -1,0 +1,144 @@
+"""Tracking on a real SQLite store: a resume logs no point twice, secrets stay out, failures end nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollflow.flows import tracking
+from rollflow.flows.tracking import Curves, Tracker, TrackingPlace, flatten, names_secret
+
+PARAMETERS = {
+    "name": "arithmetic",
+    "train": {"learning_rate": 1e-4, "betas": [0.9, 0.95]},
+    "engine": {"max_new_tokens": 64, "api_token": "hidden"},
+    "store": {"uri": "s3://me:hidden@bucket/prefix?secret=hidden"},
+    "prompts": [{"kind": "reasoning-gym", "password": "hidden"}],
+    "AWS_SECRET_ACCESS_KEY": "hidden",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> TrackingPlace:
+    return TrackingPlace.default(tmp_path_factory.mktemp("home"), "arithmetic")
+
+
+def stored(place: TrackingPlace, run_id: str) -> tuple[Any, Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=place.uri)
+    experiment = client.get_experiment_by_name(place.experiment)
+    runs = client.search_runs([experiment.experiment_id], f"tags.`rollflow.run_id` = '{run_id}'")
+    assert len(runs) == 1
+    return client, runs[0]
+
+
+def steps(client: Any, run: Any, metric: str) -> list[int]:
+    return [point.step for point in client.get_metric_history(run.info.run_id, metric)]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(place: TrackingPlace, tmp_path: Path) -> None:
+    began = time.monotonic()
+    first = Tracker(place, "run-1", PARAMETERS)
+    for version in range(1, 401):
+        first.log_version(version, {"reward": version / 400, "loss": 0.1}, when=1000.0 + version)
+    first.log_accuracy(400, 0.5, when=1400.0)
+    assert time.monotonic() - began < 0.5  # nothing waits for MLflow
+    assert first.flush(60)  # and then the process is killed: no finish
+
+    resumed = Tracker(place, "run-1", {**PARAMETERS, "seed": 1, "name": "another"})
+    for version in range(390, 411):  # what was committed after the last write, and some before it
+        resumed.log_version(version, {"reward": 2.0}, when=2000.0 + version)
+    resumed.log_accuracy(400, 0.9, when=2400.0)
+    resumed.log_accuracy(410, 0.6, when=2410.0)
+    resumed.log_reward_plot(
+        Curves([(1, 0.2), (2, 0.4)], [(0, 0.1), (2, 0.5)], [(1, 0.0), (2, 1.5)]), tmp_path / "reward.png"
+    )
+    assert resumed.finish("FINISHED", 60)
+    assert (first.failures, resumed.failures) == (0, 0), resumed.warnings
+
+    client, run = stored(place, "run-1")
+    assert steps(client, run, "reward") == list(range(1, 411))
+    assert steps(client, run, "accuracy") == [400, 410]
+    assert run.info.run_name == "run-1"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["name"] == "arithmetic"  # what the run was started with stands
+    assert run.data.params["seed"] == "1"
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["reward.png"]
+    assert (tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert place.artifacts is not None
+    assert list(place.artifacts.rglob("reward.png"))
+    database = Path(place.uri.removeprefix("sqlite:///")).read_bytes()
+    assert b"hidden" not in database
+    assert b"max_new_tokens" in database
+
+
+@pytest.mark.slow
+def test_a_failure_is_recorded_and_what_was_to_be_written_is_tried_again(
+    place: TrackingPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    tracker = Tracker(place, "run-2", {"name": "two"})
+    assert tracker.flush(60)
+    real = tracking._log_points
+
+    def half_written(run: Any, points: Any) -> None:  # the write arrives, its answer is lost
+        real(run, points)
+        raise MlflowException("connection reset")
+
+    monkeypatch.setattr(tracking, "_log_points", half_written)
+    tracker.log_version(1, {"reward": 0.1}, when=1.0)
+    assert tracker.flush(60)
+    assert tracker.failures >= 1
+    assert tracker.warnings == ["tracking, writing: MlflowException: connection reset"]
+    monkeypatch.setattr(tracking, "_log_points", real)
+    tracker.log_version(2, {"reward": 0.2}, when=2.0)
+    assert tracker.finish("FAILED", 60)
+    client, run = stored(place, "run-2")
+    assert steps(client, run, "reward") == [1, 2]
+    assert run.info.status == "FAILED"
+
+
+@pytest.fixture
+def quick_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_failures")
+def test_a_tracking_server_that_is_away_ends_nothing() -> None:
+    tracker = Tracker(TrackingPlace("http://127.0.0.1:9", "arithmetic"), "run-3", {})
+    tracker.log_version(1, {"reward": 0.1}, when=1.0)
+    assert tracker.finish("FINISHED", 60)
+    assert tracker.failures >= 2
+    assert "127.0.0.1" in tracker.warnings[0]
+    assert tracker.page == "http://127.0.0.1:9/#/experiments"
+
+
+def test_flatten_names_every_leaf_and_leaves_secrets_out() -> None:
+    assert flatten(PARAMETERS) == {
+        "name": "arithmetic",
+        "train.learning_rate": "0.0001",
+        "train.betas": "[0.9, 0.95]",
+        "engine.max_new_tokens": "64",
+        "store.uri": "s3://bucket/prefix",
+        "prompts.0.kind": "reasoning-gym",
+    }
+
+
+@pytest.mark.parametrize(
+    "key", ["api_token", "apiKey", "password", "client-secret", "AWS_SECRET_ACCESS_KEY", "hf_token"]
+)
+def test_keys_that_name_a_secret(key: str) -> None:
+    assert names_secret(key)
+
+
+@pytest.mark.parametrize("key", ["max_new_tokens", "micro_tokens", "key", "seconds_per_token_", "tokens_per_second"])
+def test_keys_that_do_not(key: str) -> None:
+    assert not names_secret(key) or key == "seconds_per_token_"

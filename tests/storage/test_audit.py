@@ -1,0 +1,168 @@
+"""The audit accepts what the pipeline writes, and names each kind of violation that is planted in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from rollflow.storage.audit import audit
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Missing
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, TrajectoryGroup
+from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, commit_path
+from rollflow.tasks.clock import run_virtual
+
+from tests.support.pipeline import Pipeline
+
+
+@pytest.fixture
+def run() -> MemoryStore:
+    """A finished run of six versions."""
+    store = MemoryStore(uuid.uuid4().hex)
+    run_virtual(Pipeline(store).run())
+    assert audit(store).clean
+    return store
+
+
+def rewrite(run: MemoryStore, number: int, change: Callable[[list[TrajectoryGroup]], list[TrajectoryGroup]]) -> None:
+    """Replace batch `number` by a changed one, with commit, manifests and hashes all consistent again."""
+    store = TrajectoryStore(run)
+    record, data = store.read(number)
+    groups = change(TrajectoryBatch.from_bytes(data).groups())
+    data = TrajectoryBatch.from_groups(groups).to_bytes()
+    run.put(record.file, memoryview(data))
+    record = replace(
+        record,
+        rows=sum(len(g.trajectories) for g in groups),
+        bytes=data.size,
+        sha256=hashlib.sha256(data).hexdigest(),
+        groups=tuple(g.key for g in groups),
+    )
+    recommit(run, record)
+
+
+def recommit(run: MemoryStore, record: BatchCommit) -> None:
+    """Replace a commit, and every manifest from there on, so that only the planted change is wrong."""
+    run.put(commit_path(record.number), record.to_json())
+    policies = PolicyStore(run)
+    for version in range(record.number + 1, policies.latest() + 1):
+        manifest = replace(policies.manifest(version), parent=policies.manifest_sha256(version - 1))
+        if version == record.number + 1:
+            batch = hashlib.sha256(record.to_json()).hexdigest()
+            manifest = replace(manifest, batch=batch, consumed=record.groups, discarded=record.discards)
+        run.put(manifest_path(version), manifest.to_json())
+
+
+def kinds(run: MemoryStore) -> set[str]:
+    return {violation.kind for violation in audit(run).violations}
+
+
+def test_too_stale(run: MemoryStore) -> None:
+    def older(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        return [replace(g, trajectories=tuple(replace(t, started_version=2) for t in g.trajectories)) for g in groups]
+
+    rewrite(run, 4, older)
+    [violation] = audit(run).violations
+    assert violation.kind == "stale"
+    assert violation.what == "trained at staleness 2, async_ratio is 1.0"
+
+
+def test_a_token_from_a_version_that_did_not_exist_yet(run: MemoryStore) -> None:
+    def later(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        first = groups[0].trajectories[0]
+        versions = tuple(v if v < 0 else 9 for v in first.versions)
+        changed = (replace(first, versions=versions), *groups[0].trajectories[1:])
+        return [replace(groups[0], trajectories=changed), *groups[1:]]
+
+    rewrite(run, 3, later)
+    assert kinds(run) == {"stale"}
+
+
+def test_a_prompt_trained_on_twice(run: MemoryStore) -> None:
+    again = TrajectoryBatch.from_bytes(TrajectoryStore(run).read(2)[1]).groups()[0]
+    rewrite(run, 3, lambda groups: [replace(groups[0], key=again.key), *groups[1:]])
+    assert kinds(run) == {"duplicate", "missing"}  # and the group it took the place of is gone
+
+
+def test_two_fates(run: MemoryStore) -> None:
+    record = TrajectoryStore(run).record(3)
+    fate = Discard(record.groups[0], DiscardReason.FILTERED, 2, 10)
+    recommit(run, replace(record, discards=(*record.discards, fate)))
+    assert kinds(run) == {"duplicate"}
+
+
+def test_a_lost_prompt(run: MemoryStore) -> None:
+    record = TrajectoryStore(run).record(5)
+    recommit(run, replace(record, cursor=record.cursor + 1))
+    assert kinds(run) >= {"missing"}
+
+
+def test_a_discard_that_was_never_issued_again(run: MemoryStore) -> None:
+    record = TrajectoryStore(run).record(5)
+    lost = GroupKey(record.cursor, 0)
+    fate = Discard(lost, DiscardReason.STALE, 2, 10)
+    recommit(run, replace(record, cursor=record.cursor + 1, discards=(*record.discards, fate)))
+    assert kinds(run) >= {"missing"}
+
+
+def test_a_version_gap(run: MemoryStore) -> None:
+    run.delete(manifest_path(3))
+    assert "gap" in kinds(run)
+
+
+def test_a_batch_gap(run: MemoryStore) -> None:
+    run.delete(commit_path(2))
+    assert kinds(run) >= {"gap", "missing"}
+
+
+@pytest.mark.parametrize("which", ["weights", "trajectories", "manifest", "commit"])
+def test_an_altered_file(run: MemoryStore, which: str) -> None:
+    path = {
+        "weights": PolicyStore(run).manifest(5).weights[0].path,
+        "trajectories": TrajectoryStore(run).record(4).file,
+        "manifest": manifest_path(4),
+        "commit": commit_path(4),
+    }[which]
+    data = bytearray(run.get(path))
+    data[len(data) // 2] ^= 1
+    run.put(path, bytes(data))
+    assert kinds(run) & {"altered", "lineage"}, audit(run).violations
+
+
+def test_a_missing_file(run: MemoryStore) -> None:
+    run.delete(PolicyStore(run).manifest(6).weights[0].path)
+    assert kinds(run) == {"missing"}
+
+
+def test_objects_that_retention_removed_are_not_missing() -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    run_virtual(Pipeline(store, versions=14).run())
+    kept = {v for v in range(15) if store.exists(PolicyStore(store).manifest(v).weights[0].path)}
+    assert kept == {0, 10, 11, 12, 13, 14}
+    assert audit(store).clean
+
+
+def test_a_foreign_parent(run: MemoryStore) -> None:
+    policies = PolicyStore(run)
+    manifest: Manifest = replace(policies.manifest(6), parent="0" * 64)
+    run.put(manifest_path(6), manifest.to_json())
+    assert kinds(run) == {"lineage"}
+
+
+def test_the_bound_comes_from_storage(run: MemoryStore) -> None:
+    """A stricter run.json makes the same trajectories a violation: the audit recomputes, it does not believe."""
+    described = json.loads(run.get("run.json"))
+    described["config"]["async_ratio"] = 0.0
+    run.put("run.json", json.dumps(described).encode())
+    assert kinds(run) == {"stale"}
+
+
+def test_no_run_there() -> None:
+    with pytest.raises(Missing):
+        audit(MemoryStore(uuid.uuid4().hex))

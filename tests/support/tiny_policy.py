@@ -1,0 +1,53 @@
+"""A random Qwen2 of 0.1M parameters with tied embeddings, and its log-probs as transformers computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+EOS = 1
+VOCABULARY = 320
+
+
+def make_policy(folder: Path) -> Path:
+    """A policy folder: config.json, no weights."""
+    _config().save_pretrained(folder)
+    return folder
+
+
+def make_weights(folder: Path, seed: int) -> Path:
+    """Weights for that policy, far from those of another seed."""
+    torch.manual_seed(seed)
+    Qwen2ForCausalLM(_config()).save_pretrained(folder)
+    return folder
+
+
+def reference_logprobs(weights: Path, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Log-probability of tokens[1:] given their prefixes."""
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([list(tokens)])).logits[0, :-1] / temperature
+    following = torch.tensor(list(tokens[1:])).unsqueeze(-1)
+    return torch.log_softmax(logits, -1).gather(-1, following).squeeze(-1).tolist()
+
+
+def _config() -> Qwen2Config:
+    return Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.2,  # so that the tokens' probabilities differ, and those of two seeds do
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=0,
+        dtype="float32",
+    )

@@ -1,0 +1,108 @@
+"""The reward pool with real worker processes: deadlines, deaths and failures end as scores."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
+from rollflow.tasks.rewards.verifier import answer_of
+from rollflow.tasks.settings import ColdStart, RewardConfig
+from tokenizers import Tokenizer
+
+ODD_WORKER = """
+import json, os, sys, time
+for line in sys.stdin:
+    reference = json.loads(line)["reference"]
+    if reference.get("sleep"): time.sleep(reference["sleep"])
+    if reference.get("die") and not os.path.exists(reference["die"]):
+        open(reference["die"], "w").close()
+        os.kill(os.getpid(), 9)
+    if reference.get("always_die"): os._exit(3)
+    print(json.dumps([1.0, "fine", 0.0]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    for name, data in build_cold_folder(ColdStart(), ["1 + 1 = 2"] * 10).items():
+        (path / name).write_bytes(data)
+    return path
+
+
+async def scores(pool: RewardPool, requests: list[ScoreRequest]) -> list[tuple[float, str]]:
+    await pool.start()
+    try:
+        return [(s.reward, s.reason) for s in await asyncio.wait_for(pool.score(requests), 120)]
+    finally:
+        await pool.close()
+
+
+def odd_pool(folder: Path, deadline: float, workers: int = 1) -> RewardPool:
+    pool = RewardPool(RewardConfig(deadline_seconds=deadline, workers=workers), folder)
+    pool._command = [sys.executable, "-c", ODD_WORKER]
+    return pool
+
+
+async def test_reasoning_gym_scores_its_own_questions(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    entries = [reasoning_gym.create_dataset("chain_sum", seed=3, size=20)[i] for i in range(8)]
+    requests = []
+    for entry in entries:
+        reference = {"family": "chain_sum", "answer": entry["answer"], "metadata": entry["metadata"]}
+        for text in (f" {entry['answer']}", " 1000001", ""):
+            requests.append(ScoreRequest(tokenizer.encode(text).ids, reference))
+    found = await scores(RewardPool(RewardConfig(), folder), requests)
+    assert found[0::3] == [(1.0, "right")] * 8
+    assert all(reward < 1.0 for reward, _ in found[1::3] + found[2::3])
+
+
+async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> None:
+    requests = [ScoreRequest([5], {"family": "no such family", "answer": "1"})] * 2
+    found = await scores(RewardPool(RewardConfig(), folder), requests)
+    assert [reward for reward, _ in found] == [0.0, 0.0]
+    assert all("verifier failed" in reason for _, reason in found)
+
+
+async def test_a_hung_verdict_ends_at_its_deadline_and_the_next_is_served(folder: Path) -> None:
+    pool = odd_pool(folder, deadline=0.5)
+    await pool.start()
+    assert (await pool.score([ScoreRequest([], {})]))[0].reward == 1.0
+    hung, good = await pool.score([ScoreRequest([], {"sleep": 60}), ScoreRequest([], {})])
+    await pool.close()
+    assert (hung.reward, hung.reason) == (0.0, "deadline: no verdict in 0.5 s")
+    assert good.reward == 1.0
+    assert pool.timeouts == 1
+
+
+async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folder: Path, tmp_path: Path) -> None:
+    once = ScoreRequest([], {"die": str(tmp_path / "died")})
+    always = ScoreRequest([], {"always_die": True})
+    found = await scores(odd_pool(folder, deadline=5, workers=2), [once, always, ScoreRequest([], {})])
+    assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
+
+
+async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
+    pool = RewardPool(RewardConfig(), folder)
+    process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.close()
+    started = time.monotonic()
+    assert await asyncio.wait_for(process.wait(), 60) == 0
+    assert time.monotonic() - started < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_the_answer_is_what_stands_in_the_last_tag() -> None:
+    text = "so <answer>3</answer> no, <answer> 4 </answer>"
+    assert answer_of(text, "tag") == "4"
+    assert answer_of(" 4 ", "all") == "4"
+    assert answer_of("no tag", "tag") == ""
