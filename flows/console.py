@@ -77,8 +77,8 @@ class LiveView:
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
         self._console = console or Console(file=stream)
-        self._live = Live(console=self._console, refresh_per_second=4, transient=False, get_renderable=self._render)
         self._status: RunStatus | None = None
+        self._live = Live(console=self._console, refresh_per_second=4, transient=False, get_renderable=self._render)
 
     def __enter__(self) -> Self:
         self._live.start()

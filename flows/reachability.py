@@ -35,7 +35,8 @@ def redact(uri: str) -> str:
 
 def check_prefect(api_url: str) -> None:
     """A Prefect API answers at `api_url`."""
-    _check_http("PREFECT_API_URL", api_url, "/health", "a Prefect API, whose address ends in /api", PREFECT_CURE)
+    # The body matters: Prefect's web pages answer any path, with HTTP 200.
+    _check_http("PREFECT_API_URL", api_url, b"true", "a Prefect API (its address ends in /api)", PREFECT_CURE)
 
 
 PREFECT_CURE = "start that server, correct the address, or unset PREFECT_API_URL for a private server"
@@ -47,7 +48,7 @@ def check_mlflow(uri: str) -> None:
     """An MLflow server answers at `uri`, or the local store it names can be written."""
     scheme = urlsplit(uri).scheme.partition("+")[0]
     if scheme in ("http", "https"):
-        _check_http("tracking.uri", uri, "/health", "an MLflow server", MLFLOW_CURE)
+        _check_http("tracking.uri", uri, b"OK", "an MLflow server", MLFLOW_CURE)
     elif scheme in ("sqlite", "file", ""):
         path = uri.partition(":///")[2] if scheme == "sqlite" else uri.removeprefix("file:").removeprefix("//")
         _check_folder(uri, Path(path).absolute().parent)
@@ -64,7 +65,8 @@ def check_ray(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address.startswith("ray://") or not host or not port.isdigit():
         raise ConfigError(
-            f'cluster.address = {address!r} is no address of a Ray head; write "host:port" (usually port 6379) or "auto"'
+            f"cluster.address = {address!r} is no address of a Ray head; "
+            'write "host:port" (the port is usually 6379) or "auto"'
         )
     try:
         spoken = speaks_http2(host, int(port), seconds=CHECK_SECONDS, raising=True)
@@ -111,19 +113,19 @@ def _reason(error: Exception) -> str:
     return cause.strerror or str(cause) if isinstance(cause, OSError) else str(cause)
 
 
-def _check_http(key: str, url: str, path: str, kind: str, cure: str) -> None:
-    shown = redact(url)
+def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> None:
+    shown = redact(url)  # also what is asked: a health page needs no credentials, and urllib takes them for the host
     try:
-        with _open(url.rstrip("/") + path, CHECK_SECONDS) as response:
-            status = response.status
+        with _open(shown.rstrip("/") + "/health", CHECK_SECONDS) as response:
+            body = response.read(64).strip()
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):  # it is there, and asks for the credentials that its own client will send
             return
-        status = error.code
+        body = b""
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConfigError(f"{key} = {shown!r} does not answer ({_reason(error)}); {cure}") from error
-    if status != 200:
-        raise ConfigError(f"{key} = {shown!r} answers with HTTP {status}, so it is not {kind}; {cure}")
+    if body != healthy:
+        raise ConfigError(f"{key} = {shown!r} answers, but is not {kind}; {cure}")
 
 
 def _check_folder(uri: str, folder: Path) -> None:

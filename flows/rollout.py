@@ -19,7 +19,7 @@ def rollout(run: str, ray_address: str) -> int:
     with cluster.attached(ray_address, context.run_id):
         engines = start_engines(context, gpu_share(context.config))
         for i, engine in enumerate(engines):
-            cluster.call(engine.actor.start.remote(), START_SECONDS, f"engine {i} to start")
+            cluster.call(engine.start.remote(), START_SECONDS, f"engine {i} to start")
         get_run_logger().info("%d engine(s) ready", len(engines))
         actor = start_rollout(context)
         patience = context.config.rollout.patience_seconds

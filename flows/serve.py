@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
@@ -34,11 +35,11 @@ def deployments() -> list[RunnerDeployment]:
     ]
 
 
-async def serve(ready: Path | None) -> None:
+async def serve(made: Sequence[RunnerDeployment], ready: Path | None) -> None:
     """Register the deployments and run what is asked of them."""
     runner = Runner(name="rollflow", query_seconds=POLL_SECONDS, pause_on_shutdown=False)
-    for made in deployments():
-        await runner.aadd_deployment(made)
+    for one in made:
+        await runner.aadd_deployment(one)
     if ready:
         ready.touch()
     await runner.start()
@@ -47,7 +48,7 @@ async def serve(ready: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="serve rollflow's flows as Prefect deployments")
     parser.add_argument("--ready", type=Path, help="a file to make once the deployments are registered")
-    asyncio.run(serve(parser.parse_args().ready))
+    asyncio.run(serve(deployments(), parser.parse_args().ready))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Importing this module imports neither Prefect nor Ray nor MLflow.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -244,6 +245,7 @@ class RayHead(Service):
 
     def launch(self) -> None:
         """Start the head without waiting for it."""
+        remove_dead_links(self.folder.parent)
         remove_dead_folders(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         token = os.open(self.folder / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -268,7 +270,9 @@ class RayHead(Service):
 
     def _environment(self) -> Mapping[str, str]:
         own = _without("RAY_ADDRESS", os.environ) | self.env
-        return own | {"RAY_enable_metrics_collection": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+        # When an actor is killed, so is what it started (an engine's core process holds gigabytes).
+        orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
+        return own | orphans | {"RAY_enable_metrics_collection": "0"}
 
     @property
     def _ready_file(self) -> Path:
@@ -297,6 +301,16 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
     dead.sort(key=lambda path: path.stat().st_mtime)
     for path in dead[: max(0, len(dead) - keep)]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_dead_links(parent: Path) -> None:
+    """Remove links that `short_folder` named for clusters in `parent` whose owner was killed, or that lead nowhere."""
+    for link in Path(tempfile.gettempdir()).glob("rollflow-*"):
+        if link.is_symlink():
+            target = link.readlink()
+            if not target.exists() or (target.parent == parent and not _alive(target.name.partition("-")[0])):
+                with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                    link.unlink()
 
 
 def _alive(pid: str) -> bool:

@@ -19,7 +19,7 @@ from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.ray_channel import CHANNEL
 from rollflow.tasks.learners.actor import LEARNER
 from rollflow.tasks.rewards.actor import REWARD
-from rollflow.tasks.rollout.actor import ROLLOUT
+from rollflow.tasks.rollout.actor import ROLLOUT, engine_name
 from rollflow.tasks.run import RunContext
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
@@ -105,7 +105,7 @@ class Stages:
 
     def abandon(self) -> None:
         """Something failed: kill the run's actors and cancel the stages that still run."""
-        engines = [f"engine-{i}" for i in range(self.context.config.engine.replicas)]
+        engines = [engine_name(i) for i in range(self.context.config.engine.replicas)]
         cluster.kill_named([*ACTORS.values(), *engines, CHANNEL], self.context.run_id)
         cancel(self.runs.values())
 
@@ -130,9 +130,9 @@ def cancel(runs: Any) -> None:
 
 
 def reason_of(message: str | None) -> str:
-    """A flow run's reason without Prefect's introduction."""
-    text = (message or "no reason was given").strip()
-    return text.removeprefix("Flow run encountered an exception: ")
+    """A flow run's reason without Prefect's introduction; of a traceback its last line."""
+    lines = (message or "").strip().splitlines() or ["no reason was given"]
+    return lines[-1].removeprefix("Flow run encountered an exception: ").strip()
 
 
 def note_of(role: str, seen: Mapping[str, Any]) -> str:

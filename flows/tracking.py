@@ -96,6 +96,7 @@ class Tracker:
         self._parameters = flatten(parameters)
         self._open: _Open | None = None
         self._pending: list[Point] = []
+        self._finished = False
         self._queue: queue.Queue[Any] = queue.Queue()
         # A daemon: a tracking server that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
@@ -125,9 +126,9 @@ class Tracker:
         self._queue.put(lambda: self._terminate(status))
         self._queue.put(STOP)
         self._thread.join(deadline_seconds)
-        if self._thread.is_alive():
+        if not self._finished:
             self._warn(f"MLflow at {redact(self.place.uri)} did not finish within {deadline_seconds:.0f} s")
-        return not self._thread.is_alive()
+        return self._finished
 
     @property
     def page(self) -> str:
@@ -151,6 +152,7 @@ class Tracker:
                     continue
                 self._write()
                 if item is STOP:
+                    self._finished = True
                     return
                 item()
             self._write()
@@ -232,7 +234,7 @@ def _open_run(place: TrackingPlace, run_id: str, parameters: Mapping[str, str]) 
     found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
     if found:
         run = found[0]
-        client.set_terminated(run.info.run_id, "RUNNING")
+        client.update_run(run.info.run_id, status="RUNNING")
     else:
         run = client.create_run(experiment_id, run_name=run_id, tags={RUN_TAG: run_id})
     fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
@@ -284,8 +286,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def names_secret(key: str) -> bool:
-    """Whether a key reads as if its value were a secret (`api_token` does, `max_new_tokens` does not)."""
-    lower = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_")
+    """Whether a key reads as if its value were a secret (`api_token` does, `seconds_per_token` does not)."""
+    lower = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_").replace("per_token", "")
     return bool(SECRET_WORDS & set(re.split(r"[^a-z0-9]+", lower))) or any(pair in lower for pair in SECRET_PAIRS)
 
 

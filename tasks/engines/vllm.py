@@ -76,6 +76,8 @@ class VllmEngine:
             async with asyncio.timeout(START_SECONDS):
                 self._llm = await asyncio.to_thread(self._build)
                 await self._call("prepare_policy_worker")
+        gc.collect()
+        gc.freeze()  # or every full collection walks all that vLLM imported: 0.4 s, several times a minute
 
     def _check_head_size(self) -> None:
         """Refuse what vLLM would accept here and die of at the first request."""

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from importlib.metadata import version as package_version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,7 +91,8 @@ class LearnerActor:
         torch.set_num_threads(self.config.train.threads)
         torch.manual_seed(self.config.seed)
         newest = self.policies.latest()
-        model = load_model(*self._origin(newest < 0))
+        folder, trained = self._origin(newest < 0)
+        model = load_model(folder, self.config.policy.dtype, trained=trained)
         self.learner = TorchLearner(
             model,
             self.config.train,
@@ -105,12 +107,12 @@ class LearnerActor:
         self.channel.announce(self.version)
         self.note = "training"
 
-    def _origin(self, fresh: bool) -> tuple[Any, str, bool]:
-        """Folder, dtype and whether its weights are wanted: only a fresh run from `policy.path` does."""
+    def _origin(self, fresh: bool) -> tuple[Path, bool]:
+        """The folder to build the model from, and whether its weights count: only a fresh `policy.path` has any."""
         path = self.config.policy.path
         if fresh and path is not None:
-            return resolve_policy(path), self.config.policy.dtype, True
-        return self.context.policy_folder, self.config.policy.dtype, False
+            return resolve_policy(path), True
+        return self.context.policy_folder, False
 
     def _make_first(self) -> None:
         if self.config.policy.cold_start is not None:

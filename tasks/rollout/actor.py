@@ -18,7 +18,7 @@ import ray
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
-from rollflow.tasks.engines.actor import RayEngine
+from rollflow.tasks.engines.actor import EngineActor, RayEngine
 from rollflow.tasks.rewards.actor import REWARD, RewardClient
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, store_evaluation
@@ -78,12 +78,19 @@ def plan_of(config: RunConfig) -> Plan:
 
 def start_engines(context: RunContext, gpus: float) -> list[Any]:
     """Start the run's engine actors (or find them), each with its share of the cluster's GPUs."""
-    config = context.config
-    options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
+    config, folder = context.config, context.policy_folder
+    options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "num_gpus": gpus, "max_concurrency": 1024}
     return [
-        RayEngine.spawn(config.engine, context.policy_folder, dtype=config.policy.dtype, name=f"engine-{i}", **options)
+        ray.remote(EngineActor)
+        .options(name=engine_name(i), **options)
+        .remote(config.engine, folder, config.policy.dtype)
         for i in range(config.engine.replicas)
     ]
+
+
+def engine_name(number: int) -> str:
+    """The name of an engine's actor."""
+    return f"engine-{number}"
 
 
 def start_rollout(context: RunContext) -> Any:
@@ -101,7 +108,9 @@ class RolloutActor:
         self.batches = TrajectoryStore(context.store)
         self.order = context.order()
         self.reward = RewardClient(ray.get_actor(REWARD), self.config.rollout.patience_seconds)
-        engines = [RayEngine(ray.get_actor(f"engine-{i}")) for i in range(self.config.engine.replicas)]
+        engines = [
+            RayEngine(ray.get_actor(engine_name(i)), name=engine_name(i)) for i in range(self.config.engine.replicas)
+        ]
         self.engines = engines
         self.proxy = InferenceProxy(engines, self.config.engine.slots)
         self.scheduler = RolloutScheduler(plan_of(self.config), self._outside(), self.proxy, self._beginning())

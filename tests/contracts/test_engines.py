@@ -13,6 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import ray
+
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines import build_engine
@@ -25,7 +26,6 @@ from rollflow.tasks.settings import (
     TransformersEngineConfig,
     VllmEngineConfig,
 )
-
 from tests.support.tiny_policy import EOS, make_policy, make_weights, reference_logprobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -49,10 +49,10 @@ class Case:
     versions: int = 0
     ids: int = 0
 
-    def request(self, max_new_tokens: int = 8, *, temperature: float = 1.0, seed: int | None = None) -> GenerationRequest:
+    def request(self, max_new_tokens: int = 8, *, temperature: float = 1.0) -> GenerationRequest:
         self.ids += 1
         prompt = (3 + self.ids % 50, 7, 11)
-        return GenerationRequest(f"request-{self.ids}", prompt, max_new_tokens, temperature, seed)
+        return GenerationRequest(f"request-{self.ids}", prompt, max_new_tokens, temperature, seed=self.ids)
 
     def weights(self, version: int) -> Path:
         """Even and odd versions hold different weights."""

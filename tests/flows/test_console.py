@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from rollflow.flows.console import (
     LiveView,
     PlainView,
@@ -144,7 +145,7 @@ def test_the_view_fits_the_stream() -> None:
     console = Console(file=terminal, force_terminal=True, width=80, _environ={"TERM": "xterm"})
     with LiveView(console=console) as view:
         view.show(STATUS)
-    assert "94 / 150" in terminal.getvalue()  # the last state stays on the screen
+    assert "5,120" in terminal.getvalue()  # the last state stays on the screen
 
 
 def test_the_summary_leaves_out_what_is_not_there() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.settings import VllmEngineConfig
-
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,112 @@
+"""A response of the transformers engine is a function of its request and the weights, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from safetensors.torch import load_file, save_file
+
+from rollflow.storage.errors import Corrupt
+from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.transformers import TransformersEngine
+from rollflow.tasks.settings import TransformersEngineConfig
+from tests.support.tiny_policy import make_policy, make_weights
+
+REQUESTS = [
+    # prompts shorter, longer than and equal to a prefill chunk (16); spans of 64 and 128 keys
+    GenerationRequest(f"r{i}", tuple(3 + (7 * i + 3 * k) % 300 for k in range(1 + 5 * i % 50)), 1 + i % 40, 1.0, seed=i)
+    for i in range(90)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(folder / "policy")
+    make_weights(folder / "0", seed=0)
+    make_weights(folder / "1", seed=1)
+    return folder
+
+
+@pytest_asyncio.fixture
+async def engine(folder: Path) -> AsyncIterator[TransformersEngine]:
+    engine = await start(folder)
+    yield engine
+    await engine.close()
+
+
+async def start(folder: Path, slots: int = 256) -> TransformersEngine:
+    engine = TransformersEngine(TransformersEngineConfig(slots=slots), folder / "policy")
+    await engine.start()
+    await engine.suspend("continue")
+    await engine.update(0, folder / "0")
+    await engine.resume()
+    return engine
+
+
+async def all_at_once(engine: TransformersEngine) -> dict[str, Generation]:
+    return {g.id: g for g in await asyncio.gather(*map(engine.generate, REQUESTS))}
+
+
+async def test_results_do_not_depend_on_what_runs_beside_them(engine: TransformersEngine, folder: Path) -> None:
+    together = await all_at_once(engine)
+    for request in REQUESTS[::5]:
+        assert await engine.generate(request) == together[request.id]
+
+    draw = random.Random(0)
+    delays = [draw.uniform(0, 0.5) for _ in REQUESTS]
+
+    async def late(request: GenerationRequest, delay: float) -> Generation:
+        await asyncio.sleep(delay)
+        return await engine.generate(request)
+
+    order = list(zip(REQUESTS, delays, strict=True))
+    draw.shuffle(order)
+    for generation in await asyncio.gather(*(late(*item) for item in order)):
+        assert generation == together[generation.id]
+
+    other = await start(folder, slots=7)
+    assert await all_at_once(other) == together
+    await other.close()
+
+
+async def test_a_suspension_without_an_update_changes_nothing(engine: TransformersEngine) -> None:
+    expected = await all_at_once(engine)
+    tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
+    for _ in range(3):
+        await asyncio.sleep(0.02)
+        await engine.suspend("continue")
+        await engine.resume()
+    assert {g.id: g for g in await asyncio.gather(*tasks)} == expected
+
+
+async def test_seeds_differ_and_no_seed_is_random(engine: TransformersEngine) -> None:
+    def request(id: str, seed: int | None) -> GenerationRequest:
+        return GenerationRequest(id, (5, 6, 7), 30, 1.0, seed)
+
+    a, b, c, d, e = await asyncio.gather(
+        *(engine.generate(request(f"x{i}", seed)) for i, seed in enumerate([1, 1, 2, None, None]))
+    )
+    assert a.tokens == b.tokens
+    assert len({a.tokens, c.tokens, d.tokens, e.tokens}) == 4
+
+
+async def test_what_cannot_be_run_is_refused_and_the_rest_goes_on(
+    engine: TransformersEngine, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="256 in all"):
+        await engine.generate(GenerationRequest("long", (3,) * 250, 10))
+    with pytest.raises(ValueError, match="at least one"):
+        await engine.generate(GenerationRequest("empty", (), 10))
+    tensors = load_file(folder / "1" / "model.safetensors")
+    name = sorted(tensors)[-1]
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    await engine.suspend("continue")
+    with pytest.raises(Corrupt, match=name):
+        await engine.update(1, tmp_path)
