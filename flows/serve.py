@@ -22,6 +22,7 @@ from rollflow.flows.stages import deployment
 from rollflow.flows.train import train
 
 POLL_SECONDS = 1
+LIMIT = 40  # flow runs at a time; Prefect's default of 5 is one run and a bit
 FLOWS = (post_training, rollout, reward, train, evaluate)
 
 
@@ -37,7 +38,7 @@ def deployments() -> list[RunnerDeployment]:
 
 async def serve(made: Sequence[RunnerDeployment], ready: Path | None) -> None:
     """Register the deployments and run what is asked of them."""
-    runner = Runner(name="rollflow", query_seconds=POLL_SECONDS, pause_on_shutdown=False)
+    runner = Runner(name="rollflow", query_seconds=POLL_SECONDS, pause_on_shutdown=False, limit=LIMIT)
     for one in made:
         await runner.aadd_deployment(one)
     if ready:

@@ -32,12 +32,11 @@ class ColdStart(Section):
     heads: int = Field(4, gt=0)
     context: int = Field(256, gt=0, description="longest prompt plus response, in tokens")
     vocabulary: int = Field(320, ge=260, description="size of the byte-level BPE vocabulary")
-    learning_rate: float = Field(3e-3, gt=0)
-    batch: int = Field(128, gt=0, description="demonstrations per supervised step")
-    target_accuracy: float = Field(0.33, gt=0, lt=1, description="stop supervising at this sampled accuracy")
-    error_rate: float = Field(0.0, ge=0, lt=1, description="share of demonstrations with a wrong answer")
-    max_steps: int = Field(1500, gt=0)
-    evaluate_every: int = Field(20, gt=0)
+    learning_rate: float = Field(2e-3, gt=0)
+    batch: int = Field(48, gt=0, description="demonstrations per supervised step")
+    target_accuracy: float = Field(0.3, gt=0, lt=1, description="stop supervising at this held-out accuracy")
+    max_steps: int = Field(2000, gt=0)
+    evaluate_every: int = Field(10, gt=0)
 
 
 class PolicyConfig(Section):
@@ -154,6 +153,7 @@ class GrpoObjective(Section):
     kind: Literal["grpo"] = "grpo"
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(None, gt=1, description="largest ratio a negative advantage counts with")
 
 
 class DecoupledPpoObjective(Section):

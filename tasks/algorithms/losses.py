@@ -22,9 +22,26 @@ class TokenLoss:
     clipped_M: Tensor
 
 
-def grpo(logp_M: Tensor, behaviour_M: Tensor, advantage_M: Tensor, *, clip_low: float, clip_high: float) -> TokenLoss:
-    """PPO's clipped objective (Schulman et al. 2017, eq. 7) with r = pi/mu: -min(r A, clip(r, 1-e_lo, 1+e_hi) A)."""
-    return _clipped((logp_M - behaviour_M).exp(), advantage_M, clip_low, clip_high)
+def grpo(
+    logp_M: Tensor,
+    behaviour_M: Tensor,
+    advantage_M: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """PPO's clipped objective (Schulman et al. 2017, eq. 7) with r = pi/mu: -min(r A, clip(r, 1-e_lo, 1+e_hi) A).
+
+    With `dual_clip` c, a negative advantage counts at most c times (Ye et al. 2020, eq. 5): max(., c A) for A < 0.
+    Without it a stale token whose ratio has grown is pushed down without bound.
+    """
+    found = _clipped((logp_M - behaviour_M).exp(), advantage_M, clip_low, clip_high)
+    if dual_clip is None:
+        return found
+    bound_M = -dual_clip * advantage_M
+    over_M = (advantage_M < 0) & (found.loss_M > bound_M)
+    return TokenLoss(torch.where(over_M, bound_M, found.loss_M), found.clipped_M | over_M)
 
 
 def decoupled_ppo(

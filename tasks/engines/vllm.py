@@ -177,8 +177,8 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-            del llm
-            gc.collect()  # it is in a cycle, and its __del__ fails loudly when the interpreter's end runs it
+            llm.shutdown = lambda: None  # its __del__ calls it again, and fails loudly at the interpreter's end
+            gc.unfreeze()
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         results: list[Any] = await self._llm.collective_rpc(method, args=arguments)

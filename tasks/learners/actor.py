@@ -121,7 +121,7 @@ class LearnerActor:
         self._publish(0, Manifest(0, None, (), (), None), {})
 
     def _supervise(self) -> None:
-        from rollflow.tasks.policies.cold_start import cold_start, sample_answers
+        from rollflow.tasks.policies.cold_start import answers, cold_start
 
         cold = self.config.policy.cold_start
         assert cold is not None
@@ -130,10 +130,10 @@ class LearnerActor:
         model = self.learner.model
 
         def accuracy(model: Any) -> float:
-            prompts = [p.tokens for p in held]
-            longest = self.config.engine.max_new_tokens
-            answers = sample_answers(model, prompts, tokenizer.stop_tokens[0], longest, self.config.seed)
-            texts = [answer_of(tokenizer.decode(a), self.config.reward.answer) for a in answers]
+            prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
+            temperature = self.config.evaluation.temperature
+            made = answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
+            texts = [answer_of(tokenizer.decode(a), self.config.reward.answer) for a in made]
             return sum(verify(t, p.reference).reward == 1.0 for t, p in zip(texts, held, strict=True)) / len(held)
 
         def report(step: int, found: float) -> None:

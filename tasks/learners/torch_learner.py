@@ -168,8 +168,8 @@ class TorchLearner:
     ) -> TokenLoss:
         behaviour_M = micro.behaviour.to(self.device)
         match self.config.objective:
-            case GrpoObjective(clip_low=low, clip_high=high):
-                return grpo(logp_M, behaviour_M, advantage_M, clip_low=low, clip_high=high)
+            case GrpoObjective(clip_low=low, clip_high=high, dual_clip=dual):
+                return grpo(logp_M, behaviour_M, advantage_M, clip_low=low, clip_high=high, dual_clip=dual)
             case DecoupledPpoObjective(clip_low=low, clip_high=high, weight_cap=cap):
                 assert proximal is not None
                 proximal_M = torch.cat([proximal[row] for row in micro.rows.tolist()])

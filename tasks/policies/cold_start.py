@@ -1,7 +1,7 @@
 """Cold start: supervise a small fresh policy on demonstrations until it is weak but real.
 
-Teacher forcing on "question answer<end>", loss on the answer only. It stops at the target accuracy, measured
-by sampling answers to held-out questions at temperature 1; the same rule that RL is judged by.
+Teacher forcing on "question" "answer<end>", loss on the answer only. It stops at the target accuracy on the
+held-out questions, measured as the run's evaluation measures it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cold_start(
         ConfigError: the target was not reached within `max_steps`.
     """
     draw = random.Random(f"{seed}:cold start")
-    pool = _Pool(order, tokenizer, config.error_rate, draw)
+    pool = _Pool(order, tokenizer, draw)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     found = 0.0
     for step in range(1, config.max_steps + 1):
@@ -62,8 +62,8 @@ def cold_start(
 class _Pool:
     """Demonstrations as (prompt tokens, answer tokens), made when first drawn."""
 
-    def __init__(self, order: PromptOrder, tokenizer: PolicyTokenizer, error_rate: float, draw: random.Random) -> None:
-        self._order, self._tokenizer, self._error_rate, self._draw = order, tokenizer, error_rate, draw
+    def __init__(self, order: PromptOrder, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
+        self._order, self._tokenizer, self._draw = order, tokenizer, draw
         self._made: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def draw(self, count: int) -> list[tuple[Sequence[int], Sequence[int]]]:
@@ -73,7 +73,7 @@ class _Pool:
     def _at(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
         if index not in self._made:
             prompt, answer = self._order.demonstration(index)
-            response = [*self._tokenizer.encode(" " + answer), self._tokenizer.stop_tokens[0]]
+            response = [*self._tokenizer.encode(answer), self._tokenizer.stop_tokens[0]]
             self._made[index] = (prompt.tokens, response)
         return self._made[index]
 
@@ -94,23 +94,31 @@ def answer_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 @torch.no_grad()
-def sample_answers(model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, seed: int) -> list[list[int]]:
-    """One sampled answer per prompt at temperature 1, prompts of like length together; without the end token."""
+def answers(
+    model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, temperature: float, seed: int
+) -> list[list[int]]:
+    """One answer per prompt (greedy at temperature 0), prompts of like length together; without the end token."""
     generator = torch.Generator().manual_seed(seed)
-    answers: list[list[int]] = [[] for _ in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
     for length in sorted({len(p) for p in prompts}):
         rows = [i for i, p in enumerate(prompts) if len(p) == length]
         tokens, past = torch.tensor([list(prompts[i]) for i in rows]), None
         ended = torch.zeros(len(rows), dtype=torch.bool)
         for _ in range(longest):
             output = model(input_ids=tokens, past_key_values=past, use_cache=True)
-            past = output.past_key_values
-            probability = torch.softmax(output.logits[:, -1].float(), -1)
-            tokens = torch.multinomial(probability, 1, generator=generator)
+            past, logits = output.past_key_values, output.logits[:, -1].float()
+            tokens = _choose(logits, temperature, generator)
             ended |= tokens[:, 0] == end
             for i, token, over in zip(rows, tokens[:, 0].tolist(), ended.tolist(), strict=True):
                 if not over:
-                    answers[i].append(token)
+                    found[i].append(token)
             if bool(ended.all()):
                 break
-    return answers
+    return found
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """The next token of each row, (rows, 1)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)

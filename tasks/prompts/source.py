@@ -94,10 +94,10 @@ class PromptOrder:
         return [self._prompt(which, f"held-{i:06d}", i, q) for i, (which, q) in enumerate(found[: self._held_out])]
 
     def texts(self, count: int) -> list[str]:
-        """Demonstration texts with their answers, to build a vocabulary from."""
+        """Demonstration texts and their answers, to build a vocabulary from."""
         places = [self._place(index) for index in range(count)]
         questions = [self.sources[which].demonstration(position) for which, position in places]
-        return [f"{q.text} {q.answer}" for q in questions]
+        return [text for q in questions for text in (q.text, q.answer)]
 
     def _place(self, index: int) -> tuple[int, int]:
         """Smooth weighted round-robin: always the source that is owed most."""

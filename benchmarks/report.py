@@ -1,0 +1,51 @@
+"""What every benchmark shares: rows, the table, and `--json FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured figure. `target` and `holds` are None where it is only reported."""
+
+    case: str
+    metric: str
+    value: float
+    target: float | None = None
+    holds: bool | None = None
+
+
+def at_least(case: str, metric: str, value: float, target: float) -> Row:
+    """A figure that should not lie below its target."""
+    return Row(case, metric, value, target, value >= target)
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with the option that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    return parser
+
+
+def publish(rows: Sequence[Row], title: str, file: Path | None) -> None:
+    """Print the table and write the JSON; a missed target is a row, not an error."""
+    table = Table(title=title, title_justify="left")
+    for name in ("case", "metric", "value", "target", "holds"):
+        table.add_column(name, justify="right" if name in ("value", "target") else "left")
+    for row in rows:
+        target = "" if row.target is None else f"{row.target:g}"
+        holds = "" if row.holds is None else "yes" if row.holds else "[red]no[/]"
+        table.add_row(
+            row.case, row.metric, f"{row.value:,.3f}" if row.value < 100 else f"{row.value:,.0f}", target, holds
+        )
+    Console(width=110).print(table)
+    if file:
+        file.write_text(json.dumps([asdict(row) for row in rows], indent=2))

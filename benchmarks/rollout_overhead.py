@@ -1,0 +1,205 @@
+"""Tokens per second of the whole rollout path against vLLM's own offline `LLM.generate`, on the same prompts.
+
+    ours: scheduler -> proxy -> Ray -> vLLM -> reward workers -> Arrow -> commit to disk -> Ray channel -> reader
+    theirs: LLM.generate(all prompts)
+
+Same policy, prompts, sampling and engine settings; the two run by turns, each in processes of its own, and the
+median of the ratios of neighbouring turns is reported. Run it as `python -m benchmarks.rollout_overhead`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Row, arguments, at_least, publish
+
+TARGET = 0.85
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload: longest response, groups in a batch, batches measured (one more warms up)."""
+
+    name: str
+    max_new_tokens: int
+    groups: int
+    batches: int
+
+
+CASES = (Case("answers of 6 tokens", 6, 64, 12), Case("responses of 64 tokens", 64, 32, 6))
+
+
+def recipe(case: Case, threads: int):  # type: ignore[no-untyped-def]
+    """The run: the quick start's policy, weights at random (so that responses use their full length)."""
+    from rollflow.flows.config import parse
+
+    return parse(
+        {
+            "name": "overhead",
+            "versions": case.batches + 1,
+            "async_ratio": case.batches + 1,
+            "groups": case.groups,
+            "group_size": GROUP_SIZE,
+            "engine": {"kind": "vllm", "max_new_tokens": case.max_new_tokens, "threads": threads},
+            "evaluation": {"prompts": 1, "every": 0},
+            "policy": {"cold_start": {}},
+        }
+    )
+
+
+def prepared(case: Case, threads: int, home: Path):  # type: ignore[no-untyped-def]
+    """A run whose version 0 is published."""
+    from rollflow.flows.prepare import prepare
+    from rollflow.storage.policies import Manifest
+    from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+    from rollflow.tasks.settings import TrainConfig
+
+    os.environ["ROLLFLOW_HOME"] = str(home)
+    context = prepare(recipe(case, threads), f"overhead-{case.max_new_tokens}-{time.time_ns()}")
+    model = load_model(context.policy_folder, "float32", trained=False)
+    learner = TorchLearner(model, TrainConfig(), temperature=1.0, versions=1, seed=0)
+    store = context.policies()
+    probe = learner.logprobs(context.probe_tokens)
+    store.publish(Manifest(0, None, store.stage(0, learner.weights()), (), None, probe=probe))
+    return context
+
+
+def ours(case: Case, threads: int, home: Path) -> float:
+    """Tokens per second through the whole path, from the first batch read to the last."""
+    import pyarrow.compute as pc
+
+    from rollflow.flows.services import RayHead
+
+    head = RayHead(home)
+    os.environ.update(head.env)  # before Ray is imported: it reads the cluster's token mode then
+    from rollflow.flows import cluster
+    from rollflow.storage.batch import TrajectoryBatch
+    from rollflow.storage.ray_channel import start_channel
+    from rollflow.tasks.rewards.actor import start_reward
+    from rollflow.tasks.rollout.actor import start_engines, start_rollout
+
+    context = prepared(case, threads, home)
+    with head, cluster.attached(head.address, context.run_id):
+        channel = start_channel(context.store, case.batches + 2, 0)
+        pool = start_reward(context)
+        pool.run.remote()
+        for engine in start_engines(context, 0):
+            cluster.call(engine.start.remote(), 300, "the engine")
+        actor = start_rollout(context)
+        actor.run.remote()
+        tokens, began = 0, 0.0
+        for number in range(case.batches + 1):
+            batch = TrajectoryBatch.from_bytes(channel.lease(number, 300))
+            if number:
+                tokens += pc.sum(pc.list_flatten(batch.table["loss_mask"])).as_py()
+            else:
+                began = time.monotonic()
+        return float(tokens / (time.monotonic() - began))
+
+
+def theirs(case: Case, threads: int, home: Path) -> float:
+    """Tokens per second of one `LLM.generate` over as many of the same prompts."""
+    context = prepared(case, threads, home)
+    policies = context.policies()
+    weights = policies.weights_folder(policies.manifest(0), context.cache)
+    (context.policy_folder / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes())
+    llm = offline_llm(str(context.policy_folder), context.config.engine.slots, threads)
+    order = context.order()
+    asked = [order.prompt(i).tokens for i in range(case.groups * case.batches) for _ in range(GROUP_SIZE)]
+    prompts = [{"prompt_token_ids": list(tokens)} for tokens in asked]
+    parameters = sampling(case.max_new_tokens, context.tokenizer.stop_tokens)
+    llm.generate(prompts[: case.groups * GROUP_SIZE], parameters, use_tqdm=False)
+    began = time.monotonic()
+    made = llm.generate(prompts, parameters, use_tqdm=False)
+    return sum(len(m.outputs[0].token_ids) for m in made) / (time.monotonic() - began)
+
+
+def offline_llm(folder: str, slots: int, threads: int):  # type: ignore[no-untyped-def]
+    """vLLM as a user would open it for offline batches of this policy: its defaults, but for what the engine fixes."""
+    os.environ |= {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    from vllm import LLM
+
+    return LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_num_seqs=slots,
+        kv_cache_memory_bytes=256 << 20,
+        logprobs_mode="processed_logprobs",
+        enforce_eager=True,
+        generation_config="vllm",
+    )
+
+
+def sampling(max_new_tokens: int, stop_tokens: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    """The same sampling as the engine's: temperature 1, the sampled token's log-prob, no text."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=max_new_tokens, logprobs=0, stop_token_ids=list(stop_tokens), detokenize=False)
+
+
+def turn(side: str, case: Case, threads: int, home: Path) -> float:
+    """One measurement in a process of its own."""
+    arguments = [
+        sys.executable,
+        "-m",
+        "benchmarks.rollout_overhead",
+        "--turn",
+        side,
+        case.name,
+        str(threads),
+        str(home),
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(f"{side}, {case.name}: {done.stderr[-3000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of vLLM, on both sides")
+    parser.add_argument("--turn", nargs=4, help=argparse_suppress())
+    options = parser.parse_args()
+    if options.turn:
+        side, name, threads, home = options.turn
+        case = next(c for c in CASES if c.name == name)
+        print(json.dumps({"ours": ours, "theirs": theirs}[side](case, int(threads), Path(home))), flush=True)
+        return
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as home:
+        for case in CASES:
+            found = [
+                tuple(turn(side, case, options.threads, Path(home)) for side in ("ours", "theirs"))
+                for _ in range(options.turns)
+            ]
+            rows.append(Row(case.name, "rollflow, tokens/s", statistics.median(a for a, _ in found)))
+            rows.append(Row(case.name, "LLM.generate, tokens/s", statistics.median(b for _, b in found)))
+            ratio = statistics.median(a / b for a, b in found)
+            rows.append(at_least(case.name, "ratio (median of turns)", ratio, TARGET))
+    publish(rows, f"rollout path against vLLM offline, {options.threads} thread(s)", options.json)
+
+
+def argparse_suppress() -> str:
+    import argparse
+
+    return argparse.SUPPRESS
+
+
+if __name__ == "__main__":
+    main()
