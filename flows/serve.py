@@ -10,9 +10,11 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
-from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
+from prefect.types.entrypoint import EntrypointType
 
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.post_training import post_training
@@ -28,12 +30,9 @@ FLOWS = (post_training, rollout, reward, train, evaluate)
 
 def deployments() -> list[RunnerDeployment]:
     """One deployment per flow, by module path: a file path would give the flow a wrong `__module__`."""
-    return [
-        flow.to_deployment(
-            name=deployment(), entrypoint_type=EntrypointType.MODULE_PATH, description=(flow.fn.__doc__ or "").strip()
-        )
-        for flow in FLOWS
-    ]
+    name, by_module = deployment(), EntrypointType.MODULE_PATH
+    made = [flow.to_deployment(name=name, entrypoint_type=by_module, description=flow.__doc__) for flow in FLOWS]
+    return cast(list[RunnerDeployment], made)  # outside an event loop it answers at once
 
 
 async def serve(made: Sequence[RunnerDeployment], ready: Path | None) -> None:

@@ -75,7 +75,7 @@ class Stages:
                 state = client.read_flow_run(run).state
                 if state is None:
                     continue
-                self.states[role] = state.name
+                self.states[role] = state.name or state.type.value
                 if state.is_final() and not state.is_completed():
                     raise StageFailed(f"the {role} stage ended {state.name}: {reason_of(state.message)}")
 

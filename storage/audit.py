@@ -253,8 +253,8 @@ def _check_once(fates: dict[GroupKey, list[str]], report: AuditReport) -> None:
     used: Counter[int] = Counter()
     for key, found in fates.items():
         if len(found) > 1:
-            report.add("duplicate", f"prompt {key.index} attempt {key.attempt}", f"has {len(found)} fates: {found}")
-        used[key.index] += any(fate in ("trained", "committed, waiting") for fate in found)
+            report.add("duplicate", f"prompt {key.prompt} attempt {key.attempt}", f"has {len(found)} fates: {found}")
+        used[key.prompt] += any(fate in ("trained", "committed, waiting") for fate in found)
     for index, times in used.items():
         if times > 1:
             report.add("duplicate", f"prompt {index}", f"is in {times} training batches")
@@ -264,7 +264,7 @@ def _check_all_there(fates: dict[GroupKey, list[str]], cursor: int, report: Audi
     """Each index below the cursor ends trained, waiting, in flight, or discarded for good."""
     last_attempt: dict[int, int] = {}
     for key in fates:
-        last_attempt[key.index] = max(key.attempt, last_attempt.get(key.index, -1))
+        last_attempt[key.prompt] = max(key.attempt, last_attempt.get(key.prompt, -1))
     requeued = {f"discarded: {reason}" for reason in REQUEUED}
     for index in range(cursor):
         attempts = last_attempt.get(index, -1)

@@ -51,7 +51,7 @@ class TrajectoryBatch:
         """Build the table; R rows for R trajectories."""
         rows = [(g, t) for g in groups for t in g.trajectories]
         columns: dict[str, list[object]] = {
-            "index": [g.key.index for g, _ in rows],
+            "index": [g.key.prompt for g, _ in rows],
             "attempt": [g.key.attempt for g, _ in rows],
             "sample": [t.sample for _, t in rows],
             "prompt_id": [g.prompt_id for g, _ in rows],

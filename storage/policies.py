@@ -32,7 +32,7 @@ class StoredObject:
     """One object a manifest names."""
 
     path: str
-    bytes: int
+    size: int  # bytes
     sha256: str
 
 
@@ -152,7 +152,7 @@ class PolicyStore:
             data = self.run.get(stored.path)
         except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
-        if len(data) != stored.bytes or hashlib.sha256(data).hexdigest() != stored.sha256:
+        if len(data) != stored.size or hashlib.sha256(data).hexdigest() != stored.sha256:
             raise Corrupt(f"{stored.path} is not what its manifest committed (sha256 or size differs)")
         return data
 

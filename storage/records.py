@@ -2,7 +2,7 @@
 
 All are frozen. Shapes: T tokens of one trajectory (prompt and response), G trajectories of one group.
 
-A *dispatch* is one issue of one prompt: `GroupKey(index, attempt)`. Every dispatch ends in exactly one fate:
+A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one fate:
 trained in one version, or discarded with a reason. A discarded prompt that is still wanted is issued again
 under the next attempt.
 """
@@ -36,7 +36,7 @@ class DiscardReason(StrEnum):
 class GroupKey(NamedTuple):
     """One dispatch: the prompt's place in the run's order, and which issue of it this is (from 0)."""
 
-    index: int
+    prompt: int
     attempt: int
 
 

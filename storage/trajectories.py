@@ -52,7 +52,7 @@ class BatchCommit:
     number: int
     file: str
     rows: int
-    bytes: int
+    size: int  # bytes
     sha256: str
     groups: tuple[GroupKey, ...]
     started_versions: tuple[int, ...]
@@ -114,7 +114,7 @@ class TrajectoryStore:
             number=staged.number,
             file=f"trajectories/{staged.number:08d}-{self.writer}.arrow",
             rows=len(batch),
-            bytes=data.size,
+            size=data.size,
             sha256=hashlib.sha256(data).hexdigest(),
             groups=tuple(g.key for g in staged.groups),
             started_versions=tuple(g.started_version for g in staged.groups),
@@ -159,6 +159,6 @@ def verified(run: ObjectStore, record: BatchCommit) -> pa.Buffer:
         data = pa.memory_map(str(local)).read_buffer() if local else pa.py_buffer(run.get(record.file))
     except (Missing, OSError) as error:
         raise Corrupt(f"{record.file}, committed as batch {record.number}, is missing") from error
-    if data.size != record.bytes or hashlib.sha256(data).hexdigest() != record.sha256:
+    if data.size != record.size or hashlib.sha256(data).hexdigest() != record.sha256:
         raise Corrupt(f"{record.file} is not what batch {record.number} committed (sha256 or size differs)")
     return data

@@ -175,6 +175,9 @@ class TrainConfig(Section):
     objective: ObjectiveConfig = GrpoObjective()
     baseline: Literal["group", "none"] = Field("group", description="what is subtracted from the reward")
     normalize: bool = Field(True, description="divide advantages by the group's standard deviation")
+    negative_weight: float = Field(
+        1.0, ge=0, description="weight of negative advantages; below 1 steadies stale batches"
+    )
     aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
     learning_rate: float = Field(5e-4, gt=0)
     warmup_versions: int = Field(5, ge=0)

@@ -75,7 +75,10 @@ class Engine(Protocol):
         """Go on generating."""
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
-        """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes; None if the engine has no model."""
+        """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes, also while suspended.
+
+        None if the engine has no model.
+        """
 
     async def close(self) -> None:
         """End the engine and every process it started."""

@@ -117,7 +117,8 @@ class TorchLearner:
         rewards_R = torch.tensor(data.rewards)
         if self.config.baseline == "none":
             return rewards_R
-        return group_advantages(rewards_R, torch.tensor(data.groups), normalize=self.config.normalize)
+        found_R = group_advantages(rewards_R, torch.tensor(data.groups), normalize=self.config.normalize)
+        return torch.where(found_R < 0, found_R * self.config.negative_weight, found_R)
 
     def _minibatches(self, data: Rows) -> list[list[int]]:
         """Rows of each minibatch: whole groups, dealt round."""
@@ -154,7 +155,7 @@ class TorchLearner:
             result = self._loss(logp_M, micro, advantages_R[rows_M].to(self.device), proximal)
             weight_M = weight_R[rows_M].to(self.device)
             loss = (result.loss_M * weight_M).sum()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total["loss"] += float(loss.detach())
             total["clipped"] += float((result.clipped_M * weight_M).sum())
             distance_M = (logp_M.detach() - micro.behaviour.to(self.device)).abs()

@@ -45,7 +45,7 @@ def cold_start(
             group["lr"] = config.learning_rate * min(1.0, step / WARMUP)
         loss = answer_loss(model, pool.draw(config.batch))
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % config.evaluate_every == 0:
@@ -83,10 +83,10 @@ def answer_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
     longest = max(len(p) + len(a) for p, a in pairs)
     tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
     mask = torch.zeros((len(pairs), longest), dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(pairs):
+    for i, (prompt, answer) in enumerate(pairs):
         end = len(prompt) + len(answer)
-        tokens[row, :end] = torch.tensor([*prompt, *answer])
-        mask[row, len(prompt) : end] = True
+        tokens[i, :end] = torch.tensor([*prompt, *answer])
+        mask[i, len(prompt) : end] = True
     row, position = mask.nonzero(as_tuple=True)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     logits = model.get_output_embeddings()(hidden[row, position - 1])

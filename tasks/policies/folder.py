@@ -58,7 +58,7 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
     }
 
 
-def _qwen2(cold: ColdStart, vocabulary: int, end: int) -> dict[str, Any]:
+def _qwen2(cold: ColdStart, vocabulary: int, end: int | None) -> dict[str, Any]:
     """config.json of a Qwen2 model."""
     return {
         "architectures": ["Qwen2ForCausalLM"],

@@ -1,9 +1,8 @@
 """The inference proxy: routes requests to engines, takes them through weight updates, fails over.
 
 - A request goes to the live engine with the fewest requests; at most `slots` run on one engine.
-- `update` suspends, updates, probes and resumes all engines at once. Tokens made after an update reach the
-  caller only when the probe has passed: an engine whose log-probs differ from the learner's is closed, and its
-  requests are taken elsewhere or fail with `EngineFailed`. Nothing it made is trained on.
+- `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
+  learner's is closed before it makes a token, and its requests are taken elsewhere or fail with `EngineFailed`.
 - A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version.
 """
 
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
@@ -49,13 +48,12 @@ class Started:
 
 @dataclass(eq=False)
 class _Lane:
-    """One engine, its free slots, and whether its weights were verified."""
+    """One engine, its free slots, and why it was taken out, if it was."""
 
     engine: Engine
     slots: asyncio.Semaphore
     running: int = 0
     failure: EngineFailed | None = None
-    verified: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class InferenceProxy:
@@ -122,7 +120,6 @@ class InferenceProxy:
         version = lane.engine.version
         try:
             generation = await lane.engine.generate(request)
-            await lane.verified.wait()
         except EngineFailed as error:
             self._fail(lane, error)
             return None
@@ -135,19 +132,15 @@ class InferenceProxy:
 
     async def _update(self, lane: _Lane, version: int, weights: Path, probe: Probe, in_flight: InFlight) -> None:
         engine = lane.engine
-        lane.verified.clear()
         try:
             await engine.suspend(in_flight)
             await engine.update(version, weights)
-            await engine.resume()
             probe.check(await engine.logprobs(probe.tokens) if probe.expected else None)
+            await engine.resume()
         except EngineFailed as error:
             self._fail(lane, error)
             await engine.close()
-        finally:
-            lane.verified.set()
 
     @staticmethod
     def _fail(lane: _Lane, error: EngineFailed) -> None:
         lane.failure = lane.failure or error
-        lane.verified.set()

@@ -151,7 +151,7 @@ class RolloutScheduler:
 
     async def _group(self, key: GroupKey) -> None:
         """One dispatch, from prompt to buffer or discard."""
-        prompt, failure = self._outside.prompt(key.index), None
+        prompt, failure = self._outside.prompt(key.prompt), None
         try:
             async with asyncio.TaskGroup() as samples:
                 made = [samples.create_task(self._sample(prompt, key, s)) for s in range(self.plan.group_size)]
@@ -180,7 +180,7 @@ class RolloutScheduler:
         clock = asyncio.get_running_loop().time
         began = clock()
         request = GenerationRequest(
-            id=f"{key.index}.{key.attempt}.{sample}",
+            id=f"{key.prompt}.{key.attempt}.{sample}",
             prompt=prompt.tokens,
             max_new_tokens=self.plan.max_new_tokens,
             temperature=self.plan.temperature,
@@ -234,7 +234,7 @@ class RolloutScheduler:
 
     def _discard(self, key: GroupKey, reason: DiscardReason, started: int, tokens: int) -> None:
         self._discards.append(Discard(key, reason, started, tokens))
-        self._again.append(GroupKey(key.index, key.attempt + 1))
+        self._again.append(GroupKey(key.prompt, key.attempt + 1))
         self.counts.discards[reason] += 1
 
     def _count(self, group: TrajectoryGroup) -> None:
@@ -246,5 +246,5 @@ class RolloutScheduler:
 
 def sample_seed(seed: int, key: GroupKey, sample: int) -> int:
     """A 63-bit seed for one response: the same dispatch of the same run always samples alike."""
-    text = f"{seed}:{key.index}:{key.attempt}:{sample}".encode()
+    text = f"{seed}:{key.prompt}:{key.attempt}:{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

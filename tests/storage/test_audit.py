@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+
 from rollflow.storage.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Missing
@@ -17,7 +18,6 @@ from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, TrajectoryGroup
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, commit_path
 from rollflow.tasks.clock import run_virtual
-
 from tests.support.pipeline import Pipeline
 
 
@@ -40,7 +40,7 @@ def rewrite(run: MemoryStore, number: int, change: Callable[[list[TrajectoryGrou
     record = replace(
         record,
         rows=sum(len(g.trajectories) for g in groups),
-        bytes=data.size,
+        size=data.size,
         sha256=hashlib.sha256(data).hexdigest(),
         groups=tuple(g.key for g in groups),
     )

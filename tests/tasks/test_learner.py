@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from rollflow.storage.errors import Corrupt
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.settings import ColdStart, DecoupledPpoObjective, TrainConfig
-
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 

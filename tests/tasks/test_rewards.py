@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import reasoning_gym
+from tokenizers import Tokenizer
+
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
 from rollflow.tasks.rewards.verifier import answer_of
 from rollflow.tasks.settings import ColdStart, RewardConfig
-from tokenizers import Tokenizer
 
 ODD_WORKER = """
 import json, os, sys, time

@@ -8,15 +8,17 @@ import uuid
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rollflow.storage.audit import AuditReport, audit
+from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Stale
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.storage.records import TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.clock import Deadlock, run_virtual
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.admission import AdmissionState, allowance
 from rollflow.tasks.settings import TimedEngineConfig
-
 from tests.support.pipeline import Pipeline
 
 
@@ -158,16 +160,12 @@ def test_a_stale_group_cannot_be_committed() -> None:
     """The check at batching holds even if admission and buffer were wrong."""
     store = fresh_store()
     run_virtual(Pipeline(store, async_ratio=0.0).run())
-    groups = tuple(TrajectoryBatchOf(store, 0))
-    from rollflow.storage.trajectories import StagedBatch
-
+    groups = tuple(groups_of(store, 0))
     with pytest.raises(Stale, match="started under version 0, batch 9 allows 7"):
         TrajectoryStore(store).commit(StagedBatch(9, groups, 4, (), ()), async_ratio=2.0)
 
 
-def TrajectoryBatchOf(store: MemoryStore, number: int):  # type: ignore[no-untyped-def]  # noqa: N802
-    from rollflow.storage.batch import TrajectoryBatch
-
+def groups_of(store: MemoryStore, number: int) -> list[TrajectoryGroup]:
     return TrajectoryBatch.from_bytes(TrajectoryStore(store).read(number)[1]).groups()
 
 
