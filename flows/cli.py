@@ -9,8 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollflow.storage.errors import ConfigError, Missing, RollflowError
+
+if TYPE_CHECKING:
+    from rollflow.tasks.run import RunContext
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -92,7 +96,7 @@ def resume_command(options: argparse.Namespace) -> int:
     return drive(context)
 
 
-def drive(context) -> int:  # type: ignore[no-untyped-def]
+def drive(context: RunContext) -> int:
     """Start what the run needs, show it until it ends, and print its summary."""
     import json
 
@@ -126,7 +130,7 @@ def drive(context) -> int:  # type: ignore[no-untyped-def]
     return OK if summary["audit"] == "clean" else FAILED
 
 
-def _stopped(context) -> int:  # type: ignore[no-untyped-def]
+def _stopped(context: RunContext) -> int:
     """After Ctrl-C: what stands, and how to go on."""
     from rollflow.storage.audit import audit
 

@@ -105,10 +105,8 @@ def test_packing_pairs_every_masked_token_with_its_predictor() -> None:
     [micro] = micro_batches(data, [0, 1, 2], 1000)
     assert micro.rows.tolist() == [1, 0, 2]  # longest first, then in order
     row, position = micro.where
-    pairs = [
-        (micro.rows[r].item(), micro.tokens[r, p].item(), t)
-        for r, p, t in zip(row, position, micro.targets.tolist(), strict=True)
-    ]
+    found = zip(row, position, micro.targets.tolist(), strict=True)
+    pairs = [(micro.rows[r].item(), micro.tokens[r, p].item(), t) for r, p, t in found]
     assert pairs == [(1, 6, 8), (1, 8, 9), (1, 9, 10), (0, 6, 7), (2, 1, 2), (2, 2, 3)]
     assert micro.behaviour.tolist() == pytest.approx([-0.58, -0.59, -0.6, -0.57, -0.52, -0.53])
 

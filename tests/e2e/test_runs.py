@@ -1,0 +1,188 @@
+"""Whole runs by the command line, with every real part: Prefect, Ray, vLLM, torch, Arrow, storage, MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import psutil
+import pytest
+from moto.server import ThreadedMotoServer
+
+from rollflow.flows.cli import main
+from rollflow.flows.services import free_port
+from rollflow.storage.audit import audit
+from rollflow.storage.objects import open_store
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = """
+name = "small"
+versions = {versions}
+async_ratio = {alpha}
+groups = 16
+group_size = 4
+
+[policy.cold_start]
+target_accuracy = 0.05
+evaluate_every = 5
+
+[[prompts]]
+kind = "reasoning-gym"
+family = "basic_arithmetic"
+options = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1, operators = ["+"], allow_negation = false }}
+
+[engine]
+kind = "{engine}"
+max_new_tokens = 6
+slots = 64
+
+[evaluation]
+prompts = 16
+every = 3
+"""
+
+
+class Command:
+    """`rollflow` in a process of its own, with its own home."""
+
+    def __init__(self, home: Path, recipe: str) -> None:
+        self.home, self.recipe = home, home / "recipe.toml"
+        home.mkdir(parents=True, exist_ok=True)
+        self.recipe.write_text(recipe)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "ROLLFLOW_HOME": str(self.home)}
+        environment.pop("PREFECT_API_URL", None)
+        command = [sys.executable, "-m", "rollflow.flows.cli", *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, *arguments: str) -> str:
+        """Run to the end; it must succeed."""
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, output[-4000:]
+        return output
+
+    def summary(self, run_id: str) -> dict[str, object]:
+        return dict(json.loads((self.home / "store/runs" / run_id / "summary.json").read_text()))
+
+
+def leftovers(home: Path) -> list[str]:
+    """Processes that still run with this home."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if process.pid != os.getpid() and process.environ().get("ROLLFLOW_HOME") == str(home):
+                found.append(" ".join(process.info["cmdline"] or [])[:120])
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Command(tmp_path, SMALL.format(versions=7, alpha=2, engine="vllm"))
+    output = command.run("run", str(command.recipe), "--run-id", "first")
+    assert "held-out accuracy" in output
+    assert re.search(r"training \| version \d/7", output)
+    summary = command.summary("first")
+    assert summary["audit"] == "clean"
+    assert summary["versions"] == 7
+    assert sum(summary["staleness"].values()) == 7 * 64  # type: ignore[attr-defined]
+    assert max(map(int, summary["staleness"])) <= 2  # type: ignore[call-overload]
+    assert set(summary["accuracy"]["by_version"]) == {"0", "3", "6", "7"}  # type: ignore[index]
+    assert set(summary["idle"]) == {"rollout", "reward", "train"}  # type: ignore[call-overload]
+    assert (tmp_path / "store/runs/first/reward.png").stat().st_size > 5000
+    assert leftovers(tmp_path) == []
+
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    assert main(["audit", "first"]) == 0
+    assert main(["status"]) == 0
+    assert main(["run", str(command.recipe), "--run-id", "first"]) == 2
+    weights = sorted((tmp_path / "store/runs/first/policies/00000007").glob("*/weights/*.safetensors"))
+    weights[0].write_bytes(weights[0].read_bytes()[:-1] + b"x")
+    assert main(["audit", "first"]) == 1
+    assert "altered" in capsys.readouterr().out
+    check_mlflow(tmp_path, "first")
+
+
+def check_mlflow(home: Path, run_id: str) -> None:
+    """Parameters, one point per version, and the plot are in MLflow."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
+    [experiment] = [e for e in client.search_experiments() if e.name == "rollflow"]
+    [found] = client.search_runs([experiment.experiment_id])
+    assert found.info.run_name == run_id
+    assert found.info.status == "FINISHED"
+    assert found.data.params["async_ratio"] == "2.0"
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "reward")] == list(range(1, 8))
+    assert "reward.png" in [a.path for a in client.list_artifacts(found.info.run_id)]
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket on a moto server."""
+    server = ThreadedMotoServer("127.0.0.1", free_port())
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    boto3.client("s3").create_bucket(Bucket="rollflow")
+    yield "s3://rollflow/some/prefix"
+    server.stop()
+
+
+def test_transformers_on_s3_decoupled(tmp_path: Path, s3: str) -> None:
+    command = Command(tmp_path, SMALL.format(versions=4, alpha=1, engine="transformers"))
+    changes = [f"store.uri={s3}", "train.objective.kind=decoupled-ppo", "engine.in_flight=restart"]
+    overrides = [part for change in changes for part in ("--set", change)]
+    command.run("run", str(command.recipe), "--run-id", "second", *overrides)
+    report = audit(open_store(f"{s3}/runs/second"))
+    assert report.clean
+    assert report.versions == 4
+    summary = json.loads(open_store(f"{s3}/runs/second").get("summary.json"))
+    assert summary["audit"] == "clean"
+    assert summary["storage"] == f"{s3}/runs/second"
+    assert command.run("audit", f"{s3}/runs/second").strip().endswith("no invariant is broken")
+
+
+def test_ctrl_c_then_resume_synchronous(tmp_path: Path) -> None:
+    """Stopped in mid-run: everything ends, the storage audits clean, and `resume` goes on to the end."""
+    command = Command(tmp_path, SMALL.format(versions=400, alpha=0, engine="transformers"))
+    process = command.start("run", str(command.recipe), "--run-id", "third")
+    store = open_store(str(tmp_path / "store/runs/third"))
+    limit = time.monotonic() + 300
+    while not store.exists("policies/00000003/manifest.json"):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "audit: clean" in output
+    assert f"rollflow resume {tmp_path}/store/runs/third" in output
+    assert leftovers(tmp_path) == []
+    stopped = audit(store)
+    assert stopped.clean
+    assert stopped.versions < 400
+    described = json.loads(store.get("run.json"))
+    described["config"]["versions"] = stopped.versions + 3  # enough to see it go on
+    store.put("run.json", json.dumps(described).encode())
+    command.run("resume", "third")
+    report = audit(store)
+    assert report.clean
+    assert report.versions == stopped.versions + 3
+    assert set(report.staleness) == {0}
+    assert leftovers(tmp_path) == []

@@ -1,0 +1,153 @@
+"""Bad input gets one sentence with the key, the value and the cure, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.cli import main
+from rollflow.flows.services import free_port
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.settings import ColdStart
+
+RECIPE = "flows/recipes/arithmetic.toml"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    for name in ("PREFECT_API_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must be refused; returns its one sentence."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    [line] = captured.err.strip().splitlines()
+    assert line.startswith("rollflow: ")
+    assert "Traceback" not in captured.out + captured.err
+    return line.removeprefix("rollflow: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("async_ration=2", ["async_ration = 2", "no such key", "async_ratio"]),
+        ("train.learning_rte=1", ["train.learning_rte = 1", "did you mean train.learning_rate?"]),
+        ("engine.slot=3", ["engine.slot = 3", "engine.slots"]),
+        ("versions=many", ["versions = 'many'", "integer"]),
+        ("async_ratio=-1", ["async_ratio = -1", "greater than or equal to 0"]),
+        ("group_size=1", ["group_size = 1", 'train.baseline = "none"']),
+        ("train.minibatches=3", ["train.minibatches = 3", "groups = 256"]),
+        ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
+        ("policy.path=x", ["policy.path = 'x'", "one of the two"]),
+        ("prompts.7.family=x", ["prompts.7.family", "not a position"]),
+        ("nonsense", ["'nonsense'", "key=value"]),
+    ],
+)
+def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
+    sentence = refused(capsys, "check", RECIPE, "--set", override)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "'nowhere.toml' cannot be read" in refused(capsys, "check", "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("versions = = 3")
+    assert "is not valid TOML" in refused(capsys, "check", str(tmp_path / "bad.toml"))
+
+
+def policy_recipe(tmp_path: Path, folder: Path, extra: str = "") -> str:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'{extra}\n[policy]\npath = "{folder}"\n')
+    return str(recipe)
+
+
+def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sentence = refused(capsys, "run", policy_recipe(tmp_path, tmp_path / "no-model"))
+    assert "policy.path" in sentence
+    assert "there is no such folder" in sentence
+
+
+def make_policy(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    for name, data in build_cold_folder(ColdStart(), ["Calculate 1 + 1.", "2"] * 5).items():
+        (folder / name).write_bytes(data)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_tokenizer_without_end_of_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = make_policy(tmp_path / "policy", eos_token_id=None)
+    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder))
+    assert "policy.path" in sentence
+    assert "no end-of-sequence token" in sentence
+
+
+def test_prompt_longer_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = make_policy(tmp_path / "policy", max_position_embeddings=70)
+    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder))
+    assert "prompts.0: a prompt of" in sentence
+    assert "longer than the context leaves room for (6)" in sentence
+
+
+def test_more_new_tokens_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = make_policy(tmp_path / "policy", max_position_embeddings=32)
+    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder))
+    assert "engine.max_new_tokens = 64" in sentence
+
+
+def test_existing_run_id(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "home/store/runs/mine").mkdir(parents=True)
+    (tmp_path / "home/store/runs/mine/run.json").write_text("{}")
+    sentence = refused(capsys, "run", RECIPE, "--run-id", "mine")
+    assert sentence.startswith("run id 'mine' exists in ")
+    assert "--run-id" in sentence
+
+
+def test_unwritable_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sentence = refused(capsys, "run", RECIPE, "--set", f"store.uri={tmp_path}/file/below")
+    assert "store.uri" in sentence
+    assert "file/below" in sentence
+
+
+def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    assert f"cluster.address = '{address}'" in refused(capsys, "run", RECIPE, "--set", f"cluster.address={address}")
+    uri = f"http://{address}"
+    assert f"tracking.uri = '{uri}'" in refused(capsys, "run", RECIPE, "--set", f"tracking.uri={uri}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", uri)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    assert "store.uri = 's3://bucket/runs'" in refused(capsys, "run", RECIPE, "--set", "store.uri=s3://bucket/runs")
+    monkeypatch.setenv("PREFECT_API_URL", f"{uri}/api")
+    assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "run", RECIPE)
+
+
+def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = refused(capsys, "run", RECIPE, "--set", "prompts.0.family=no_such_family")
+    assert "prompts.family = 'no_such_family'" in sentence
+    sentence = refused(capsys, "run", RECIPE, "--set", "prompts.0.options.depth=3")
+    assert "prompts.options" in sentence
+
+
+def test_run_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "run 'nobody'" in refused(capsys, "audit", "nobody")
+    assert "there is no run in" in refused(capsys, "status")
+
+
+def test_check_needs_nothing_heavy() -> None:
+    code = f"""
+import sys
+from rollflow.flows.cli import main
+assert main(["check", "{RECIPE}"]) == 0
+heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
