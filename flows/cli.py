@@ -63,6 +63,12 @@ def parser() -> argparse.ArgumentParser:
     _run_argument(audit, required=True)
     audit.set_defaults(command=audit_command)
 
+    keys = commands.add_parser("keys", help="every key of a recipe, with its default and meaning")
+    keys.set_defaults(command=keys_command)
+
+    serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
+    serve.set_defaults(command=serve_command)
+
     doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
     doctor.set_defaults(command=doctor_command)
     return top
@@ -105,7 +111,7 @@ def drive(context: RunContext) -> int:
     from rollflow.flows.summary import SUMMARY
 
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
-    with open_session(context) as session:
+    with open_session(context.run_id, context.config.cluster.address) as session:
         try:
             print(f"Prefect {session.page}", flush=True)
             flow_run = session.submit(context)
@@ -150,6 +156,37 @@ def check_command(options: argparse.Namespace) -> int:
         f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"
     )
     return OK
+
+
+def keys_command(_: argparse.Namespace) -> int:
+    """`rollflow keys`."""
+    from rollflow.flows.config import describe_keys
+
+    for line in describe_keys():
+        print(line)
+    return OK
+
+
+def serve_command(_: argparse.Namespace) -> int:
+    """`rollflow serve`: start runs from the Prefect UI, compare them in MLflow."""
+    import signal
+    import threading
+
+    from rollflow.flows.home import home
+    from rollflow.flows.services import MlflowServer
+    from rollflow.flows.session import open_session
+
+    mlflow = MlflowServer(home())
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    with open_session("rollflow", "auto", mlflow) as session:
+        print(f"Prefect {session.page}/deployments\nMLflow  {mlflow.url}\nCtrl-C ends both", flush=True)
+        try:
+            while session.runner.running and not ended.wait(1.0):
+                pass
+        except KeyboardInterrupt:
+            return OK
+        return OK if ended.is_set() else FAILED
 
 
 def status_command(options: argparse.Namespace) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rollflow.storage.errors import ConfigError
@@ -103,19 +104,35 @@ def _nearest(key: str) -> str:
 
     known = sorted(set(_keys(RunConfig)))
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else "; remove it, or see the README for the list of keys"
+    return f"; did you mean {close[0]}?" if close else "; remove it; `rollflow keys` lists all"
 
 
-def _keys(section: type[Section], prefix: str = "") -> Iterable[str]:
+def describe_keys() -> list[str]:
+    """One line per key: its name, its default, what it means."""
+    lines = []
+    for name, info in _fields(RunConfig):
+        if list(_sections(info.annotation)):
+            continue
+        default = "" if info.is_required() else f" = {info.get_default(call_default_factory=True)!r}"
+        lines.append(f"{name}{default}" + (f"  # {info.description}" if info.description else ""))
+    return list(dict.fromkeys(lines))
+
+
+def _keys(section: type[Section]) -> Iterable[str]:
     """All dotted keys below a section, with those of every choice of a union."""
-    from typing import get_args
+    return (name for name, _ in _fields(section))
 
+
+def _fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
     for name, info in section.model_fields.items():
-        yield prefix + name
-        stack = [info.annotation]
-        while stack:
-            kind = stack.pop()
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from _keys(kind, f"{prefix}{name}.")
-            else:
-                stack.extend(get_args(kind))
+        yield prefix + name, info
+        for kind in _sections(info.annotation):
+            yield from _fields(kind, f"{prefix}{name}.")
+
+
+def _sections(annotation: Any) -> Iterable[type[Section]]:
+    """The sections a field can hold."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)

@@ -323,6 +323,32 @@ def _alive(pid: str) -> bool:
     return True
 
 
+class MlflowServer(Service):
+    """The MLflow UI over the run home's SQLite store, on a free loopback port."""
+
+    def __init__(self, home: Path, *, start_seconds: float = 120.0) -> None:
+        self.folder = home.absolute() / "mlflow"
+        super().__init__(self.folder / "server.log", start_seconds=start_seconds)
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    @property
+    def what(self) -> str:
+        return f"MLflow at {self.url}"
+
+    def _command(self) -> Sequence[str]:
+        store = ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        artifacts = ["--artifacts-destination", str(self.folder / "artifacts")]
+        place = ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
+        return [sys.executable, "-m", "mlflow", "server", *store, *artifacts, *place]
+
+    def _environment(self) -> Mapping[str, str]:
+        return _without("MLFLOW_", os.environ)
+
+    def _ready(self) -> bool:
+        return http_answers(f"{self.url}/health", seconds=1.0)
+
+
 class Runner(Service):
     """A process that serves the deployments (`python -m rollflow.flows.serve`) in a given environment.
 
@@ -369,6 +395,7 @@ class Runner(Service):
 
 
 __all__ = [
+    "MlflowServer",
     "PrefectServer",
     "RayHead",
     "Runner",

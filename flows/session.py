@@ -42,7 +42,6 @@ class Session:
 
     deployment: str
     page: str
-    services: tuple[Service, ...]
     runner: Runner
 
     def submit(self, context: RunContext) -> UUID:
@@ -118,24 +117,23 @@ class Session:
 
 
 @contextmanager
-def open_session(context: RunContext) -> Iterator[Session]:
-    """Start what is not given, serve the deployments, and end all of it with the block."""
-    place, name = home(), context.run_id
+def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Session]:
+    """Start what is not given, serve the deployments as `name`, and end all of it with the block."""
+    place = home()
     server = None if os.environ.get("PREFECT_API_URL") else PrefectServer(place)
-    ray = RayHead(place) if context.config.cluster.address == "auto" else None
+    ray = RayHead(place) if ray_address == "auto" else None
     page = server.ui_url if server else os.environ["PREFECT_API_URL"].removesuffix("/api")
     environment = {
         **(server.env if server else {}),
-        **(ray.env if ray else {}),
-        **({"ROLLFLOW_RAY_ADDRESS": ray.address} if ray else {}),
+        **(ray.env | {"ROLLFLOW_RAY_ADDRESS": ray.address} if ray else {}),
         "ROLLFLOW_HOME": str(place),
         "ROLLFLOW_DEPLOYMENT": name,
-        "ROLLFLOW_PREFECT_PAGE": page,
+        "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server else page,
     }
     logs, ready = place / "logs" / name, place / "cache" / name / "runner-ready"
     ready.parent.mkdir(parents=True, exist_ok=True)
     runner = Runner(logs / "runner.log", environment, arguments=["--ready", str(ready)], ready=ready)
-    services = tuple(service for service in (server, ray) if service)
+    services = tuple(service for service in (server, ray, *extra) if service)
     os.environ.update(environment)
     try:
         start_together(*services)
@@ -143,7 +141,7 @@ def open_session(context: RunContext) -> Iterator[Session]:
         import prefect.deployments  # noqa: F401 - seconds, which the runner needs as well
 
         runner.wait()
-        yield Session(name, page, services, runner)
+        yield Session(name, page, runner)
     finally:
         stop_together(*services, runner)
 

@@ -9,8 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import boto3
 import psutil
@@ -20,7 +24,9 @@ from moto.server import ThreadedMotoServer
 from rollflow.flows.cli import main
 from rollflow.flows.services import free_port
 from rollflow.storage.audit import audit
-from rollflow.storage.objects import open_store
+from rollflow.storage.objects import open_storefrom rollflow.tasks.learners.torch_learner import load_model
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.settings import ColdStart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -186,3 +192,81 @@ def test_ctrl_c_then_resume_synchronous(tmp_path: Path) -> None:
     assert report.versions == stopped.versions + 3
     assert set(report.staleness) == {0}
     assert leftovers(tmp_path) == []
+
+
+def test_serve_and_start_a_run_from_the_api(tmp_path: Path) -> None:
+    """What the Prefect UI does: a flow run of the deployment with typed parameters; own model and own data."""
+    policy, questions = tmp_path / "policy", tmp_path / "sums.jsonl"
+    whole_policy(policy)
+    questions.write_text("".join(json.dumps({"question": f"{i}+{i}", "answer": str(2 * i)}) + "\n" for i in range(90)))
+    config = {
+        "versions": 2,
+        "groups": 4,
+        "group_size": 2,
+        "policy": {"path": str(policy)},
+        "prompts": [{"kind": "jsonl", "path": str(questions)}],
+        "engine": {"kind": "transformers", "max_new_tokens": 4},
+        "reward": {"kind": "exact"},
+        "evaluation": {"prompts": 4},
+    }
+    command = Command(tmp_path / "home", "")
+    process = command.start("serve")
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        url, mlflow = lines[0].split()[1].removesuffix("/deployments"), lines[1].split()[1]
+        bad = post(f"{url}/api", {**config, "async_ratio": -1}, "fourth")
+        assert bad.status == 409
+        good = post(f"{url}/api", config, "fourth")
+        assert good.status == 201
+        assert state_at_the_end(f"{url}/api", good.body["id"]) == "COMPLETED"
+        assert urllib.request.urlopen(f"{mlflow}/health", timeout=10).status == 200
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    report = audit(open_store(str(tmp_path / "home/store/runs/fourth")))
+    assert report.clean
+    assert report.versions == 2
+    assert leftovers(tmp_path / "home") == []
+
+
+def whole_policy(folder: Path) -> None:
+    """A Hugging Face folder with random weights, as a person would bring one."""
+    folder.mkdir()
+    for name, data in build_cold_folder(ColdStart(hidden_size=32, heads=2), ["1+1", "2"]).items():
+        (folder / name).write_bytes(data)
+    load_model(folder, "float32", trained=False).save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: dict[str, Any]
+
+
+def post(api: str, config: dict[str, Any], run_id: str) -> Answer:
+    """Create a run of the post-training deployment."""
+    found = fetch(f"{api}/deployments/name/post-training/rollflow").body
+    parameters = {"parameters": {"config": config, "run_id": run_id}, "state": {"type": "SCHEDULED"}}
+    return fetch(f"{api}/deployments/{found['id']}/create_flow_run", parameters)
+
+
+def fetch(url: str, body: dict[str, Any] | None = None) -> Answer:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return Answer(response.status, json.loads(response.read()))
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, {})
+
+
+def state_at_the_end(api: str, flow_run: str) -> str:
+    limit = time.monotonic() + 240
+    while time.monotonic() < limit:
+        state = str(fetch(f"{api}/flow_runs/{flow_run}").body["state_type"])
+        if state in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+            return state
+        time.sleep(1.0)
+    raise AssertionError("the run did not end in 240 s")
