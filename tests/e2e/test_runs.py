@@ -24,7 +24,8 @@ from moto.server import ThreadedMotoServer
 from rollflow.flows.cli import main
 from rollflow.flows.services import free_port
 from rollflow.storage.audit import audit
-from rollflow.storage.objects import open_storefrom rollflow.tasks.learners.torch_learner import load_model
+from rollflow.storage.objects import open_store
+from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.settings import ColdStart
 
