@@ -1,6 +1,6 @@
 """The inference proxy: routes requests to engines, takes them through weight updates, fails over.
 
-- A request goes to the live engine with the fewest requests; at most `slots` run on one engine.
+- A request goes to the live engine with the fewest requests (running or waiting for it); at most `slots` run on one engine.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
   learner's is closed before it makes a token, and its requests are taken elsewhere or fail with `EngineFailed`.
 - A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version.
@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
@@ -30,8 +31,9 @@ class Probe:
         """Raise `EngineFailed` where the engine disagrees; an engine without a model (None) is not probed."""
         if found is None or not self.expected:
             return
-        worst = max(abs(a - b) for a, b in zip(found, self.expected, strict=True))
-        if not worst <= self.tolerance:
+        differences = [abs(a - b) for a, b in zip(found, self.expected, strict=True)]
+        if not all(difference <= self.tolerance for difference in differences):  # false for NaN, too
+            worst = max(differences, key=lambda d: (math.isnan(d), d))
             raise EngineFailed(
                 f"after the weight update the engine's log-probs differ from the learner's by {worst:.3g} nats "
                 f"(allowed: {self.tolerance:g}); its weights are not the published ones"
@@ -48,12 +50,13 @@ class Started:
 
 @dataclass(eq=False)
 class _Lane:
-    """One engine, its free slots, and why it was taken out, if it was."""
+    """One engine, its free slots, whether it serves (not before weights, not in an update), why it was taken out."""
 
     engine: Engine
     slots: asyncio.Semaphore
-    running: int = 0
+    assigned: int = 0  # requests that run on it or wait for its slots
     failure: EngineFailed | None = None
+    serves: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class InferenceProxy:
@@ -61,7 +64,7 @@ class InferenceProxy:
 
     def __init__(self, engines: Sequence[Engine], slots: int) -> None:
         self._lanes = [_Lane(engine, asyncio.Semaphore(slots)) for engine in engines]
-        self.restarted = 0  # requests that started again because of an update
+        self.restarted = 0  # requests that started again: aborted by an update, or their engine failed
         self.update_seconds = 0.0
 
     @property
@@ -71,8 +74,8 @@ class InferenceProxy:
 
     @property
     def running(self) -> int:
-        """Requests at the engines now."""
-        return sum(lane.running for lane in self._lanes)
+        """Requests at the engines, or waiting for them."""
+        return sum(lane.assigned for lane in self._lanes)
 
     @property
     def failures(self) -> list[str]:
@@ -87,8 +90,12 @@ class InferenceProxy:
         """
         while True:
             lane = self._choose()
-            async with lane.slots:
-                started = await self._on(lane, request)
+            lane.assigned += 1
+            try:
+                async with lane.slots:
+                    started = await self._on(lane, request)
+            finally:
+                lane.assigned -= 1
             if started is not None:
                 return started
             self.restarted += 1
@@ -109,22 +116,22 @@ class InferenceProxy:
     def _choose(self) -> _Lane:
         if not self._live:
             raise self._none_left()
-        return min(self._live, key=lambda lane: lane.running)
+        return min(self._live, key=lambda lane: lane.assigned)
 
     def _none_left(self) -> EngineFailed:
         return EngineFailed(f"no engine is left: {'; '.join(self.failures)}")
 
     async def _on(self, lane: _Lane, request: GenerationRequest) -> Started | None:
         """One try on one engine; None if it has to start again (aborted by an update, or the engine failed)."""
-        lane.running += 1
+        await lane.serves.wait()  # what arrives in an update is started under the version it brings
+        if lane.failure is not None:
+            return None
         version = lane.engine.version
         try:
             generation = await lane.engine.generate(request)
         except EngineFailed as error:
             self._fail(lane, error)
             return None
-        finally:
-            lane.running -= 1
         if lane.failure is not None or generation.ending is Ending.ABORTED:
             return None
         # Counted from the request, not its first token: it may have waited through an update.
@@ -132,6 +139,7 @@ class InferenceProxy:
 
     async def _update(self, lane: _Lane, version: int, weights: Path, probe: Probe, in_flight: InFlight) -> None:
         engine = lane.engine
+        lane.serves.clear()
         try:
             await engine.suspend(in_flight)
             await engine.update(version, weights)
@@ -140,6 +148,8 @@ class InferenceProxy:
         except EngineFailed as error:
             self._fail(lane, error)
             await engine.close()
+        finally:
+            lane.serves.set()
 
     @staticmethod
     def _fail(lane: _Lane, error: EngineFailed) -> None:

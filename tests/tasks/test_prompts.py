@@ -1,0 +1,86 @@
+"""Prompt order: deterministic, random access, held-out texts never trained on, shares kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.settings import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def encode(text: str, chat: bool, system: str | None) -> list[int]:
+    return list(text.encode())
+
+
+def order(*configs: PromptConfig, seed: int = 0, held_out: int = 20, longest: int = 200) -> PromptOrder:
+    return PromptOrder(configs, seed, held_out, encode, longest)
+
+
+def sums(**changes: object) -> ReasoningGymPrompts:
+    return ReasoningGymPrompts(family="chain_sum", options=SUMS, **changes)  # type: ignore[arg-type]
+
+
+def test_the_same_seed_gives_the_same_prompts_in_any_order_of_asking() -> None:
+    first, second = order(sums()), order(sums())
+    forward = [first.prompt(i) for i in range(50)]
+    backward = [second.prompt(i) for i in reversed(range(50))]
+    assert forward == backward[::-1]
+    assert forward != [order(sums(), seed=1).prompt(i) for i in range(50)]
+
+
+def test_held_out_prompts_are_never_trained_on_nor_demonstrated() -> None:
+    """Only 200 such sums exist, so that a leak would show at once."""
+    made = order(sums(), held_out=40)
+    held = {p.text for p in made.held_out()}
+    assert len(held) == 40
+    assert not held & {made.prompt(i).text for i in range(600)}
+    assert not held & {made.demonstration(i)[0].text for i in range(600)}
+
+
+def test_nothing_left_to_train_on_is_said() -> None:
+    made = order(sums(), held_out=200)
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts: the \d+ held-out prompts leave nothing"):
+        [made.prompt(i) for i in range(100)]
+
+
+def test_shares_hold_over_any_stretch() -> None:
+    made = order(sums(share=3.0), ReasoningGymPrompts(family="gcd", share=1.0))
+    domains = [made.prompt(i).domain for i in range(80)]
+    for start in range(0, 80, 8):
+        assert Counter(domains[start : start + 8]) == {"chain_sum": 6, "gcd": 2}
+    assert Counter(p.domain for p in made.held_out()) == {"chain_sum": 10, "gcd": 10}
+
+
+def lines(tmp_path: Path, count: int = 20) -> JsonlPrompts:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": i}) + "\n" for i in range(count)))
+    return JsonlPrompts(path=str(path), held_out=0.25)
+
+
+def test_a_file_is_passed_over_line_by_line(tmp_path: Path) -> None:
+    made = order(lines(tmp_path))
+    held = {p.text for p in made.held_out()}
+    first = [made.prompt(i).text for i in range(15)]
+    second = [made.prompt(i).text for i in range(15, 30)]
+    assert len(held) == 5
+    assert set(first) == set(second) == {f"q{i}" for i in range(20)} - held
+    assert first != second
+    assert made.prompt(0).reference["answer"] == int(made.prompt(0).text[1:])
+
+
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"question": "1", "answer": 1}\n{"question": "2"}\n')
+    with pytest.raises(ConfigError, match="line 2 has no question and answer"):
+        order(JsonlPrompts(path=str(tmp_path / "bad.jsonl")))
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prompts\.0: a prompt of \d+ tokens is longer"):
+        order(sums(), longest=10).prompt(0)
