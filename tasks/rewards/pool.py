@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rollflow.storage.errors import RollflowError
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.settings import RewardConfig
 
+CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict
 START_SECONDS = 120.0  # a worker's first answer may wait for its imports
 
 
@@ -42,7 +44,7 @@ class RewardPool:
         self._config = config
         self._command = [sys.executable, "-m", "rollflow.tasks.rewards.worker", config.kind, config.answer]
         self._command.append(str(tokenizer_folder))
-        self._queue: asyncio.Queue[tuple[ScoreRequest, asyncio.Future[Score]]] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._lanes: list[asyncio.Task[None]] = []
         self.scored = 0
         self.timeouts = 0
@@ -56,7 +58,7 @@ class RewardPool:
         """Scores in the order of the requests."""
         futures = [asyncio.get_running_loop().create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
-            self._queue.put_nowait((request, future))
+            self._queue.put_nowait(_Job(request, future))
         return list(await asyncio.gather(*futures))
 
     async def close(self) -> None:
@@ -70,32 +72,47 @@ class RewardPool:
         worker: _Worker | None = None
         try:
             while True:
-                request, future = await self._queue.get()
-                for _ in range(2):
+                jobs = deque([await self._queue.get()])
+                while not self._queue.empty() and len(jobs) < CHUNK:
+                    jobs.append(self._queue.get_nowait())
+                while jobs:
                     worker = worker if worker and worker.alive else await _Worker.start(self._command)
-                    score = await self._ask(worker, request)
-                    if score is not None:
-                        break
-                if not future.done():
-                    future.set_result(score or Score(0.0, "the reward worker died twice on this response"))
+                    await self._serve(worker, jobs)
         finally:
             if worker:
                 await worker.end()
 
-    async def _ask(self, worker: _Worker, request: ScoreRequest) -> Score | None:
-        """The worker's score, a deadline's score, or None if the worker died."""
+    async def _serve(self, worker: _Worker, jobs: deque[_Job]) -> None:
+        """Send the jobs in one write, take verdicts one by one; returns when all are done or the worker is not."""
         started = time.monotonic()
         try:
-            score = await worker.ask(request, self._config.deadline_seconds)
+            worker.send([job.request for job in jobs])
+            while jobs:
+                jobs[0].settle(await worker.verdict(self._config.deadline_seconds))
+                jobs.popleft()
+                self.scored += 1
         except TimeoutError:
             await worker.end()
             self.timeouts += 1
-            score = Score(0.0, f"deadline: no verdict in {self._config.deadline_seconds:g} s")
+            jobs.popleft().settle(Score(0.0, f"deadline: no verdict in {self._config.deadline_seconds:g} s"))
         except WorkerDied:
-            return None
-        self.scored += 1
+            jobs[0].deaths += 1
+            if jobs[0].deaths == 2:
+                jobs.popleft().settle(Score(0.0, "the reward worker died twice on this response"))
         self.busy_seconds += time.monotonic() - started
-        return score
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request on its way to its score."""
+
+    request: ScoreRequest
+    future: asyncio.Future[Score]
+    deaths: int = 0
+
+    def settle(self, score: Score) -> None:
+        if not self.future.done():
+            self.future.set_result(score)
 
 
 class WorkerDied(RollflowError):
@@ -122,28 +139,24 @@ class _Worker:
         """Whether it can be asked."""
         return self._process.returncode is None
 
-    async def ask(self, request: ScoreRequest, deadline: float) -> Score:
-        """Its score; `TimeoutError` after `deadline` seconds, `WorkerDied` if it ended."""
+    def send(self, requests: Sequence[ScoreRequest]) -> None:
+        """Hand over requests; their verdicts come in order."""
         assert self._process.stdin is not None
+        self._process.stdin.write(b"".join(request.line() for request in requests))
+
+    async def verdict(self, deadline: float) -> Score:
+        """The next verdict; `TimeoutError` after `deadline` seconds, `WorkerDied` if the process ended."""
         assert self._process.stdout is not None
-        wait = deadline if self._answered else deadline + START_SECONDS
-        try:
-            self._process.stdin.write(request.line())
-            line = await asyncio.wait_for(self._process.stdout.readline(), wait)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerDied("its pipe broke") from error
+        async with asyncio.timeout(deadline if self._answered else deadline + START_SECONDS):
+            line = await self._process.stdout.readline()
         if not line:
             await self._process.wait()
             raise WorkerDied("it ended without an answer")
         self._answered = True
         return Score(*json.loads(line))
 
-    def kill(self) -> None:
-        """End it now."""
-        if self.alive:
-            self._process.kill()
-
     async def end(self) -> None:
         """End it and see it gone."""
-        self.kill()
+        if self.alive:
+            self._process.kill()
         await self._process.wait()

@@ -1,6 +1,6 @@
 """The inference proxy: routes requests to engines, takes them through weight updates, fails over.
 
-- A request goes to the live engine with the fewest requests (running or waiting for it); at most `slots` run on one engine.
+- A request goes to the live engine with the fewest requests, running or waiting; at most `slots` run on one engine.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
   learner's is closed before it makes a token, and its requests are taken elsewhere or fail with `EngineFailed`.
 - A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version.
