@@ -140,7 +140,6 @@ def offline_llm(folder: str, slots: int, threads: int):  # type: ignore[no-untyp
         max_num_seqs=slots,
         kv_cache_memory_bytes=256 << 20,
         logprobs_mode="processed_logprobs",
-        enforce_eager=True,
         generation_config="vllm",
     )
 
