@@ -77,7 +77,7 @@ def ours(case: Case, threads: int, home: Path) -> float:
     """Tokens per second through the whole path, from the first batch read to the last."""
     import pyarrow.compute as pc
 
-    from rollflow.flows.services import RayHead
+    from rollflow.flows.ray_head import RayHead
 
     head = RayHead(home)
     os.environ.update(head.env)  # before Ray is imported: it reads the cluster's token mode then

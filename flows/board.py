@@ -9,12 +9,10 @@ import time
 
 from rollflow.flows.progress import RECENT, Progress
 from rollflow.flows.stages import Stages
-from rollflow.flows.status import Phase, RunStatus
+from rollflow.flows.status import STATUS, Phase, RunStatus
 from rollflow.flows.tracking import Curves, Tracker
 from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run import RunContext
-
-STATUS = "status.json"
 
 
 class Board:

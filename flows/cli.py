@@ -138,8 +138,14 @@ def drive(context: RunContext) -> int:
 
 def _stopped(context: RunContext) -> int:
     """After Ctrl-C: what stands, and how to go on."""
+    from dataclasses import replace
+
+    from rollflow.flows.session import read_status
+    from rollflow.flows.status import STATUS, RunStatus
     from rollflow.storage.audit import audit
 
+    last = read_status(context, since=0.0) or RunStatus(context.run_id, versions=context.config.versions)
+    context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())
     report = audit(context.store)
     state = "clean" if report.clean else f"{len(report.violations)} violations"
     print(f"stopped at version {report.versions}; audit: {state}; go on with: rollflow resume {context.uri}")

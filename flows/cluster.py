@@ -6,7 +6,7 @@ Guarantees:
   would end as crashed.
 - No wait for an actor is unbounded (`call`, `acall`); an error names what was waited for, on whom and how long.
 
-Run as a module, it is the head of a private cluster (see `services.RayHead`): GCS and raylet with its agents,
+Run as a module, it is the head of a private cluster (see `ray_head.RayHead`): GCS and raylet with its agents,
 without dashboard, autoscaler, log monitor and client server, which take two thirds of Ray's usual start.
 """
 

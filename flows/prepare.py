@@ -16,7 +16,8 @@ from rollflow.flows.home import context_of, store_uri
 from rollflow.storage.errors import ConfigError, Conflict
 from rollflow.storage.objects import open_store
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder
-from rollflow.tasks.policies.tokenizer import PolicyTokenizer, stop_tokens
+from rollflow.tasks.policies.stop import stop_tokens
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run import FORMAT, RunContext, open_order, probe_tokens
 from rollflow.tasks.settings import RunConfig
 
@@ -84,10 +85,8 @@ def _check_policy(config: RunConfig, files: dict[str, bytes]) -> list[int]:
 
 
 def _check_end(config: RunConfig, folder: Path) -> None:
-    try:
-        stop_tokens(folder)
-    except ConfigError:
+    if not stop_tokens(folder):
         raise ConfigError(
             f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token; "
             "set eos_token_id in its config.json, or choose a policy that has one"
-        ) from None
+        )

@@ -15,9 +15,10 @@ from typing import Any
 from uuid import UUID
 
 from rollflow.flows.home import home
+from rollflow.flows.ray_head import RayHead
 from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray
-from rollflow.flows.services import PrefectServer, RayHead, Runner, Service, start_together, stop_together
-from rollflow.flows.status import RunStatus
+from rollflow.flows.services import PrefectServer, Runner, Service, start_together, stop_together
+from rollflow.flows.status import STATUS, RunStatus
 from rollflow.storage.errors import Missing
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
@@ -148,8 +149,6 @@ def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Sessi
 
 def read_status(context: RunContext, since: float) -> RunStatus | None:
     """The run's `status.json`, unless it is older than `since` (left by an earlier attempt)."""
-    from rollflow.flows.board import STATUS
-
     try:
         status = RunStatus.from_json(context.store.get(STATUS))
     except Missing:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
+STATUS = "status.json"  # where the supervisor keeps it in the run's storage
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
 

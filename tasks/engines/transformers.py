@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
-from rollflow.tasks.engines.stop_ids import stop_token_ids
 from rollflow.tasks.settings import TransformersEngineConfig
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class TransformersEngine:
 
         torch.set_num_threads(self._config.threads)
         dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16
-        return FixedShapeSampler(self._folder, dtype, self._config.slots, stop_token_ids(self._folder))
+        return FixedShapeSampler(self._folder, dtype, self._config.slots, stop_tokens(self._folder))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self._check_alive()

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
-from rollflow.tasks.engines.stop_ids import stop_token_ids
+from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.settings import VllmEngineConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -60,7 +60,7 @@ class VllmEngine:
         self._compile = compile
         self._prefix_caching = prefix_caching
         self._repair_tied_head = repair_tied_head
-        self._stop_ids = tuple(stop_token_ids(policy_folder))
+        self._stop_ids = tuple(stop_tokens(policy_folder))
         self._version = -1
         self._suspended = False
         self._probes = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,19 +200,19 @@ class LearnerActor:
         probe = self.learner.logprobs(self.context.probe_tokens)
         if not all(np.isfinite(probe)):
             raise RollflowError(f"version {version} has log-probs that are not finite; lower train.learning_rate")
-        found = {k: float(v) for k, v in metrics.items() if np.isfinite(v)}
-        complete = {
-            **{name: getattr(manifest, name) for name in Manifest.__slots__},
-            "weights": weights,
-            "learner": state,
-            "probe": probe,
-            "metrics": {**found, "publish_seconds": time.monotonic() - began},
-            "config_sha256": self.config.sha256(),
-            "code_version": package_version("rollflow"),
-            "writer": self.policies.writer,
-            "created_at": time.time(),
-        }
-        self._parent = self.policies.publish(Manifest(**complete))
+        found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
+        complete = replace(
+            manifest,
+            weights=weights,
+            learner=state,
+            probe=probe,
+            metrics={**found, "publish_seconds": time.monotonic() - began},
+            config_sha256=self.config.sha256(),
+            code_version=package_version("rollflow"),
+            writer=self.policies.writer,
+            created_at=time.time(),
+        )
+        self._parent = self.policies.publish(complete)
         self.version = version
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.stop import stop_tokens
 
 
 class PolicyTokenizer:
@@ -53,16 +54,3 @@ class PolicyTokenizer:
                 "prompts.chat = True: the policy's tokenizer has no chat template; set prompts.chat = false"
             )
         return tokenizer
-
-
-def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids: those of generation_config.json, else config.json; `ConfigError` if there is none."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
-    raise ConfigError(
-        f"policy.path = {str(folder)!r}: the tokenizer has no end-of-sequence token; "
-        "set eos_token_id in its config.json, or choose a policy that has one"
-    )

@@ -16,19 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows import services
-from rollflow.flows.services import (
-    PrefectServer,
-    RayHead,
-    Runner,
-    check_mlflow,
-    check_prefect,
-    check_ray,
-    free_port,
-    redact,
-    start_together,
-    stop_together,
-)
+from rollflow.flows import ray_head, services
+from rollflow.flows.ray_head import RayHead
+from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray, redact
+from rollflow.flows.services import PrefectServer, Runner, free_port, start_together, stop_together
 from rollflow.storage.errors import ConfigError, Unreachable
 
 MARK = "ROLLFLOW_TEST_MARK"
@@ -157,7 +148,8 @@ def test_services_die_with_an_owner_that_is_killed(tmp_path: Path, mark: str) ->
     owner_code = """
 import sys, threading, time
 from pathlib import Path
-from rollflow.flows.services import RayHead, Runner
+from rollflow.flows.ray_head import RayHead
+from rollflow.flows.services import Runner
 head = RayHead(Path(sys.argv[1]), cpus=1)
 thread = threading.Thread(target=head.start)  # a service does not end with the thread that started it
 thread.start()
@@ -288,9 +280,9 @@ def test_redact_keeps_what_a_person_needs_to_recognise_an_address() -> None:
 
 
 def test_short_folder_uses_a_link_only_when_needed(tmp_path: Path) -> None:
-    assert services.short_folder(Path("/short")) == Path("/short")
+    assert ray_head.short_folder(Path("/short")) == Path("/short")
     long = tmp_path / ("x" * 60)
-    assert len(str(services.short_folder(long))) < 41
+    assert len(str(ray_head.short_folder(long))) < 41
 
 
 def test_folders_of_dead_owners_are_removed_but_the_latest(tmp_path: Path) -> None:
@@ -300,7 +292,7 @@ def test_folders_of_dead_owners_are_removed_but_the_latest(tmp_path: Path) -> No
         (tmp_path / f"{dead.pid}-{number}").mkdir()
         os.utime(tmp_path / f"{dead.pid}-{number}", (number, number))
     (tmp_path / f"{os.getpid()}-1").mkdir()
-    services.remove_dead_folders(tmp_path)
+    ray_head.remove_dead_folders(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"{dead.pid}-2", f"{dead.pid}-3", f"{os.getpid()}-1"])
 
 
