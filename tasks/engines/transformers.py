@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.settings import TransformersEngineConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows import ray_head, services
+from rollflow.flows import ray_head
 from rollflow.flows.ray_head import RayHead
 from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray, redact
 from rollflow.flows.services import PrefectServer, Runner, free_port, start_together, stop_together
@@ -305,7 +305,7 @@ def test_links_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
         (parent / f"{owner}-1").mkdir(parents=True)
         (tmp_path / f"rollflow-{name}").symlink_to(parent / f"{owner}-1")
     (tmp_path / "rollflow-nowhere").symlink_to(tmp_path / "gone")
-    services.remove_dead_links(parent)
+    ray_head.remove_dead_links(parent)
     assert sorted(path.name for path in tmp_path.glob("rollflow-*")) == ["rollflow-living"]
 
 
