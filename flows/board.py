@@ -29,10 +29,9 @@ class Board:
         for manifest in self.progress.advance():
             if manifest.version:
                 self.tracker.log_version(manifest.version, manifest.metrics, manifest.created_at)
-        for evaluation in evaluations(self.context.store):
-            if evaluation.version not in self._accuracy:
-                self._accuracy[evaluation.version] = evaluation.accuracy
-                self.tracker.log_accuracy(evaluation.version, evaluation.accuracy, time.time())
+        for evaluation in evaluations(self.context.store, known=self._accuracy):
+            self._accuracy[evaluation.version] = evaluation.accuracy
+            self.tracker.log_accuracy(evaluation.version, evaluation.accuracy, time.time())
         self.context.store.put(STATUS, self.status(phase or self._phase()).to_json().encode())
 
     @property

@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from rollflow.flows import cluster
 from rollflow.flows.board import Board
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.home import context_of, home, new_run_id, store_uri
+from rollflow.flows.home import attach_run, context_of, home, new_run_id, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.stages import Stages
 from rollflow.flows.summary import summarize
@@ -31,9 +31,12 @@ POLL_SECONDS = 0.5
 
 
 @flow(name="post-training", log_prints=False)
-def post_training(config: RunConfig, run_id: str | None = None) -> dict[str, Any]:
-    """Train a policy. `run_id` names a new run, or one that exists and is to be continued."""
-    context = _prepared(config, run_id)
+def post_training(config: RunConfig, run_id: str | None = None, storage: str | None = None) -> dict[str, Any]:
+    """Train a policy. `run_id` names a new run, or one that exists and is to be continued.
+
+    `storage` is given by the command line, which has prepared the run already: where its own storage lies.
+    """
+    context = attach_run(storage) if storage else _prepared(config, run_id)
     get_run_logger().info("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
     tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"])
@@ -47,9 +50,9 @@ def post_training(config: RunConfig, run_id: str | None = None) -> dict[str, Any
             board.refresh("ending")
             stages.end()
         except BaseException as error:
+            stages.abandon()
             board.messages.append(f"{type(error).__name__}: {error}")
             board.refresh("failed")
-            stages.abandon()
             tracker.finish("FAILED")
             raise
         accuracy = [evaluate(context.uri, version) for version in (0, context.config.versions)]

@@ -51,7 +51,7 @@ class Session:
 
         made: Any = run_deployment(
             name=f"post-training/{self.deployment}",
-            parameters={"config": context.config.model_dump(mode="json"), "run_id": context.run_id},
+            parameters={"config": context.config.model_dump(mode="json"), "storage": context.uri},
             timeout=0,
             flow_run_name=context.run_id,
         )
@@ -94,7 +94,16 @@ class Session:
             time.sleep(POLL_SECONDS)
 
     def cancel(self, context: RunContext) -> None:
-        """End the run's flow runs as cancelled; their processes and actors end with the services."""
+        """End the run's flow runs as cancelled, and its actors where the cluster is not ours to stop."""
+        self._cancel_flows()
+        if context.config.cluster.address != "auto":
+            from rollflow.flows import cluster
+            from rollflow.flows.stages import kill_actors
+
+            with cluster.attached(context.config.cluster.address, context.run_id):
+                kill_actors(context)
+
+    def _cancel_flows(self) -> None:
         from prefect.client.orchestration import get_client
         from prefect.client.schemas.filters import (
             DeploymentFilter,
@@ -133,7 +142,8 @@ def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Sessi
     }
     logs, ready = place / "logs" / name, place / "cache" / name / "runner-ready"
     ready.parent.mkdir(parents=True, exist_ok=True)
-    runner = Runner(logs / "runner.log", environment, arguments=["--ready", str(ready)], ready=ready)
+    told = environment | {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
+    runner = Runner(logs / "runner.log", told, arguments=["--ready", str(ready)], ready=ready)
     services = tuple(service for service in (server, ray, *extra) if service)
     os.environ.update(environment)
     try:

@@ -25,6 +25,7 @@ from rollflow.tasks.run import RunContext
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 2.0  # how often the states of the child runs are read
 STATUS_SECONDS = 10.0
+START_SECONDS = 300.0
 END_SECONDS = 120.0
 
 
@@ -44,6 +45,7 @@ class Stages:
     states: dict[str, str] = field(default_factory=dict)
     seen: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _looked: float = 0.0
+    _started: float = field(default_factory=time.monotonic)
 
     def start(self) -> None:
         """Start the three child flow runs (each exactly once for this attempt)."""
@@ -78,6 +80,11 @@ class Stages:
                 self.states[role] = state.name or state.type.value
                 if state.is_final() and not state.is_completed():
                     raise StageFailed(f"the {role} stage ended {state.name}: {reason_of(state.message)}")
+                if not state.is_final() and not state.is_running() and self._waited() > START_SECONDS:
+                    raise StageFailed(f"waited {START_SECONDS:g} s for a runner to start the {role} stage")
+
+    def _waited(self) -> float:
+        return time.monotonic() - self._started
 
     def _ask(self, role: str, name: str) -> None:
         try:
@@ -91,7 +98,7 @@ class Stages:
         return all(self.states[role] == "Completed" for role in roles)
 
     def end(self) -> None:
-        """After rollout and train have ended: end the reward stage, then the channel."""
+        """After rollout and train have ended: end the reward stage, then every actor."""
         actor = cluster.actor(REWARD, self.context.run_id)
         cluster.call(actor.finish.remote(), STATUS_SECONDS, "the reward stage to take note of the end")
         limit = time.monotonic() + END_SECONDS
@@ -101,12 +108,11 @@ class Stages:
             time.sleep(0.2)
             self._looked = 0.0
             self.look()
-        cluster.kill_named([CHANNEL], self.context.run_id)
+        kill_actors(self.context)
 
     def abandon(self) -> None:
         """Something failed: kill the run's actors and cancel the stages that still run."""
-        engines = [engine_name(i) for i in range(self.context.config.engine.replicas)]
-        cluster.kill_named([*ACTORS.values(), *engines, CHANNEL], self.context.run_id)
+        kill_actors(self.context)
         cancel(self.runs.values())
 
     def statuses(self) -> dict[str, StageStatus]:
@@ -116,6 +122,12 @@ class Stages:
     def _status(self, role: str) -> StageStatus:
         seen = self.seen.get(role, {})
         return StageStatus(self.states.get(role, "Waiting"), note_of(role, seen), float(seen.get("idle", 0.0)))
+
+
+def kill_actors(context: RunContext) -> None:
+    """End every actor of a run; the processes they started end with them."""
+    engines = [engine_name(i) for i in range(context.config.engine.replicas)]
+    cluster.kill_named([*ACTORS.values(), *engines, CHANNEL], context.run_id)
 
 
 def cancel(runs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from rollflow.storage.objects.base import ObjectStore
@@ -32,9 +32,10 @@ def evaluation_path(version: int) -> str:
     return f"evaluations/{version:08d}.json"
 
 
-def evaluations(run: ObjectStore) -> list[Evaluation]:
-    """All evaluations of a run, by version."""
-    return [Evaluation(**json.loads(run.get(path))) for path in run.list("evaluations")]
+def evaluations(run: ObjectStore, known: Collection[int] = ()) -> list[Evaluation]:
+    """The evaluations of a run, by version, but those of `known` versions."""
+    skip = {evaluation_path(version) for version in known}
+    return [Evaluation(**json.loads(run.get(path))) for path in run.list("evaluations") if path not in skip]
 
 
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:

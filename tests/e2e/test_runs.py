@@ -22,7 +22,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from rollflow.flows.cli import main
-from rollflow.flows.services import free_port
+from rollflow.flows.ray_head import RayHead
+from rollflow.flows.services import PrefectServer, free_port, start_together, stop_together
 from rollflow.storage.audit import audit
 from rollflow.storage.objects import open_store
 from rollflow.tasks.learners.torch_learner import load_model
@@ -66,9 +67,8 @@ class Command:
         home.mkdir(parents=True, exist_ok=True)
         self.recipe.write_text(recipe)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "ROLLFLOW_HOME": str(self.home)}
-        environment.pop("PREFECT_API_URL", None)
+    def start(self, *arguments: str, prefect: str = "") -> subprocess.Popen[str]:
+        environment = {**os.environ, "ROLLFLOW_HOME": str(self.home), "PREFECT_API_URL": prefect}
         command = [sys.executable, "-m", "rollflow.flows.cli", *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
@@ -271,3 +271,53 @@ def state_at_the_end(api: str, flow_run: str) -> str:
             return state
         time.sleep(1.0)
     raise AssertionError("the run did not end in 240 s")
+
+
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
+    """A Prefect server and a Ray cluster that somebody else runs."""
+    place = tmp_path / "elsewhere"
+    prefect, ray = PrefectServer(place), RayHead(place)
+    for name, value in (prefect.env | ray.env).items():
+        monkeypatch.setenv(name, value)
+    start_together(prefect, ray)
+    yield ray
+    stop_together(prefect, ray)
+
+
+USED = """
+import asyncio, json, sys
+from pathlib import Path
+from rollflow.flows import cluster
+from rollflow.flows.evaluate import evaluate_now
+from rollflow.flows.home import attach_run
+from rollflow.tasks.rollout.evaluation import evaluations
+
+with cluster.attached(sys.argv[1], "fifth"):
+    import ray
+    assert ray.util.list_named_actors(all_namespaces=True) == []
+context = attach_run(sys.argv[2])
+[*_, last] = evaluations(context.store)
+assert asyncio.run(evaluate_now(context, 3)) == last  # the same answers on an engine of its own
+"""
+
+
+def test_services_that_are_given_are_used_and_left_clean(tmp_path: Path, services: RayHead) -> None:
+    command = Command(tmp_path / "home", SMALL.format(versions=3, alpha=1, engine="transformers"))
+    process = command.start(
+        *("run", str(command.recipe), "--run-id", "fifth", "--set", f"cluster.address={services.address}"),
+        *("--set", f"tracking.uri=sqlite:///{tmp_path}/mine.db"),
+        prefect=os.environ["PREFECT_API_URL"],
+    )
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert command.summary("fifth")["audit"] == "clean"
+    assert (tmp_path / "mine.db").stat().st_size > 0
+    assert not (tmp_path / "home/prefect").exists()
+    assert not (tmp_path / "home/ray").exists()
+    runs: Any = fetch(f"{os.environ['PREFECT_API_URL']}/flow_runs/filter", {"limit": 50}).body
+    states = {run["name"]: run["state_type"] for run in runs}
+    for name in ("fifth", "rollout of fifth", "reward of fifth", "train of fifth"):
+        assert states[name] == "COMPLETED", states
+    storage = str(tmp_path / "home/store/runs/fifth")
+    subprocess.run([sys.executable, "-c", USED, services.address, storage], check=True, timeout=120)
