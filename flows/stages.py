@@ -152,6 +152,8 @@ def note_of(role: str, seen: Mapping[str, Any]) -> str:
     if not seen:
         return ""
     match role:
+        case "rollout" if seen["waits_for"]:
+            return f"waits for {seen['waits_for']}"
         case "rollout":
             discards = sum(seen["discards"].values())
             lost = f", {discards} discarded" if discards else ""

@@ -29,7 +29,8 @@ def watch(
     changed, before = time.monotonic(), None
     while not cluster.done(running, POLL_SECONDS):
         now = progress_of(cluster.call(status(), ANSWER_SECONDS, f"the status of {what}"))
-        if now != before:
+        # A stage that waits for another by design says so; that other one's flow watches it.
+        if now != before or now.get("waits_for"):
             changed, before = time.monotonic(), now
         if time.monotonic() - changed > patience_seconds:
             raise StageFailed(f"{what} made no progress for {patience_seconds:g} s; last seen: {before}")

@@ -141,7 +141,7 @@ class RolloutConfig(Section):
         None, gt=0, description="prompt groups in flight at a time; default: as many as the engines have slots for"
     )
     attempts: int = Field(3, gt=0, description="times a failed group is issued before the run fails")
-    patience_seconds: float = Field(300.0, gt=0, description="longest wait without any progress before the stage fails")
+    patience_seconds: float = Field(600.0, gt=0, description="longest wait without any progress before the stage fails")
 
 
 # --- training -----------------------------------------------------------------------------------------------

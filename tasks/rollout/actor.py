@@ -159,6 +159,7 @@ class RolloutActor:
         recent = counts.recent_rewards
         return {
             "version": self.proxy.version,
+            "waits_for": "" if self.proxy.version >= 0 else "the first policy version, from the train stage",
             "batch": self.scheduler.number,
             "running": self.scheduler.running,
             "buffered": len(self.scheduler.buffer),
