@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from rollflow.storage.errors import ConfigError, Missing, RollflowError
 
 if TYPE_CHECKING:
+    from rollflow.flows.session import Session
+    from rollflow.flows.status import RunStatus
     from rollflow.tasks.run import RunContext
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
@@ -106,25 +108,15 @@ def drive(context: RunContext) -> int:
     """Start what the run needs, show it until it ends, and print its summary."""
     import json
 
-    from rollflow.flows.console import open_view, print_summary
+    from rollflow.flows.console import print_summary
     from rollflow.flows.session import open_session
     from rollflow.flows.summary import SUMMARY
 
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
-    with open_session(context.run_id, context.config.cluster.address) as session:
-        try:
-            print(f"Prefect {session.page}", flush=True)
-            flow_run = session.submit(context)
-            with open_view(sys.stdout) as view:
-                for status in session.follow(context, flow_run):
-                    view.show(status)
-        except KeyboardInterrupt:
-            print("\nstopping: ending the flows, the cluster and the server", flush=True)
-            session.cancel(context)
-            stopped = True
-        else:
-            stopped = False
-    if stopped:
+    try:
+        with open_session(context.run_id, context.config.cluster.address) as session:
+            status = _show(session, context)
+    except KeyboardInterrupt:
         return _stopped(context)
     if status.phase == "failed":
         reason = status.messages[-1] if status.messages else "no reason was recorded"
@@ -134,6 +126,25 @@ def drive(context: RunContext) -> int:
     summary = json.loads(context.store.get(SUMMARY))
     print_summary(summary)
     return OK if summary["audit"] == "clean" else FAILED
+
+
+def _show(session: Session, context: RunContext) -> RunStatus:
+    """Submit the run and show it until it ends; returns its last status. Ctrl-C cancels it first."""
+    from rollflow.flows.console import open_view
+    from rollflow.flows.status import RunStatus
+
+    status = RunStatus(context.run_id)
+    try:
+        print(f"Prefect {session.page}", flush=True)
+        flow_run = session.submit(context)
+        with open_view(sys.stdout) as view:
+            for status in session.follow(context, flow_run):
+                view.show(status)
+    except KeyboardInterrupt:
+        print("\nstopping: ending the flows, the cluster and the server", flush=True)
+        session.cancel(context)
+        raise
+    return status
 
 
 def _stopped(context: RunContext) -> int:

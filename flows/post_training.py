@@ -98,7 +98,8 @@ def _follow(board: Board) -> None:
 def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:
     context, stages = board.context, board.stages
     idle = {role: status.idle for role, status in stages.statuses().items()}
-    pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": tracker.page}
+    mlflow = tracker.page if context.config.tracking.uri else "rollflow serve"
+    pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
     summary = summarize(context, idle, pages)
     plot = home() / "cache" / context.run_id / "reward.png"
     tracker.log_reward_plot(board.curves, plot)

@@ -15,7 +15,7 @@ from prefect.deployments import run_deployment
 from rollflow.flows import cluster
 from rollflow.flows.status import StageStatus
 from rollflow.flows.supervision import StageFailed
-from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.errors import RollflowError
 from rollflow.storage.ray_channel import CHANNEL
 from rollflow.tasks.learners.actor import LEARNER
 from rollflow.tasks.rewards.actor import REWARD
@@ -90,7 +90,7 @@ class Stages:
         try:
             actor = cluster.actor(name, self.context.run_id)
             self.seen[role] = cluster.call(actor.status.remote(), STATUS_SECONDS, f"the status of {role}")
-        except (Unreachable, RollflowError):
+        except RollflowError:
             return  # not up yet, or ended; the stage's own flow says which
 
     def ended(self, *roles: str) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ from rollflow.storage.objects.base import ObjectStore, first_missing
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 FORMAT = 1
+FETCHED_KEPT = 3  # versions a cache of fetched weights holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,8 @@ class PolicyStore:
         if local is not None:
             return local.parent
         folder = cache / f"{manifest.version:08d}-{manifest.writer}"
+        for old in sorted(cache.glob("*-*"))[: -FETCHED_KEPT + 1]:
+            shutil.rmtree(old, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         for stored in manifest.weights:
             (folder / Path(stored.path).name).write_bytes(self.read(stored))

@@ -78,6 +78,10 @@ class RayChannel:
         """See `Channel.wait_version`."""
         return int(await self._wait(self.actor.wait_version.remote(after, deadline), deadline, "news of a version"))
 
+    async def waiting(self) -> int:
+        """See `Channel.waiting`."""
+        return int(await self._wait(self.actor.waiting.remote(), 0, "count its batches"))
+
     def lease(self, number: int, deadline: float) -> pa.Buffer:
         """See `Channel.lease`; blocks, for the learner's thread. The buffer is a view of shared memory."""
         [ref] = self._get(self.actor.lease.remote(number, deadline), deadline, f"lease batch {number}")
@@ -94,7 +98,12 @@ class RayChannel:
     @staticmethod
     async def _wait(ref: Any, deadline: float, what: str) -> Any:
         try:
-            return await asyncio.wait_for(asyncio.ensure_future(_awaited(ref)), deadline + GRACE_SECONDS)
+            async with asyncio.timeout(deadline + GRACE_SECONDS) as limit:
+                return await ref
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the channel's own deadline, which the caller asked for
+            raise Unreachable(f"the channel actor did not {what} within {deadline + GRACE_SECONDS:g} s") from error
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
         except ray.exceptions.RayActorError as error:
@@ -110,10 +119,6 @@ class RayChannel:
             raise _cause(error) from None
         except ray.exceptions.RayActorError as error:
             raise Unreachable(f"the channel actor died while asked to {what}: {error}") from error
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> Exception:

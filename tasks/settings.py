@@ -225,8 +225,19 @@ class TrackingConfig(Section):
     experiment: str = "rollflow"
 
 
+SUMS = {
+    "min_terms": 3,
+    "max_terms": 3,
+    "min_digits": 1,
+    "max_digits": 1,
+    "operators": ["+"],
+    "allow_parentheses": False,
+    "allow_negation": False,
+}
+
+
 class RunConfig(Section):
-    """A run."""
+    """A run: what one recipe says."""
 
     name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0)
@@ -235,7 +246,7 @@ class RunConfig(Section):
     groups: int = Field(32, gt=0, description="prompt groups in a train step")
     group_size: int = Field(8, gt=0, description="responses to one prompt")
     policy: PolicyConfig = PolicyConfig(cold_start=ColdStart())
-    prompts: tuple[PromptConfig, ...] = (ReasoningGymPrompts(),)
+    prompts: tuple[PromptConfig, ...] = (ReasoningGymPrompts(family="basic_arithmetic", options=SUMS),)
     engine: EngineConfig = VllmEngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()

@@ -163,7 +163,7 @@ class RolloutActor:
             "batch": self.scheduler.number,
             "running": self.scheduler.running,
             "buffered": len(self.scheduler.buffer),
-            "waiting": int(await self.channel.actor.waiting.remote()),
+            "waiting": await self.channel.waiting(),
             "tokens": counts.tokens,
             "trajectories": counts.trajectories,
             "reward": sum(recent) / len(recent) if recent else None,

@@ -153,6 +153,15 @@ def test_weights_are_local_files(run: ObjectStore, tmp_path: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
 
 
+def test_a_cache_of_fetched_weights_stays_small(tmp_path: Path) -> None:
+    store = PolicyStore(open_store(f"memory://{uuid.uuid4().hex}"))
+    for version in range(8):
+        publish(store, version)
+        folder = store.weights_folder(store.manifest(version), tmp_path)
+        assert (folder / "model.safetensors").exists()
+    assert [f.name[:8] for f in sorted(tmp_path.iterdir())] == ["00000005", "00000006", "00000007"]
+
+
 def test_altered_weights_are_refused(run: ObjectStore) -> None:
     store = PolicyStore(run)
     publish(store, 0)
