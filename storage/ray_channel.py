@@ -98,14 +98,12 @@ class RayChannel:
     @staticmethod
     async def _wait(ref: Any, deadline: float, what: str) -> Any:
         try:
-            async with asyncio.timeout(deadline + GRACE_SECONDS) as limit:
+            async with asyncio.timeout(deadline + GRACE_SECONDS):
                 return await ref
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # the channel's own deadline, which the caller asked for
-            raise Unreachable(f"the channel actor did not {what} within {deadline + GRACE_SECONDS:g} s") from error
-        except ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayTaskError as error:  # a TimeoutError of the channel's own is one of these
             raise _cause(error) from None
+        except TimeoutError as error:
+            raise Unreachable(f"the channel actor did not {what} within {deadline + GRACE_SECONDS:g} s") from error
         except ray.exceptions.RayActorError as error:
             raise Unreachable(f"the channel actor died while asked to {what}: {error}") from error
 
