@@ -28,7 +28,10 @@ InFlight = Literal["continue", "restart"]
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to sample. `seed` makes it reproducible on engines that are (transformers)."""
+    """One response to sample. `seed` makes it reproducible on engines that are (transformers).
+
+    Temperature 0 is greedy: always the most probable token; its log-prob is then the one at temperature 1.
+    """
 
     id: str
     prompt: tuple[int, ...]

@@ -227,16 +227,19 @@ class FixedShapeSampler:
         return hidden
 
     def _sample(self, group: Group, hidden: Tensor, rows: list[tuple[int, int, Row]], version: int) -> list[Generation]:
-        """Inverse-CDF sampling; `rows` are (row of `hidden`, row of the group, request)."""
+        """Inverse-CDF sampling; `rows` are (row of `hidden`, row of the group, request). Temperature 0 is greedy."""
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)
+        greedy = torch.zeros(len(hidden), 1, dtype=torch.bool)
         for slot, _, row in rows:
-            temperatures[slot] = row.request.temperature
+            greedy[slot] = row.request.temperature == 0
+            temperatures[slot] = row.request.temperature or 1.0
             draws[slot] = row.draws[len(row.logprobs)]
         logprobs_V = torch.log_softmax(self._model.get_output_embeddings()(hidden).float() / temperatures, -1)
         cumulated_V = logprobs_V.double().exp().cumsum(-1)
         tokens = torch.searchsorted(cumulated_V, draws * cumulated_V[:, -1:], right=True)
         tokens.clamp_(max=logprobs_V.shape[-1] - 1)
+        tokens = torch.where(greedy, logprobs_V.argmax(-1, keepdim=True), tokens)
         chosen = zip(tokens[:, 0].tolist(), logprobs_V.gather(-1, tokens)[:, 0].tolist(), strict=True)
         outcome = list(chosen)
         ended = []

@@ -26,7 +26,7 @@ from rollflow.tasks.settings import (
     TransformersEngineConfig,
     VllmEngineConfig,
 )
-from tests.support.tiny_policy import EOS, make_policy, make_weights, reference_logprobs
+from tests.support.tiny_policy import EOS, greedy_tokens, make_policy, make_weights, reference_logprobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -138,6 +138,17 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(case: Case, t
     weights = case.weights(case.engine.version)
     expected = reference_logprobs(weights, request.prompt + generation.tokens, temperature)
     assert generation.logprobs == pytest.approx(expected[len(request.prompt) - 1 :], abs=1e-4)
+
+
+async def test_temperature_zero_is_greedy(case: Case) -> None:
+    if not case.has_model:
+        pytest.skip("no model")
+    requests = [case.request(12, temperature=0.0) for _ in range(3)]
+    weights = case.weights(case.engine.version)
+    for request, generation in zip(requests, await asyncio.gather(*map(case.engine.generate, requests)), strict=True):
+        assert list(generation.tokens) == greedy_tokens(weights, request.prompt, len(generation.tokens))
+        expected = reference_logprobs(weights, request.prompt + generation.tokens)
+        assert generation.logprobs == pytest.approx(expected[len(request.prompt) - 1 :], abs=1e-4)
 
 
 async def test_probe_logprobs_agree_with_the_model(case: Case) -> None:

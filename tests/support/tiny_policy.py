@@ -34,6 +34,16 @@ def reference_logprobs(weights: Path, tokens: Sequence[int], temperature: float 
     return torch.log_softmax(logits, -1).gather(-1, following).squeeze(-1).tolist()
 
 
+def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """The most probable continuation, one token after another."""
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def _config() -> Qwen2Config:
     return Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
