@@ -107,12 +107,14 @@ def resume_command(options: argparse.Namespace) -> int:
 def drive(context: RunContext) -> int:
     """Start what the run needs, show it until it ends, and print its summary."""
     import json
+    import signal
 
     from rollflow.flows.console import print_summary
     from rollflow.flows.session import open_session
     from rollflow.flows.summary import SUMMARY
 
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
     try:
         with open_session(context.run_id, context.config.cluster.address) as session:
             status = _show(session, context)

@@ -165,7 +165,7 @@ def test_transformers_on_s3_decoupled(tmp_path: Path, s3: str) -> None:
     assert command.run("audit", f"{s3}/runs/second").strip().endswith("no invariant is broken")
 
 
-def test_ctrl_c_then_resume_synchronous(tmp_path: Path) -> None:
+def test_stop_then_resume_synchronous(tmp_path: Path) -> None:
     """Stopped in mid-run: everything ends, the storage audits clean, and `resume` goes on to the end."""
     command = Command(tmp_path, SMALL.format(versions=400, alpha=0, engine="transformers"))
     process = command.start("run", str(command.recipe), "--run-id", "third")
@@ -175,7 +175,7 @@ def test_ctrl_c_then_resume_synchronous(tmp_path: Path) -> None:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # the same as Ctrl-C, which the serve test sends
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "audit: clean" in output
