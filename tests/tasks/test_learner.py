@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollflow.storage.errors import Corrupt
+from rollflow.storage.errors import Corrupt, Stale
+from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.settings import ColdStart, DecoupledPpoObjective, TrainConfig
+from rollflow.tasks.settings import ColdStart, DecoupledPpoObjective, RunConfig, TrainConfig
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 
@@ -120,3 +121,14 @@ def test_foreign_weights_are_refused(folder: Path) -> None:
 def test_the_learning_rate_warms_up_and_decays(folder: Path) -> None:
     made = learner(folder, learning_rate=1.0, schedule="linear")
     assert [made.learning_rate(v) for v in (0, 5, 9)] == pytest.approx([1.0, 0.5, 0.1])
+
+
+def test_the_learner_refuses_a_stale_batch_whatever_was_committed() -> None:
+    """The bound is checked once more on the rows: batches started under version 0, alpha 2."""
+    actor = LearnerActor.__new__(LearnerActor)
+    actor.config = RunConfig(async_ratio=2.0)
+    actor.version = 2
+    actor._check_fresh(some_batch())
+    actor.version = 3
+    with pytest.raises(Stale, match="batch 3 holds a trajectory started under version 0"):
+        actor._check_fresh(some_batch())

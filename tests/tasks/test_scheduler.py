@@ -192,3 +192,14 @@ def test_the_virtual_clock_names_a_deadlock() -> None:
 
     with pytest.raises(Deadlock):
         run_virtual(waits_for_ever())
+
+
+def test_stragglers_past_the_bound_are_discarded_and_issued_again() -> None:
+    """A learner faster than the slowest responses: they go stale, are counted with their tokens, and come again."""
+    pipeline = Pipeline(fresh_store(), versions=12, async_ratio=1.0, train_seconds=0.01, slots=32)
+    report = run_and_audit(pipeline)
+    assert report.violations == []
+    assert report.fates["discarded: stale"] > 0
+    assert report.discarded_tokens > 0
+    assert report.fates["trained"] == 12 * pipeline.groups
+    assert max(report.staleness) == 1
