@@ -1,4 +1,4 @@
-# install: an exact environment in .venv; run: the quick start; test: every check. A second call installs nothing.
+# install: an exact environment in .venv; run: the quick start; test: every check; chaos: kills. A second call installs nothing.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -9,7 +9,7 @@ PINS := infra/constraints-cpu.txt infra/constraints-build.txt
 SOURCES := flows tasks storage tests benchmarks
 
 .DEFAULT_GOAL := install
-.PHONY: install run test lint clean
+.PHONY: install run test lint chaos clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ lint: $(STAMP)
 test: lint
 	@echo "[4/4] pytest"
 	@$(BIN)/python -m pytest $(ARGS)
+
+# 200 kills on timed engines, 20 on vLLM: about an hour on two cores; ARGS="--timed 15 --vllm 0" for a taste.
+chaos: $(STAMP)
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
 	rm -rf .venv .rollflow dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -85,15 +85,14 @@ def ours(case: Case, threads: int, home: Path) -> float:
     from rollflow.storage.batch import TrajectoryBatch
     from rollflow.storage.ray_channel import start_channel
     from rollflow.tasks.rewards.actor import start_reward
-    from rollflow.tasks.rollout.actor import start_engines, start_rollout
+    from rollflow.tasks.rollout.actor import start_engine, start_rollout
 
     context = prepared(case, threads, home)
     with head, cluster.attached(head.address, context.run_id):
         channel = start_channel(context.store, case.batches + 2, 0)
         pool = start_reward(context)
         pool.run.remote()
-        for engine in start_engines(context, 0):
-            cluster.call(engine.start.remote(), 300, "the engine")
+        cluster.call(start_engine(context, 0, 0).start.remote(), 300, "the engine")
         actor = start_rollout(context)
         actor.run.remote()
         tokens, began = 0, 0.0

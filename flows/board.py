@@ -6,13 +6,17 @@ Both are made from the ledger and from what the stages say; neither is read back
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from rollflow.flows.progress import RECENT, Progress
 from rollflow.flows.stages import Stages
 from rollflow.flows.status import STATUS, Phase, RunStatus
 from rollflow.flows.tracking import Curves, Tracker
+from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run import RunContext
+
+MESSAGES = 3  # the latest ones that the live view shows
 
 
 class Board:
@@ -22,6 +26,9 @@ class Board:
         self.context, self.stages, self.tracker = context, stages, tracker
         self.progress = Progress(context)
         self.messages: list[str] = []
+        self.failure = ""
+        self.recoveries = RecoveryLog(context.store)
+        self._recovered: Counter[str] = Counter()
         self._accuracy: dict[int, float] = {}
 
     def refresh(self, phase: Phase | None = None) -> None:
@@ -32,7 +39,16 @@ class Board:
         for evaluation in evaluations(self.context.store, known=self._accuracy):
             self._accuracy[evaluation.version] = evaluation.accuracy
             self.tracker.log_accuracy(evaluation.version, evaluation.accuracy, time.time())
+        self._count_recoveries()
         self.context.store.put(STATUS, self.status(phase or self._phase()).to_json().encode())
+
+    def _count_recoveries(self) -> None:
+        for recovery in self.recoveries.read()[self._recovered.total() :]:
+            self._recovered[recovery.role] += 1
+            seconds = {"recovery_seconds": recovery.seconds}
+            by_role = {f"recoveries_{recovery.role.replace(' ', '_')}": float(self._recovered[recovery.role])}
+            self.tracker.log_recovery(self._recovered.total(), seconds | by_role, recovery.resumed_at)
+            self.messages.append(f"recovered {recovery.sentence()}")
 
     @property
     def curves(self) -> Curves:
@@ -53,7 +69,7 @@ class Board:
     def status(self, phase: Phase) -> RunStatus:
         """The run at this moment."""
         config, progress = self.context.config, self.progress
-        rollout = self.stages.seen.get("rollout", {})
+        rollout = self.stages.all["rollout"].seen
         rewards = progress.rewards
         return RunStatus(
             run_id=self.context.run_id,
@@ -71,7 +87,7 @@ class Board:
             in_flight_groups=int(rollout.get("running", 0)),
             stages=self.stages.statuses(),
             seconds=time.time() - float(self.context.described["created_at"]),
-            messages=tuple(self.messages),
+            messages=(*self.messages[-MESSAGES:], *([self.failure] if self.failure else [])),
         )
 
     def _phase(self) -> Phase:

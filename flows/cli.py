@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollflow.storage.errors import ConfigError, Missing, RollflowError
 
@@ -65,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     _run_argument(audit, required=True)
     audit.set_defaults(command=audit_command)
 
+    _storage_commands(commands)
+
     keys = commands.add_parser("keys", help="every key of a recipe, with its default and meaning")
     keys.set_defaults(command=keys_command)
 
@@ -74,6 +76,27 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
     doctor.set_defaults(command=doctor_command)
     return top
+
+
+def _storage_commands(commands: Any) -> None:
+    """What reads a run's storage, and needs nothing else."""
+    replay = commands.add_parser("replay", help="train a version again from its parent and batch, and compare")
+    _run_argument(replay, required=True)
+    which = replay.add_mutually_exclusive_group()
+    which.add_argument("version", nargs="?", type=int, help="default: the newest")
+    which.add_argument("--all", action="store_true", help="every version, from the first")
+    replay.set_defaults(command=replay_command)
+
+    inspect = commands.add_parser("inspect", help="lineage: what a run, a version or a trajectory came from")
+    _run_argument(inspect, required=True)
+    inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
+    inspect.set_defaults(command=inspect_command)
+
+    gc = commands.add_parser("gc", help="delete objects that nothing in the run needs any more")
+    _run_argument(gc, required=True)
+    gc.add_argument("--dry-run", action="store_true", help="show them, delete nothing")
+    gc.add_argument("--older-than", default="1h", metavar="AGE", help="e.g. 30m, 1h (the default), 2d")
+    gc.set_defaults(command=gc_command)
 
 
 def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -188,24 +211,22 @@ def keys_command(_: argparse.Namespace) -> int:
 
 def serve_command(_: argparse.Namespace) -> int:
     """`rollflow serve`: start runs from the Prefect UI, compare them in MLflow."""
+    import contextlib
     import signal
     import threading
 
     from rollflow.flows.home import home
     from rollflow.flows.services import MlflowServer
-    from rollflow.flows.session import open_session
+    from rollflow.flows.session import SERVED, open_session
 
     mlflow = MlflowServer(home())
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    with open_session("rollflow", "auto", mlflow) as session:
+    with open_session(SERVED, "auto", mlflow) as session:
         print(f"Prefect {session.page}/deployments\nMLflow  {mlflow.url}\nCtrl-C ends both", flush=True)
-        try:
-            while session.runner.running and not ended.wait(1.0):
-                pass
-        except KeyboardInterrupt:
-            return OK
-        return OK if ended.is_set() else FAILED
+        with contextlib.suppress(KeyboardInterrupt):
+            session.serve(lambda line: print(line, flush=True), ended)
+    return OK
 
 
 def status_command(options: argparse.Namespace) -> int:
@@ -241,6 +262,32 @@ def audit_command(options: argparse.Namespace) -> int:
         ) from None
     print_report(report)
     return OK if report.clean else FAILED
+
+
+def replay_command(options: argparse.Namespace) -> int:
+    """`rollflow replay RUN [VERSION]`."""
+    from rollflow.flows.home import find_run
+    from rollflow.flows.replay import replay
+
+    return OK if replay(find_run(options.run, options.store), options.version, options.all) else FAILED
+
+
+def inspect_command(options: argparse.Namespace) -> int:
+    """`rollflow inspect RUN [VERSION|TRAJECTORY]`."""
+    from rollflow.flows.home import find_run
+    from rollflow.flows.inspection import inspect
+
+    inspect(find_run(options.run, options.store), options.what)
+    return OK
+
+
+def gc_command(options: argparse.Namespace) -> int:
+    """`rollflow gc RUN`."""
+    from rollflow.flows.garbage import gc
+    from rollflow.flows.home import find_run
+
+    gc(find_run(options.run, options.store), options.older_than, options.dry_run)
+    return OK
 
 
 def doctor_command(options: argparse.Namespace) -> int:

@@ -5,21 +5,16 @@ Guarantees:
   ever. It leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
   would end as crashed.
 - No wait for an actor is unbounded (`call`, `acall`); an error names what was waited for, on whom and how long.
-
-Run as a module, it is the head of a private cluster (see `ray_head.RayHead`): GCS and raylet with its agents,
-without dashboard, autoscaler, log monitor and client server, which take two thirds of Ray's usual start.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import signal
-import socket
+import time
 from collections.abc import Awaitable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rollflow.flows.reachability import speaks_http2
@@ -101,18 +96,34 @@ def actor(name: str, namespace: str) -> Any:
         raise Unreachable(f"no actor {name!r} lives in the namespace {namespace!r} of the Ray cluster") from error
 
 
-def kill_named(names: Iterable[str], namespace: str) -> list[str]:
-    """Kill the actors of these names; those that are gone already are skipped. Returns the killed."""
+def kill_named(names: Iterable[str], namespace: str, *, deadline_seconds: float = 10.0) -> list[str]:
+    """Kill the actors of these names and see their names free; those that are gone already are skipped.
+
+    Returns the killed. A name that is not free in time (its node is lost, say) raises `Unreachable`.
+    """
     import ray
 
     killed = []
     for name in names:
-        try:
+        with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
-        except ValueError:
-            continue
-        killed.append(name)
+            killed.append(name)
+    limit = time.monotonic() + deadline_seconds
+    while any(_named(name, namespace) for name in killed):
+        if time.monotonic() > limit:
+            raise Unreachable(f"waited {deadline_seconds:g} s for the actors {killed} to end")
+        time.sleep(0.02)
     return killed
+
+
+def _named(name: str, namespace: str) -> bool:
+    import ray
+
+    try:
+        ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return False
+    return True
 
 
 def call(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
@@ -179,55 +190,3 @@ def _translate(error: Exception, deadline_seconds: float, what: str, died: type[
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-# --- the head of a private cluster ---------------------------------------------------------------------------
-
-
-def serve_head(port: int, temp: str, cpus: int, gpus: int | None, object_store_bytes: int, ready: Path) -> None:
-    """Start a cluster's processes, write `ready`, and sleep until the guard ends this process and theirs."""
-    from ray._private.node import Node
-    from ray._private.parameter import RayParams
-
-    class Head(Node):  # type: ignore[misc]
-        def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-            """Not wanted: even with the dashboard off, its process costs a second of a core."""
-
-    parameters = RayParams(
-        node_ip_address="127.0.0.1",
-        gcs_server_port=port,
-        num_cpus=cpus,
-        num_gpus=gpus,
-        object_store_memory=object_store_bytes,
-        temp_dir=temp,
-        include_dashboard=False,
-        include_log_monitor=False,
-        no_monitor=True,
-        dashboard_agent_listen_port=_free_port(),
-    )
-    head = Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False)
-    ready.write_text(head.gcs_address)
-    signal.pause()
-
-
-def _free_port() -> int:
-    # Ray's default port (52365) is one for all clusters of a machine.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="the head of a private Ray cluster")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--temp", required=True)
-    parser.add_argument("--cpus", type=int, required=True)
-    parser.add_argument("--gpus", type=int)
-    parser.add_argument("--object-store-bytes", type=int, required=True)
-    parser.add_argument("--ready", type=Path, required=True)
-    given = parser.parse_args()
-    serve_head(given.port, given.temp, given.cpus, given.gpus, given.object_store_bytes, given.ready)
-
-
-if __name__ == "__main__":
-    main()

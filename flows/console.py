@@ -266,6 +266,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         rows.append(("staleness", staleness_bar(counts, 24) + bound))
     if summary.get("idle"):
         rows.append(("idle", Text("   ".join(f"{name} {share:.0%}" for name, share in summary["idle"].items()))))
+    if summary.get("recoveries"):
+        rows.append(("recoveries", Text("   ".join(f"{role} {n}" for role, n in summary["recoveries"].items()))))
     if "audit" in summary:
         style = "green" if summary["audit"] == "clean" else "bold red"
         rows.append(("audit", Text(str(summary["audit"]), style=style)))

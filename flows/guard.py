@@ -5,7 +5,8 @@
 Guarantees, on Linux: when the owner closes this process's standard input or dies (SIGKILL included), or the
 command itself ends, or this process gets SIGTERM, every descendant of the command is ended, also those that
 were orphaned or opened a session of their own: the command first (SIGTERM, GRACE_SECONDS), then the rest
-(SIGTERM, `REST_SECONDS`), then SIGKILL. Nothing else is ever signalled. The exit code is the command's.
+(SIGTERM, `REST_SECONDS`), then SIGKILL. What a command leaves that ended by itself gets SIGKILL at once: it has
+lost its parent, so nobody waits for an orderly end. Nothing else is ever signalled. The exit code is the command's.
 
 How: the guard is the "child subreaper" of its descendants, so an orphan becomes its child instead of init's and
 stays findable. Standard library only and run as a script, so that a guard costs milliseconds. Where there is
@@ -135,11 +136,12 @@ class Guard:
 
     def end(self) -> int:
         """End the whole tree, bounded; the command's exit code."""
+        ended = False
         if self._status is None:
             self._signal([self._root], signal.SIGTERM)
             self._wait_for(self._grace, only_root=True)
-        self._signal(descendants(os.getpid()), signal.SIGTERM)
-        ended = self._wait_for(REST_SECONDS, only_root=False)
+            self._signal(descendants(os.getpid()), signal.SIGTERM)
+            ended = self._wait_for(REST_SECONDS, only_root=False)
         deadline = time.monotonic() + KILL_SECONDS
         while not ended and time.monotonic() < deadline:  # a dying tree may still fork: look again
             self._signal(descendants(os.getpid()), signal.SIGKILL)

@@ -37,6 +37,11 @@ def new_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def run_id_of(name: str, flow_run: str) -> str:
+    """The run id of a run that was started without one: whoever takes over from its supervisor finds the same run."""
+    return f"{name}-{flow_run.replace('-', '')[:10]}"
+
+
 def find_run(name: str | None, store: str | None = None) -> RunContext:
     """The run a person names: an id in the default store (or `store`), a run's own path or URI, or the newest.
 

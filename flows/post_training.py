@@ -1,12 +1,14 @@
 """The supervisor: a run from its first version to its summary.
 
-    prepare --> channel --> rollout, reward, train --> follow the ledger --> end in order --> evaluate --> summary
+    prepare --> claim --> rollout, reward, train --> follow the ledger --> end in order --> evaluate --> summary
 
-It decides and watches; it carries no data. What it knows of the run it reads from the run's storage.
+It decides and watches; it carries no data. What it knows of the run it reads from the run's storage, so that one that
+died is replaced by another: the newest claim on the run holds, an older supervisor stops with `Conflict`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -17,13 +19,14 @@ from prefect.runtime import flow_run
 from rollflow.flows import cluster
 from rollflow.flows.board import Board
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.home import attach_run, context_of, home, new_run_id, store_uri
+from rollflow.flows.home import attach_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.stages import Stages
 from rollflow.flows.summary import summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
-from rollflow.storage.errors import ConfigError
-from rollflow.storage.ray_channel import start_channel
+from rollflow.storage.claims import Claim
+from rollflow.storage.errors import ConfigError, Conflict, RollflowError, Unreachable
+from rollflow.tasks.rollout.evaluation import evaluation_path
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
 
@@ -36,37 +39,39 @@ def post_training(config: RunConfig, run_id: str | None = None, storage: str | N
 
     `storage` is given by the command line, which has prepared the run already: where its own storage lies.
     """
-    context = attach_run(storage) if storage else _prepared(config, run_id)
-    get_run_logger().info("run %s in %s", context.run_id, context.uri)
+    log = get_run_logger().info
+    context = attach_run(storage) if storage else _prepared(config, run_id or run_id_of(config.name, flow_run.id))
+    log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
+    claim = Claim.take(context.store, f"flow run {flow_run.id}", address)
     tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"])
     with cluster.attached(address, context.run_id):
-        start_channel(context.store, context.config.capacity, context.policies().latest())
-        stages = Stages(context, address, attempt=str(flow_run.id))
+        stages = Stages(context, address, claim.epoch, log)
         board = Board(context, stages, tracker)
         try:
-            stages.start()
-            _follow(board)
-            board.refresh("ending")
-            stages.end()
+            if not trained(context):
+                stages.start()
+                _follow(board, claim)
+                board.refresh("ending")
+                stages.end()
         except BaseException as error:
-            stages.abandon()
-            board.messages.append(f"{type(error).__name__}: {error}")
-            board.refresh("failed")
-            tracker.finish("FAILED")
+            _give_up(board, claim, error)
             raise
         accuracy = [evaluate(context.uri, version) for version in (0, context.config.versions)]
-        get_run_logger().info("held-out accuracy %s", [e["accuracy"] for e in accuracy])
+        log("held-out accuracy %s", [e["accuracy"] for e in accuracy])
         return _finish(board, tracker)
 
 
-def _prepared(config: RunConfig, run_id: str | None) -> RunContext:
+def _prepared(config: RunConfig, run_id: str) -> RunContext:
     """The run in storage: new, or the one of that name."""
-    if run_id is not None:
-        context = context_of(store_uri(config), run_id)
-        if context.store.exists("run.json"):
-            return context
-    return prepare(config, run_id or new_run_id(config.name))
+    context = context_of(store_uri(config), run_id)
+    return context if context.store.exists("run.json") else prepare(config, run_id)
+
+
+def trained(context: RunContext) -> bool:
+    """Whether the stages have done all they were to do: nothing but the summary may be missing."""
+    last = context.config.versions
+    return context.policies().latest() == last and context.store.exists(evaluation_path(last))
 
 
 def ray_address(config: RunConfig) -> str:
@@ -87,12 +92,34 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     return TrackingPlace.default(home(), config.tracking.experiment)
 
 
-def _follow(board: Board) -> None:
-    """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
+def _follow(board: Board, claim: Claim) -> None:
+    """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended.
+
+    A store that does not answer is waited for as long as the stages are given for progress.
+    """
+    patience, answered = board.context.config.rollout.patience_seconds, time.monotonic()
     while not board.stages.ended("rollout", "train"):
         board.stages.look()
-        board.refresh()
+        try:
+            claim.check()
+            board.refresh()
+            answered = time.monotonic()
+        except Unreachable:
+            if time.monotonic() - answered > patience:
+                raise
         time.sleep(POLL_SECONDS)
+
+
+def _give_up(board: Board, claim: Claim, error: BaseException) -> None:
+    """End the stages, unless they are another supervisor's now, and say why."""
+    newer = claim.newer() if isinstance(error, Conflict) else None
+    if newer is not None and newer["cluster"] == board.stages.address:
+        return
+    board.stages.abandon()
+    board.failure = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(RollflowError):  # the store may be what failed; the error itself must come through
+        board.refresh("failed")
+    board.tracker.finish("FAILED")
 
 
 def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:

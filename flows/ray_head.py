@@ -1,8 +1,12 @@
-"""A private Ray cluster on loopback, and the folders its processes leave."""
+"""A private Ray cluster on loopback: its head, further nodes, and the folders their processes leave.
+
+A node that dies is noticed by the head within about three seconds, and then every call on its actors fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -13,6 +17,13 @@ from pathlib import Path
 
 from rollflow.flows.reachability import speaks_http2
 from rollflow.flows.services import Service, free_port, without
+
+NOTICE = {  # the head asks every node for its health: four refused answers in a row and it is dead
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",
+    "RAY_health_check_timeout_ms": "5000",  # for one answer: a machine that is short of CPU is slow, not dead
+}
 
 
 class RayHead(Service):
@@ -36,7 +47,7 @@ class RayHead(Service):
         self._cpus = cpus if cpus is not None else os.cpu_count() or 1
         self._gpus = gpus
         self._object_store_bytes = object_store_bytes
-        self._temp = short_folder(self.folder)
+        self.temp = short_folder(self.folder)
         self._port = free_port()
         self.address = f"127.0.0.1:{self._port}"
 
@@ -55,36 +66,42 @@ class RayHead(Service):
             "RAY_USAGE_STATS_ENABLED": "0",
         }
 
+    @property
+    def node_env(self) -> dict[str, str]:
+        """The environment of a node's own processes."""
+        # When an actor is killed, so is what it started (an engine's core process holds gigabytes).
+        orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
+        return without("RAY_ADDRESS", os.environ) | self.env | orphans | NOTICE | {"RAY_enable_metrics_collection": "0"}
+
     def launch(self) -> None:
         """Start the head without waiting for it."""
         remove_dead_links(self.folder.parent)
         remove_dead_folders(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
-        token = os.open(self.folder / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(token, "w") as file:
-            file.write(secrets.token_hex(32))
-        if self._temp != self.folder:
-            self._temp.symlink_to(self.folder)
+        self._ready_file.unlink(missing_ok=True)
+        if not (self.folder / "token").exists():  # a head that comes back keeps it: its clients have read it
+            token = os.open(self.folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(token, "w") as file:
+                file.write(secrets.token_hex(32))
+        if self.temp != self.folder:
+            self.temp.symlink_to(self.folder)
         super().launch()
 
     def stop(self) -> None:
         """End every process of this cluster: raylet, workers, actors (detached too) and what those started."""
         super().stop()
-        if self._temp.is_symlink():
-            self._temp.unlink(missing_ok=True)
+        if self.temp.is_symlink():
+            self.temp.unlink(missing_ok=True)
 
     def _command(self) -> Sequence[str]:
         size = ["--cpus", str(self._cpus), "--object-store-bytes", str(self._object_store_bytes)]
         if self._gpus is not None:
             size += ["--gpus", str(self._gpus)]
-        place = ["--port", str(self._port), "--temp", str(self._temp), "--ready", str(self._ready_file)]
-        return [sys.executable, "-m", "rollflow.flows.cluster", *place, *size]
+        place = ["--port", str(self._port), "--temp", str(self.temp), "--ready", str(self._ready_file)]
+        return [sys.executable, "-m", "rollflow.flows.ray_process", *place, *size]
 
     def _environment(self) -> Mapping[str, str]:
-        own = without("RAY_ADDRESS", os.environ) | self.env
-        # When an actor is killed, so is what it started (an engine's core process holds gigabytes).
-        orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
-        return own | orphans | {"RAY_enable_metrics_collection": "0"}
+        return self.node_env
 
     @property
     def _ready_file(self) -> Path:
@@ -92,6 +109,55 @@ class RayHead(Service):
 
     def _ready(self) -> bool:
         return self._ready_file.exists() and speaks_http2("127.0.0.1", self._port, seconds=1.0)
+
+
+class RayNode(Service):
+    """One more node of a private cluster, on the same machine: a raylet with an object store and resources of its own.
+
+    It stands for a second machine: end it, or kill any of its `processes`, and its actors are gone as with a machine
+    that lost power.
+    """
+
+    grace_seconds = 0.5
+    _count = 0
+
+    def __init__(
+        self,
+        head: RayHead,
+        *,
+        cpus: int = 1,
+        resources: Mapping[str, float] | None = None,
+        object_store_bytes: int = 128 * 2**20,
+        start_seconds: float = 90.0,
+    ) -> None:
+        RayNode._count += 1
+        self.head = head
+        self._name = f"node-{RayNode._count}"
+        super().__init__(head.folder / f"{self._name}.log", start_seconds=start_seconds)
+        self._ready_file = head.folder / f"{self._name}-ready"
+        self._cpus = cpus
+        self._resources = json.dumps(dict(resources or {}))
+        self._object_store_bytes = object_store_bytes
+
+    @property
+    def what(self) -> str:
+        return f"{self._name} of {self.head.what}"
+
+    def launch(self) -> None:
+        """Start the node without waiting for it."""
+        self._ready_file.unlink(missing_ok=True)
+        super().launch()
+
+    def _command(self) -> Sequence[str]:
+        size = ["--cpus", str(self._cpus), "--object-store-bytes", str(self._object_store_bytes)]
+        place = ["--join", self.head.address, "--temp", str(self.head.temp), "--ready", str(self._ready_file)]
+        return [sys.executable, "-m", "rollflow.flows.ray_process", *place, *size, "--resources", self._resources]
+
+    def _environment(self) -> Mapping[str, str]:
+        return self.head.node_env
+
+    def _ready(self) -> bool:
+        return self._ready_file.exists()
 
 
 # A unix socket's path holds 107 bytes, and Ray appends "/session_<date>_<time>_<pid>/sockets/plasma_store".

@@ -6,8 +6,8 @@ from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
 from rollflow.flows.home import attach_run
-from rollflow.flows.supervision import watch
-from rollflow.tasks.rewards.actor import start_reward
+from rollflow.flows.supervision import Keeper, Ward
+from rollflow.tasks.rewards.actor import REWARD, start_reward
 
 NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they are the ones that must progress
 
@@ -17,5 +17,11 @@ def reward(run: str, ray_address: str) -> int:
     """Score responses until the run is finished; returns how many."""
     context = attach_run(run)
     with cluster.attached(ray_address, context.run_id):
-        actor = start_reward(context)
-        return int(watch(actor.run.remote(), actor.status.remote, NO_LIMIT, get_run_logger().info, "the reward pool"))
+        ward = Ward(
+            name=REWARD,
+            start=lambda: start_reward(context),
+            made=lambda status: float(status["scored"]),
+            redone=lambda status: ("the scores it had not given yet", 0),
+            patience=NO_LIMIT,
+        )
+        return int(Keeper(context, ward, get_run_logger().info).run())

@@ -5,24 +5,30 @@ from __future__ import annotations
 from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
+from rollflow.flows.engines import Engines
 from rollflow.flows.home import attach_run
-from rollflow.flows.supervision import gpu_share, watch
-from rollflow.tasks.rollout.actor import start_engines, start_rollout
-
-START_SECONDS = 900.0
+from rollflow.flows.supervision import Keeper, Status, Ward
+from rollflow.tasks.rollout.actor import ROLLOUT, start_rollout
 
 
 @flow(name="rollout", log_prints=False)
-def rollout(run: str, ray_address: str) -> int:
-    """Generate, score and commit every batch of the run stored at `run`; returns the trajectories made."""
-    context = attach_run(run)
+def rollout(run: str, ray_address: str) -> None:
+    """Generate, score and commit every batch of the run stored at `run`."""
+    context, log = attach_run(run), get_run_logger().info
     with cluster.attached(ray_address, context.run_id):
-        engines = start_engines(context, gpu_share(context.config))
-        for i, engine in enumerate(engines):
-            cluster.call(engine.start.remote(), START_SECONDS, f"engine {i} to start")
-        get_run_logger().info("%d engine(s) ready", len(engines))
-        actor = start_rollout(context)
-        patience = context.config.rollout.patience_seconds
-        watch(actor.run.remote(), actor.status.remote, patience, get_run_logger().info, "the rollout scheduler")
-        made = cluster.call(actor.status.remote(), START_SECONDS, "the scheduler's last status")
-        return int(made["trajectories"])
+        engines = Engines(context, log)
+        engines.start()
+        ward = Ward(
+            name=ROLLOUT,
+            start=lambda: start_rollout(context),
+            made=lambda status: float(status["trajectories"]),
+            redone=lambda status: _redone(status, context.config.group_size),
+            patience=context.config.rollout.patience_seconds,
+        )
+        Keeper(context, ward, log).run(engines.look)
+
+
+def _redone(status: Status, group_size: int) -> tuple[str, int]:
+    """What a scheduler had in hand and nowhere else: these groups are issued again."""
+    groups = status["running"] + status["buffered"]
+    return f"{groups} groups that were running or not in a batch yet", groups * group_size

@@ -6,6 +6,7 @@ Guarantees:
   plus `guard.REST_SECONDS + guard.KILL_SECONDS`, with every process of that service gone and no other touched.
 - If this process dies, by SIGKILL too, the services end by themselves: each runs under a `guard` that holds the
   other end of a pipe. (A parent-death signal would not do: it fires when the *thread* that forked ends.)
+- `restart()` brings a service back at the address it had, with what it had stored; what is left of it is ended first.
 - Nothing listens outside loopback and nothing is reported home.
 
 Ctrl-C reaches only this process: each service has a session of its own.
@@ -15,13 +16,15 @@ Importing this module imports neither Prefect nor Ray nor MLflow.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -48,7 +51,7 @@ class Service(ABC):
 
     def __init__(self, log: Path, *, start_seconds: float) -> None:
         self.log = log
-        self._start_seconds = start_seconds
+        self.start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,7 +90,7 @@ class Service(ABC):
         Raises:
             Unreachable: it ended, or did not answer in time; it was stopped.
         """
-        deadline = time.monotonic() + self._start_seconds
+        deadline = time.monotonic() + self.start_seconds
         while not self._ready():
             if not self.running:
                 code = self._process.returncode if self._process else "none"
@@ -95,7 +98,7 @@ class Service(ABC):
                 raise Unreachable(f"{self.what} ended while starting (exit code {code}); see {self.log}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise Unreachable(f"waited {self._start_seconds:.0f} s for {self.what} to answer; see {self.log}")
+                raise Unreachable(f"waited {self.start_seconds:.0f} s for {self.what} to answer; see {self.log}")
             time.sleep(POLL_SECONDS)
 
     def start(self) -> None:
@@ -107,6 +110,39 @@ class Service(ABC):
     def running(self) -> bool:
         """Whether the process lives."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def answers(self) -> bool:
+        """Whether it would count as started now; asked of a service that runs, it tells a stuck one."""
+        return self._ready()
+
+    @property
+    def processes(self) -> list[int]:
+        """The process ids of the service."""
+        return guard.descendants(self._process.pid) if self._process is not None and self.running else []
+
+    def kill(self) -> None:
+        """End every process of the service at once, in no order."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        limit = time.monotonic() + guard.KILL_SECONDS
+        while self.running and time.monotonic() < limit:  # the guard forks its command, and ends when nothing is left
+            for pid in self.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        self.stop()
+
+    def relaunch(self) -> None:
+        """End what is left of the service and start it again, without waiting for it."""
+        self.stop()
+        self._process = None
+        self.launch()
+
+    def restart(self) -> None:
+        """`relaunch` and wait until it answers."""
+        self.relaunch()
+        self.wait()
 
     def stop(self) -> None:
         """End every process of the service."""
@@ -130,11 +166,12 @@ class Service(ABC):
         self.stop()
 
 
-def start_together(*services: Service) -> None:
+def start_together(*services: Service, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Start services side by side; if one fails, all are stopped and its error is raised."""
     try:
         for service in services:
             service.launch()
+        meanwhile()
         for service in services:
             service.wait()
     except BaseException:

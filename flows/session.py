@@ -1,31 +1,35 @@
 """What `rollflow run` holds while a run lasts: a Prefect server, a Ray cluster, a runner; private where none is given.
 
 Everything it started ends with it, whatever the reason. What it did not start (`PREFECT_API_URL`,
-`cluster.address`) is used and left as it was.
+`cluster.address`) is used and left as it was. What it started and dies meanwhile it starts again (`upkeep`), and
+the run's supervisor with it (`following`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from rollflow.flows.home import home
+from rollflow.flows.prefect_api import api, crash_orphans, going, insist, start
 from rollflow.flows.ray_head import RayHead
 from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray
 from rollflow.flows.services import PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.status import STATUS, RunStatus
-from rollflow.storage.errors import Missing
+from rollflow.flows.upkeep import RAY, RUNNER, SERVER, Upkeep
+from rollflow.storage.errors import Missing, Unreachable
 from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.settings import RecoveryConfig, RunConfig
 
 POLL_SECONDS = 0.5
-STATE_SECONDS = 2.0
-END_SECONDS = 30.0
+LOOK_SECONDS = 1.0
+SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's id
 
 
 def check_addresses(config: RunConfig) -> None:
@@ -39,59 +43,58 @@ def check_addresses(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """The services of one command. `page` is the Prefect UI."""
+    """The services of one command, by role. `page` is the Prefect UI."""
 
     deployment: str
     page: str
-    runner: Runner
+    services: Mapping[str, Service]
 
     def submit(self, context: RunContext) -> UUID:
         """Start the supervisor's flow run."""
-        from prefect.deployments import run_deployment
+        parameters = {"config": context.config.model_dump(mode="json"), "storage": context.uri}
+        key = uuid4().hex
 
-        made: Any = run_deployment(
-            name=f"post-training/{self.deployment}",
-            parameters={"config": context.config.model_dump(mode="json"), "storage": context.uri},
-            timeout=0,
-            flow_run_name=context.run_id,
-        )
-        return UUID(str(made.id))
+        def submit() -> UUID:
+            with api() as client:
+                return start(client, "post-training", self.deployment, parameters, name=context.run_id, key=key)
+
+        return insist(submit)
 
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
-        """The run's status, again and again until it ended; the last one says how."""
-        looked, submitted = 0.0, time.time()
-        status = RunStatus(context.run_id, versions=context.config.versions)
+        """The run's status, again and again until it ended; the last one says how.
+
+        Meanwhile whatever died is started again: see `upkeep` and `following`.
+        """
+        from rollflow.flows.following import Following
+
+        following = Following(context, flow_run, self.upkeep(context.config.recovery))
+        looked, status = 0.0, RunStatus(context.run_id, versions=context.config.versions)
         while not status.ended:
             time.sleep(POLL_SECONDS)
-            status = read_status(context, submitted) or status
-            if not status.ended and time.monotonic() - looked > STATE_SECONDS:
-                looked = time.monotonic()
-                status = self._ended_without_word(flow_run, status)
+            status = following.read() or status
+            if status.ended or time.monotonic() - looked > LOOK_SECONDS:
+                status, looked = following.look(status), time.monotonic()
             yield status
-        self._await_end(flow_run)
+        following.await_end()
 
-    def _ended_without_word(self, flow_run: UUID, status: RunStatus) -> RunStatus:
-        """A supervisor that died or never started cannot write its status: its flow run's state tells."""
-        from dataclasses import replace
+    def serve(self, log: Callable[[str], None], ended: threading.Event) -> None:
+        """Look after the services, and on a private server after the runs, until `ended` is set.
 
-        state = flow_state(flow_run)
-        if state is not None and state.is_final() and not state.is_completed():
-            return replace(status, phase="failed", messages=(*status.messages, state.message or state.name))
-        if not self.runner.running:
-            return replace(
-                status, phase="failed", messages=(*status.messages, f"the runner died; see {self.runner.log}")
-            )
-        return status
+        Raises:
+            StageFailed: a service cannot be kept up.
+        """
+        from rollflow.flows.recover import PickUp
 
-    @staticmethod
-    def _await_end(flow_run: UUID) -> None:
-        """Let the supervisor's flow run reach its final state before its server goes."""
-        limit = time.monotonic() + END_SECONDS
-        while time.monotonic() < limit:
-            state = flow_state(flow_run)
-            if state is not None and state.is_final():
-                return
-            time.sleep(POLL_SECONDS)
+        upkeep = self.upkeep(RecoveryConfig())
+        pick_up = PickUp(self.deployment) if SERVER in self.services else None
+        while not ended.wait(LOOK_SECONDS):
+            upkeep.look(lambda recovery: log(f"recovered {recovery.sentence()}"))
+            if pick_up:
+                pick_up.look(log)
+
+    def upkeep(self, limits: RecoveryConfig) -> Upkeep:
+        """Who looks after the services."""
+        return Upkeep(self.deployment, self.services, limits)
 
     def cancel(self, context: RunContext) -> None:
         """End the run's flow runs as cancelled, and its actors where the cluster is not ours to stop."""
@@ -104,25 +107,10 @@ class Session:
                 kill_actors(context)
 
     def _cancel_flows(self) -> None:
-        from prefect.client.orchestration import get_client
-        from prefect.client.schemas.filters import (
-            DeploymentFilter,
-            DeploymentFilterName,
-            FlowRunFilter,
-            FlowRunFilterState,
-            FlowRunFilterStateType,
-        )
-        from prefect.client.schemas.objects import StateType
         from prefect.states import Cancelled
 
-        going = FlowRunFilter(
-            state=FlowRunFilterState(
-                type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED])
-            )
-        )
-        here = DeploymentFilter(name=DeploymentFilterName(any_=[self.deployment]))
-        with get_client(sync_client=True) as client:
-            for run in client.read_flow_runs(flow_run_filter=going, deployment_filter=here):
+        with contextlib.suppress(Unreachable), api() as client:
+            for run in going(client, self.deployment):
                 client.set_flow_run_state(run.id, Cancelled(message="stopped by Ctrl-C"), force=True)
 
 
@@ -143,18 +131,23 @@ def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Sessi
     logs, ready = place / "logs" / name, place / "cache" / name / "runner-ready"
     ready.parent.mkdir(parents=True, exist_ok=True)
     told = environment | {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
-    runner = Runner(logs / "runner.log", told, arguments=["--ready", str(ready)], ready=ready)
-    services = tuple(service for service in (server, ray, *extra) if service)
+    watched = [] if name == SERVED and not server else ["--no-automations"]
+    runner = Runner(logs / "runner.log", told, arguments=["--ready", str(ready), *watched], ready=ready)
+    given = {SERVER: server, RAY: ray, **{service.what: service for service in extra}}
+    services = {role: service for role, service in given.items() if service is not None}
     os.environ.update(environment)
     try:
-        start_together(*services)
-        runner.launch()
-        import prefect.deployments  # noqa: F401 - seconds, which the runner needs as well
-
-        runner.wait()
-        yield Session(name, page, runner)
+        start_together(*services.values(), meanwhile=_import_prefect)
+        if server or name != SERVED:  # nobody else serves these deployments
+            insist(lambda: crash_orphans(name, "its session died", scheduled=True))
+        runner.start()
+        yield Session(name, page, services | {RUNNER: runner})
     finally:
-        stop_together(*services, runner)
+        stop_together(*services.values(), runner)
+
+
+def _import_prefect() -> None:
+    import prefect.deployments  # noqa: F401 - takes seconds
 
 
 def read_status(context: RunContext, since: float) -> RunStatus | None:
@@ -165,11 +158,3 @@ def read_status(context: RunContext, since: float) -> RunStatus | None:
         return None
     began = float(context.described["created_at"]) + status.seconds
     return status if began >= since - 1 else None
-
-
-def flow_state(flow_run: UUID) -> Any:
-    """The state of a flow run."""
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        return client.read_flow_run(flow_run).state

@@ -1,32 +1,39 @@
-"""The three stages as the supervisor sees them: child flow runs, and the actors behind them."""
+"""The three stages as the supervisor sees them: child flow runs, and the actors behind them.
+
+A stage whose flow run crashed (its process was killed) or whose actor nobody looks after any more is started again;
+the new flow run finds the actors that live and goes on with them. A stage that *failed* has said why: that ends
+the run. A supervisor that takes over from a dead one adopts the flow runs that are under way. While the Prefect
+server does not answer, states are as they were last seen.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
-from prefect.deployments import run_deployment
+from prefect.client.orchestration import SyncPrefectClient
 
 from rollflow.flows import cluster
+from rollflow.flows.prefect_api import api, going, start
 from rollflow.flows.status import StageStatus
-from rollflow.flows.supervision import StageFailed
-from rollflow.storage.errors import RollflowError
-from rollflow.storage.ray_channel import CHANNEL
+from rollflow.flows.supervision import Budget, Chronicle, Pending, StageFailed
+from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.ray_channel import CHANNEL, start_channel
 from rollflow.tasks.learners.actor import LEARNER
 from rollflow.tasks.rewards.actor import REWARD
 from rollflow.tasks.rollout.actor import ROLLOUT, engine_name
 from rollflow.tasks.run import RunContext
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
-STATE_SECONDS = 2.0  # how often the states of the child runs are read
+STATE_SECONDS = 1.0  # how often the states of the child runs are read
 STATUS_SECONDS = 10.0
 START_SECONDS = 300.0
 END_SECONDS = 120.0
+UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is what the rollout stage does first
 
 
 def deployment() -> str:
@@ -35,93 +42,194 @@ def deployment() -> str:
 
 
 @dataclass
-class Stages:
-    """Started, watched and ended together. `idle` and `notes` keep the last that was seen."""
+class Stage:
+    """One stage: its flow run, what was last seen of it, and when."""
 
-    context: RunContext
-    address: str
-    attempt: str
-    runs: dict[str, UUID] = field(default_factory=dict)
-    states: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    _looked: float = 0.0
-    _started: float = field(default_factory=time.monotonic)
+    role: str
+    run: UUID | None = None
+    state: str = "Scheduled"
+    seen: Mapping[str, Any] = field(default_factory=dict)
+    started: float = 0.0  # monotonic: when its flow run was asked for
+    answered: float = 0.0  # monotonic: when its actor last gave its status
+    asked: Any = None  # reference of the question under way
+    pending: Pending | None = None
+
+
+class Stages:
+    """Started or adopted, watched and ended together."""
+
+    def __init__(self, context: RunContext, address: str, epoch: int, log: Callable[[str], None]) -> None:
+        self.context, self.address, self.epoch, self._log = context, address, epoch, log
+        self.all = {role: Stage(role) for role in ACTORS}
+        self._budget = Budget(context.config.recovery)
+        self._chronicle = Chronicle(context, log)
+        self._looked = 0.0
+        self._channel: Any = None
+        self._channel_lost: Pending | None = None
 
     def start(self) -> None:
-        """Start the three child flow runs (each exactly once for this attempt)."""
-        for role in ACTORS:
-            run = run_deployment(
-                name=f"{role}/{deployment()}",
-                parameters={"run": self.context.uri, "ray_address": self.address},
-                timeout=0,
-                idempotency_key=f"{self.context.run_id}:{role}:{self.attempt}",
-                flow_run_name=f"{role} of {self.context.run_id}",
-            )
-            self.runs[role] = run.id  # type: ignore[union-attr]
-            self.states[role] = "Scheduled"
+        """Adopt the stages' flow runs that are under way, and start the others."""
+        start_channel(self.context.store, self.context.config.capacity, self.context.policies().latest())
+        limit = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with api() as client:
+                    self._adopt(client)
+                return
+            except Unreachable:
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(STATE_SECONDS)
+
+    def _adopt(self, client: SyncPrefectClient) -> None:
+        under_way = {run.name: run.id for run in going(client, deployment())}
+        for stage in self.all.values():
+            stage.run, stage.started = under_way.get(self._name(stage)), time.monotonic()
+            if stage.run is None:
+                self._start(stage, client)
+
+    def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
+        """Ask for the stage's flow run: exactly one for this supervisor and attempt."""
+        parameters = {"run": self.context.uri, "ray_address": self.address}
+        key = f"{self.context.run_id}:{stage.role}:{self.epoch}.{self._budget.attempt(stage.role)}"
+        stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=key)
+        stage.state, stage.started = "Scheduled", time.monotonic()
+
+    def _name(self, stage: Stage) -> str:
+        return f"{stage.role} of {self.context.run_id}"
 
     def look(self) -> None:
-        """Read the stages' states and statuses.
+        """See after the channel, the stages' states and their actors; start again what died.
 
         Raises:
-            StageFailed: one of them ended other than completed; the message has its reason.
+            StageFailed: a stage failed, or its budget of restarts is used up; the message has the reason.
         """
-        for role, name in ACTORS.items():
-            if self.states[role] == "Running":
-                self._ask(role, name)
+        self._look_after_channel()
+        for stage in self.all.values():
+            self._ask(stage)
         if time.monotonic() - self._looked < STATE_SECONDS:
             return
         self._looked = time.monotonic()
-        with get_client(sync_client=True) as client:
-            for role, run in self.runs.items():
-                state = client.read_flow_run(run).state
-                if state is None:
-                    continue
-                self.states[role] = state.name or state.type.value
-                if state.is_final() and not state.is_completed():
-                    raise StageFailed(f"the {role} stage ended {state.name}: {reason_of(state.message)}")
-                if not state.is_final() and not state.is_running() and self._waited() > START_SECONDS:
-                    raise StageFailed(f"waited {START_SECONDS:g} s for a runner to start the {role} stage")
-
-    def _waited(self) -> float:
-        return time.monotonic() - self._started
-
-    def _ask(self, role: str, name: str) -> None:
         try:
-            actor = cluster.actor(name, self.context.run_id)
-            self.seen[role] = cluster.call(actor.status.remote(), STATUS_SECONDS, f"the status of {role}")
+            with api() as client:
+                for stage in self.all.values():
+                    self._see_state(stage, client)
+        except Unreachable as error:
+            self._log(f"{error}; the run goes on meanwhile")
+
+    def _see_state(self, stage: Stage, client: SyncPrefectClient) -> None:
+        if stage.run is None:
+            self._start(stage, client)
+            return
+        state = client.read_flow_run(stage.run).state
+        if state is None:
+            return
+        stage.state = state.name or state.type.value
+        if state.is_crashed():
+            self._again(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
+        elif state.is_final() and not state.is_completed():
+            raise StageFailed(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
+        elif not state.is_final() and not state.is_running():
+            if time.monotonic() - stage.started > START_SECONDS:
+                raise StageFailed(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
+        elif state.is_running() and self._unattended(stage):
+            cancel(client, stage.run)
+            self._again(stage, "its actor is gone and its flow does not start another")
+
+    def _unattended(self, stage: Stage) -> bool:
+        """Whether the actor has been silent for longer than its flow may take to notice and to start another."""
+        return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
+
+    def _again(self, stage: Stage, reason: str) -> None:
+        pause = self._budget.spend(stage.role, reason)
+        stage.pending = Pending(f"{stage.role} stage", reason, self._budget.attempt(stage.role))
+        self._chronicle.noticed(stage.pending)
+        time.sleep(pause)
+        stage.run = None  # asked for at the next look
+        self._looked = 0.0
+
+    def _ask(self, stage: Stage) -> None:
+        """Read the answer to the last question if it is there, and ask the next; never waits."""
+        if stage.asked is not None and not cluster.done(stage.asked, 0):
+            return
+        asked, stage.asked = stage.asked, None
+        try:
+            if asked is not None:
+                stage.seen = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
+                stage.answered = time.monotonic()
+            stage.asked = cluster.actor(ACTORS[stage.role], self.context.run_id).status.remote()
         except RollflowError:
-            return  # not up yet, or ended; the stage's own flow says which
+            return  # not up yet, or dead; the stage's own flow sees to it
+        if stage.pending and stage.state == "Running":
+            self._chronicle.write(stage.pending.done())
+            stage.pending = None
+
+    def _look_after_channel(self) -> None:
+        """Start the channel if it does not live; its clients find the new one by its name."""
+        try:
+            if self._channel is None:
+                self._channel = cluster.actor(CHANNEL, self.context.run_id).ping.remote()
+            if cluster.done(self._channel, 0):
+                answered, self._channel = self._channel, None
+                cluster.call(answered, STATUS_SECONDS, "the channel to answer")
+                self._channel_back()
+        except RollflowError as error:
+            self._channel = None
+            self._channel_again(str(error).splitlines()[0])
+
+    def _channel_again(self, reason: str) -> None:
+        time.sleep(self._budget.spend(CHANNEL, reason))
+        self._channel_lost = Pending(CHANNEL, reason, self._budget.attempt(CHANNEL), "a refill from storage")
+        self._chronicle.noticed(self._channel_lost)
+        cluster.kill_named([CHANNEL], self.context.run_id)
+        start_channel(self.context.store, self.context.config.capacity, self.context.policies().latest())
+
+    def _channel_back(self) -> None:
+        if self._channel_lost:
+            self._chronicle.write(self._channel_lost.done())
+            self._channel_lost = None
 
     def ended(self, *roles: str) -> bool:
         """Whether these stages completed."""
-        return all(self.states[role] == "Completed" for role in roles)
+        return all(self.all[role].state == "Completed" for role in roles)
 
     def end(self) -> None:
         """After rollout and train have ended: end the reward stage, then every actor."""
-        actor = cluster.actor(REWARD, self.context.run_id)
-        cluster.call(actor.finish.remote(), STATUS_SECONDS, "the reward stage to take note of the end")
         limit = time.monotonic() + END_SECONDS
         while not self.ended(*ACTORS):
             if time.monotonic() > limit:
-                raise StageFailed(f"waited {END_SECONDS:g} s for the stages to end; they are {self.states}")
+                states = {stage.role: stage.state for stage in self.all.values()}
+                raise StageFailed(f"waited {END_SECONDS:g} s for the stages to end; they are {states}")
+            self._finish_reward()
             time.sleep(0.2)
             self._looked = 0.0
             self.look()
         kill_actors(self.context)
 
+    def _finish_reward(self) -> None:
+        try:
+            actor = cluster.actor(REWARD, self.context.run_id)
+            cluster.call(actor.finish.remote(), STATUS_SECONDS, "the reward stage to take note of the end")
+        except RollflowError as error:
+            self._log(f"the reward stage does not answer yet: {error}")
+
     def abandon(self) -> None:
         """Something failed: kill the run's actors and cancel the stages that still run."""
         kill_actors(self.context)
-        cancel(self.runs.values())
+        try:
+            with api() as client:
+                for stage in self.all.values():
+                    if stage.run is not None:
+                        cancel(client, stage.run)
+        except Unreachable as error:
+            self._log(f"{error}; the stages are not cancelled")
 
     def statuses(self) -> dict[str, StageStatus]:
         """For the live view."""
-        return {role: self._status(role) for role in ACTORS}
-
-    def _status(self, role: str) -> StageStatus:
-        seen = self.seen.get(role, {})
-        return StageStatus(self.states.get(role, "Waiting"), note_of(role, seen), float(seen.get("idle", 0.0)))
+        return {
+            role: StageStatus(stage.state, note_of(role, stage.seen), float(stage.seen.get("idle", 0.0)))
+            for role, stage in self.all.items()
+        }
 
 
 def kill_actors(context: RunContext) -> None:
@@ -130,15 +238,13 @@ def kill_actors(context: RunContext) -> None:
     cluster.kill_named([*ACTORS.values(), *engines, CHANNEL], context.run_id)
 
 
-def cancel(runs: Any) -> None:
-    """Cancel flow runs that have not ended; their runner then ends their processes."""
+def cancel(client: SyncPrefectClient, run: UUID) -> None:
+    """Cancel a flow run that has not ended; its runner then ends its process."""
     from prefect.states import Cancelling
 
-    with get_client(sync_client=True) as client:
-        for run in runs:
-            state = client.read_flow_run(run).state
-            if state is None or not state.is_final():
-                client.set_flow_run_state(run, Cancelling())
+    state = client.read_flow_run(run).state
+    if state is None or not state.is_final():
+        client.set_flow_run_state(run, Cancelling())
 
 
 def reason_of(message: str | None) -> str:

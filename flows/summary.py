@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from rollflow.flows.progress import Progress
 from rollflow.storage.audit import audit
+from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run import RunContext
 
@@ -35,6 +37,7 @@ def summarize(context: RunContext, idle: Mapping[str, float], pages: Mapping[str
         "staleness": {str(age): count for age, count in sorted(report.staleness.items())},
         "async_ratio": context.config.async_ratio,
         "fates": dict(report.fates),
+        "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,

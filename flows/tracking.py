@@ -42,7 +42,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Metrics of one version; `marker` is the metric by which a resumed run knows that they were logged."""
+    """Metrics of one version or recovery; `marker` is the metric by which a resumed run knows that they were logged."""
 
     marker: str
     version: int
@@ -110,6 +110,10 @@ class Tracker:
     def log_accuracy(self, version: int, accuracy: float, when: float) -> None:
         """Log the held-out accuracy of a version."""
         self._queue.put(Point("evaluated_version", version, {"accuracy": accuracy}, when))
+
+    def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
+        """Log a recovery, the `number`-th of the run (from 1)."""
+        self._queue.put(Point("recoveries", number, dict(metrics), when))
 
     def log_reward_plot(self, curves: Curves, path: Path) -> None:
         """Draw the curves to `path` (PNG) and log it as the artifact `reward.png`."""
@@ -240,7 +244,7 @@ def _open_run(place: TrackingPlace, run_id: str, parameters: Mapping[str, str]) 
     fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
     for start in range(0, len(fresh), PARAMETERS_A_CALL):
         client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
-    markers = ("version", "evaluated_version")
+    markers = ("version", "evaluated_version", "recoveries")
     last = {marker: int(run.data.metrics[marker]) for marker in markers if marker in run.data.metrics}
     return _Open(client, run.info.run_id, experiment_id, last)
 

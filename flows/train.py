@@ -6,8 +6,8 @@ from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
 from rollflow.flows.home import attach_run
-from rollflow.flows.supervision import gpu_share, watch
-from rollflow.tasks.learners.actor import start_learner
+from rollflow.flows.supervision import Keeper, Ward, gpu_share
+from rollflow.tasks.learners.actor import LEARNER, start_learner
 
 
 @flow(name="train")
@@ -15,7 +15,12 @@ def train(run: str, ray_address: str) -> int:
     """Train the run stored at `run` up to its last version; returns that version."""
     context = attach_run(run)
     with cluster.attached(ray_address, context.run_id):
-        actor = start_learner(context, gpu_share(context.config))
-        # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
-        patience = 2 * context.config.rollout.patience_seconds
-        return int(watch(actor.run.remote(), actor.status.remote, patience, get_run_logger().info, "the learner"))
+        ward = Ward(
+            name=LEARNER,
+            start=lambda: start_learner(context, gpu_share(context.config)),
+            made=lambda status: float(status["version"]),
+            redone=lambda status: (f"the step of version {status['version'] + 1}", 0),
+            # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
+            patience=2 * context.config.rollout.patience_seconds,
+        )
+        return int(Keeper(context, ward, get_run_logger().info).run())

@@ -9,6 +9,9 @@ no cache and no metric. Kinds of violation:
 - `gap`: a version or batch number that was skipped.
 - `altered`: bytes that are not what was committed.
 - `lineage`: a manifest that does not follow from its parent and its batch.
+
+A batch that was quarantined before anything was trained on it is no violation: its groups are discarded as corrupt
+and issued again. It is named in the report.
 """
 
 from __future__ import annotations
@@ -27,9 +30,17 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention, StoredObject, manifest_path
 from rollflow.storage.records import DiscardReason, GroupKey
-from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, commit_path, verified
+from rollflow.storage.trajectories import (
+    BatchCommit,
+    TrajectoryStore,
+    commit_path,
+    committed_editions,
+    verified,
+)
 
-REQUEUED = {DiscardReason.STALE, DiscardReason.FAILED, DiscardReason.REDUNDANT}
+ISSUED_AGAIN = {f"discarded: {reason}" for reason in DiscardReason if reason.issued_again}
+
+Commits = dict[tuple[int, int], BatchCommit]  # (number, edition) -> commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class AuditReport:
     discarded_tokens: int = 0
     trained_tokens: int = 0
     objects: int = 0
+    quarantined: list[str] = field(default_factory=list)  # what was voided, and why
     violations: list[Violation] = field(default_factory=list)
 
     @property
@@ -76,15 +88,18 @@ def audit(run: ObjectStore) -> AuditReport:
     """
     config = _run_config(run)
     report = AuditReport(config["run_id"], float(config["async_ratio"]))
-    retention = Retention(config["store"]["keep_last"], config["store"]["keep_every"])
+    store = config["store"]
+    retention = Retention(store["keep_last"], store["keep_every"], store.get("state_every", 1))
     manifests = _chain(run, report)
-    commits = _commits(run, report)
+    batches = TrajectoryStore(run)
+    commits = _commits(batches, report)
     report.versions = max(len(manifests) - 1, 0)
     _check_objects(run, manifests, retention, report)
-    for commit in commits.values():
-        _check_batch(run, commit, report, trained=commit.number + 1 in manifests)
-    _check_lineage(run, manifests, commits, report)
-    _check_fates(manifests, commits, report)
+    for (number, edition), commit in commits.items():
+        if batches.edition(number) == edition:
+            _check_batch(run, commit, report, trained=number + 1 in manifests)
+    _check_lineage(batches, manifests, commits, report)
+    _check_fates(batches, manifests, commits, report)
     return report
 
 
@@ -125,16 +140,19 @@ def _chain(run: ObjectStore, report: AuditReport) -> dict[int, Manifest]:
     return manifests
 
 
-def _commits(run: ObjectStore, report: AuditReport) -> dict[int, BatchCommit]:
-    """All batch commits by number; notes gaps and unreadable ones."""
-    numbers = _numbers(run, "trajectories", r"trajectories/(\d{8})\.json")
-    _report_gaps(numbers, "batch", report)
+def _commits(batches: TrajectoryStore, report: AuditReport) -> Commits:
+    """All batch commits by number and edition; notes gaps, what was voided, and what else is unreadable."""
+    names = committed_editions(batches.run)
+    _report_gaps([number for number, edition in names if edition == 0], "batch", report)
+    voids = {(void.batch, void.edition): void for void in batches.voids()}
+    report.quarantined = [f"{void.file}: {void.reason}" for void in voids.values()]
     commits = {}
-    for number in numbers:
+    for name in names:
         try:
-            commits[number] = TrajectoryStore(run).record(number)
+            commits[name] = batches.record_of(*name)
         except Corrupt as error:
-            report.add("altered", commit_path(number), str(error))
+            if name not in voids:
+                report.add("altered", commit_path(*name), str(error))
     return commits
 
 
@@ -143,8 +161,7 @@ def _check_objects(run: ObjectStore, manifests: dict[int, Manifest], retention: 
     policies = PolicyStore(run)
     for version, manifest in manifests.items():
         for stored in (*manifest.weights, *manifest.learner):
-            kept = retention.keeps(version, latest)
-            if kept or run.exists(stored.path):
+            if retention.needed(version, latest) or run.exists(stored.path):
                 _check_object(policies, stored, report)
 
 
@@ -200,7 +217,7 @@ def _check_tokens(batch: TrajectoryBatch, number: int, report: AuditReport) -> N
 
 
 def _check_lineage(
-    run: ObjectStore, manifests: dict[int, Manifest], commits: dict[int, BatchCommit], report: AuditReport
+    batches: TrajectoryStore, manifests: dict[int, Manifest], commits: Commits, report: AuditReport
 ) -> None:
     """Each manifest names its parent's hash, and consumed exactly the batch that was committed for it."""
     for version, manifest in manifests.items():
@@ -209,15 +226,17 @@ def _check_lineage(
             report.add("lineage", where, f"its manifest calls itself version {manifest.version}")
         if version == 0:
             continue
-        if version - 1 in manifests and manifest.parent != PolicyStore(run).manifest_sha256(version - 1):
+        if version - 1 in manifests and manifest.parent != PolicyStore(batches.run).manifest_sha256(version - 1):
             report.add("lineage", where, "its parent is not the version before it as it stands in storage")
-        commit = commits.get(version - 1)
+        commit = commits.get((version - 1, batches.edition(version - 1)))
         if commit is None:
-            report.add("missing", where, f"batch {version - 1}, which it was trained on, is not in storage")
+            quarantined = any(void.batch == version - 1 for void in batches.voids())
+            what = "was quarantined after that" if quarantined else "is not in storage"
+            report.add("altered" if quarantined else "missing", where, f"batch {version - 1}, its own, {what}")
             continue
-        if manifest.batch != _sha256(run, commit_path(version - 1)):
+        if manifest.batch != _sha256(batches.run, commit.path):
             report.add("altered", where, f"batch {version - 1} is not the one this version was trained on")
-        if manifest.consumed != commit.groups or manifest.discarded != commit.discards:
+        if manifest.consumed != commit.groups or manifest.discarded != batches.discards(commit):
             report.add("lineage", where, f"its consumed or discarded groups are not those of batch {version - 1}")
 
 
@@ -228,23 +247,27 @@ def _sha256(run: ObjectStore, path: str) -> str:
         return "missing"
 
 
-def _check_fates(manifests: dict[int, Manifest], commits: dict[int, BatchCommit], report: AuditReport) -> None:
+def _check_fates(
+    batches: TrajectoryStore, manifests: dict[int, Manifest], commits: Commits, report: AuditReport
+) -> None:
     """Every dispatch has exactly one fate, and every prompt below the cursor is accounted for."""
+    if not commits:
+        return
+    newest = max(commits.values(), key=lambda commit: commit.order)
+    unsettled = {(void.batch, void.edition) for void in batches.voids()[newest.voids :]}
+    settled = {(void.batch, void.edition) for void in batches.voids()[: newest.voids]}
     fates: dict[GroupKey, list[str]] = defaultdict(list)
-    for number, commit in sorted(commits.items()):
-        fate = "trained" if number + 1 in manifests else "committed, waiting"
-        for key in commit.groups:
-            fates[key].append(fate)
+    for name, commit in commits.items():
+        fate = "trained" if commit.number + 1 in manifests else "committed, waiting"
+        for key in () if name in settled else commit.groups:
+            fates[key].append("quarantined" if name in unsettled else fate)
         for discard in commit.discards:
             fates[discard.key].append(f"discarded: {discard.reason}")
             report.discarded_tokens += discard.response_tokens
-    if commits:
-        last = commits[max(commits)]
-        for key in last.in_flight:
-            fates[key].append("in flight")
+    for key in newest.in_flight:
+        fates[key].append("in flight")
     _check_once(fates, report)
-    if commits:
-        _check_all_there(fates, commits[max(commits)].cursor, report)
+    _check_all_there(fates, newest.cursor, report)
     for found in fates.values():
         report.fates.update(found)
 
@@ -265,13 +288,12 @@ def _check_all_there(fates: dict[GroupKey, list[str]], cursor: int, report: Audi
     last_attempt: dict[int, int] = {}
     for key in fates:
         last_attempt[key.prompt] = max(key.attempt, last_attempt.get(key.prompt, -1))
-    requeued = {f"discarded: {reason}" for reason in REQUEUED}
     for index in range(cursor):
         attempts = last_attempt.get(index, -1)
         lost = [a for a in range(attempts + 1) if GroupKey(index, a) not in fates]
         if attempts < 0 or lost:
             report.add("missing", f"prompt {index}", "was dispatched and has no fate")
-        elif fates[GroupKey(index, attempts)][-1] in requeued:
+        elif fates[GroupKey(index, attempts)][-1] in ISSUED_AGAIN:
             report.add("missing", f"prompt {index}", "was discarded and never issued again")
     for index in sorted(i for i in last_attempt if i >= cursor):
         report.add("lineage", f"prompt {index}", f"has a fate but lies beyond the cursor ({cursor})")

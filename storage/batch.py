@@ -7,10 +7,15 @@ zero-copy: columns are views of the buffer the batch was opened from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from rollflow.storage.errors import Corrupt
@@ -39,6 +44,8 @@ SCHEMA = pa.schema(
     metadata={b"rollflow.schema": str(SCHEMA_VERSION).encode()},
 )
 
+CODES = {pa.int32(): "i", pa.float32(): "f"}  # of `struct`
+
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
@@ -48,48 +55,39 @@ class TrajectoryBatch:
 
     @classmethod
     def from_groups(cls, groups: Sequence[TrajectoryGroup]) -> TrajectoryBatch:
-        """Build the table; R rows for R trajectories."""
-        rows = [(g, t) for g in groups for t in g.trajectories]
-        columns: dict[str, list[object]] = {
-            "index": [g.key.prompt for g, _ in rows],
-            "attempt": [g.key.attempt for g, _ in rows],
-            "sample": [t.sample for _, t in rows],
-            "prompt_id": [g.prompt_id for g, _ in rows],
-            "domain": [g.domain for g, _ in rows],
-            "started_version": [t.started_version for _, t in rows],
-            "tokens": [t.tokens for _, t in rows],
-            "loss_mask": [t.loss_mask for _, t in rows],
-            "logprobs": [t.logprobs for _, t in rows],
-            "versions": [t.versions for _, t in rows],
-            "reward": [t.reward for _, t in rows],
-            "reason": [t.reason for _, t in rows],
-            "ending": [t.ending.value for _, t in rows],
-            "generation_seconds": [t.generation_seconds for _, t in rows],
-            "reward_seconds": [t.reward_seconds for _, t in rows],
-        }
-        return cls(pa.table([pa.array(columns[f.name], f.type) for f in SCHEMA], schema=SCHEMA))
+        """The table of R rows for R trajectories; groups that are packed already are not copied."""
+        if groups and all(group.table is not None for group in groups):
+            return cls(pa.concat_tables([group.table for group in groups]))
+        return cls(_table(groups))
 
     def to_bytes(self) -> pa.Buffer:
         """The Arrow IPC file of this batch."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, SCHEMA) as writer:
-            writer.write_table(self.table.combine_chunks())
-        return sink.getvalue()
+        whole = self.table.combine_chunks()
+        measure = pa.MockOutputStream()
+        _write(measure, whole)
+        data = pa.allocate_buffer(measure.size())  # a stream that grows would copy it again and again
+        _write(pa.FixedSizeBufferWriter(data), whole)
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes | pa.Buffer) -> TrajectoryBatch:
         """Open an Arrow IPC file without copying it.
 
         Raises:
-            Corrupt: it is no Arrow file, or its schema is not the one this version writes.
+            Corrupt: it is no Arrow file, its schema is not the one this version writes, or its columns are damaged.
         """
         try:
             table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        except (pa.ArrowInvalid, OSError) as error:
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             raise Corrupt(f"not a readable Arrow file: {error}") from error
-        found = (table.schema.metadata or {}).get(b"rollflow.schema", b"none").decode()
-        if found != str(SCHEMA_VERSION) or not table.schema.equals(SCHEMA):
+        found = (table.schema.metadata or {}).get(b"rollflow.schema", b"none").decode(errors="replace")
+        if found != str(SCHEMA_VERSION):
             raise Corrupt(f"trajectory schema {found} is not {SCHEMA_VERSION}, the one this version of rollflow reads")
+        if not table.schema.equals(SCHEMA):
+            raise Corrupt(f"the columns are not those of trajectory schema {SCHEMA_VERSION}")
+        if any(column.null_count for column in table.columns):
+            raise Corrupt("a column holds nulls")
         return cls(table)
 
     def __len__(self) -> int:
@@ -102,6 +100,14 @@ class TrajectoryBatch:
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return [GroupKey(*pair) for pair, _ in groupby(pairs)]
 
+    def response_tokens(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Tokens the policy chose, for each group; `sizes` are the groups' rows."""
+        mask = self.table["loss_mask"].combine_chunks()
+        before = np.cumsum([0, *sizes])[:-1]
+        chosen = np.concatenate([[0], np.cumsum(mask.flatten().to_numpy(zero_copy_only=False))])
+        of_rows = np.diff(chosen[mask.offsets.to_numpy()])
+        return tuple(np.add.reduceat(of_rows, before).tolist()) if len(of_rows) else ()
+
     def groups(self) -> list[TrajectoryGroup]:
         """The groups as records (copies; for tools and tests, the learner reads columns)."""
         rows = self.table.to_pylist()
@@ -112,6 +118,49 @@ class TrajectoryBatch:
                 TrajectoryGroup(key, group[0]["prompt_id"], group[0]["domain"], tuple(_trajectory(r) for r in group))
             )
         return found
+
+
+def _write(sink: pa.NativeFile, table: pa.Table) -> None:
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
+        writer.write_table(table)
+
+
+def packed(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with its rows as Arrow: made when it is complete, so that a commit only has to join tables."""
+    return group if group.table is not None else replace(group, table=_table([group]))
+
+
+def _table(groups: Sequence[TrajectoryGroup]) -> pa.Table:
+    rows = [trajectory for group in groups for trajectory in group.trajectories]
+    same: dict[str, list[Any]] = {
+        "index": [g.key.prompt for g in groups for _ in g.trajectories],
+        "attempt": [g.key.attempt for g in groups for _ in g.trajectories],
+        "prompt_id": [g.prompt_id for g in groups for _ in g.trajectories],
+        "domain": [g.domain for g in groups for _ in g.trajectories],
+    }
+
+    def column(field: pa.Field) -> pa.Array:
+        values: list[Any] = same.get(field.name) or list(map(attrgetter(field.name), rows))
+        return _lists(values, field.type) if pa.types.is_list(field.type) else pa.array(values, field.type)
+
+    return pa.table([column(field) for field in SCHEMA], schema=SCHEMA)
+
+
+def _lists(rows: Sequence[Sequence[float]], kind: pa.ListType) -> pa.Array:
+    """A column of lists; packing them in C takes half the time of Arrow's own reading of tuples."""
+    offsets = pa.array(accumulate(map(len, rows), initial=0), pa.int32())
+    if kind.value_type == pa.bool_():
+        values = pa.array(np.frombuffer(b"".join(map(bytes, rows)), np.bool_))  # type: ignore[arg-type]
+    else:
+        code = CODES[kind.value_type]
+        data = b"".join([_packer(len(row), code)(*row) for row in rows])
+        values = pa.Array.from_buffers(kind.value_type, len(data) // 4, [None, pa.py_buffer(data)])
+    return pa.ListArray.from_arrays(offsets, values, type=kind)
+
+
+@cache
+def _packer(count: int, code: str) -> Callable[..., bytes]:
+    return struct.Struct(f"{count}{code}").pack
 
 
 def _trajectory(row: dict[str, object]) -> Trajectory:

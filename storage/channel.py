@@ -4,6 +4,7 @@ It is a cache of the trajectory store and holds nothing that is not committed th
 
 - Bounded: at most `capacity` batches that nobody acknowledged; `put` waits for room, with a deadline.
 - Version-aware: batch b is handed out only as the batch that trains version b; acknowledging b drops all up to b.
+- Edition-aware: what is handed out is the edition that counts in the store at that moment, never a voided one.
 - Lease and acknowledge: a leased batch stays until it is acknowledged, so a learner that died gets it again.
 - Idempotent: `put`, `ack` and `announce` may be repeated (Ray's retries are at-least-once).
 - Losing it costs a refill: a batch it does not hold is read from the store.
@@ -21,28 +22,43 @@ import contextlib
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from rollflow.storage.errors import Missing
+
 Payload = TypeVar("Payload")
+Refilled = TypeVar("Refilled", covariant=True)
+
+LOOK_SECONDS = 1.0  # how long a lease waits for a `put` before it looks into the store again
 
 
 class BatchChannel(Protocol):
     """What the scheduler and the learner see of the channel, wherever it lives. Payloads are Arrow file bytes."""
 
-    async def put(self, number: int, payload: object, deadline: float) -> None:
+    async def put(self, number: int, payload: object, deadline: float, edition: int = 0) -> None:
         """Hand over committed batch `number`; waits for room, `TimeoutError` after `deadline` seconds."""
 
     async def wait_version(self, after: int, deadline: float) -> int:
         """The newest announced version once it is above `after`; what is known after `deadline` seconds."""
 
 
+class Source(Protocol[Refilled]):
+    """The trajectory store, as the channel sees it."""
+
+    async def edition(self, number: int) -> int | None:
+        """The edition of batch `number` that counts now; None if it is not committed."""
+
+    async def read(self, number: int) -> Refilled:
+        """Its payload; `Missing` or `Corrupt`."""
+
+
 class Channel(Generic[Payload]):
     """The channel's state and its waits. See the module's docstring for the guarantees."""
 
-    def __init__(self, capacity: int, refill: Callable[[int], Payload | None], version: int = -1) -> None:
+    def __init__(self, capacity: int, source: Source[Payload], version: int = -1) -> None:
         self.capacity = capacity
         self.version = version  # newest announced policy version
-        self._refill = refill
-        self._batches: dict[int, Payload] = {}
-        self._done = 0  # every batch below this number was acknowledged
+        self._source = source
+        self._batches: dict[int, tuple[int, Payload]] = {}  # number -> edition, payload
+        self._done = max(version, 0)  # every batch below this number was trained on
         self._changed = asyncio.Condition()
 
     @property
@@ -50,32 +66,61 @@ class Channel(Generic[Payload]):
         """Batches held and not acknowledged."""
         return len(self._batches)
 
-    async def put(self, number: int, payload: Payload, deadline: float) -> None:
-        """Hand over committed batch `number`.
+    async def put(self, number: int, payload: Payload, deadline: float, edition: int = 0) -> None:
+        """Hand over an edition of committed batch `number`; an older one or a repeated call changes nothing.
 
         Raises:
             TimeoutError: no room came free within `deadline` seconds.
         """
         async with self._changed:
             await self._until(lambda: number < self._done + self.capacity, deadline, f"room for batch {number}")
-            if number >= self._done and number not in self._batches:
-                self._batches[number] = payload
+            if number >= self._done and edition > self._held(number):
+                self._batches[number] = (edition, payload)
                 self._changed.notify_all()
 
-    async def lease(self, number: int, deadline: float) -> Payload:
+    async def lease(self, number: int, deadline: float, *, afresh: bool = False) -> Payload:
         """Batch `number`, from the cache or the store; held until it is acknowledged.
+
+        Args:
+            afresh: forget what is held and read it from the store.
 
         Raises:
             TimeoutError: it was not committed within `deadline` seconds.
             Corrupt: it was committed, and its bytes are not what they were.
         """
-        if number not in self._batches:
-            refilled = await asyncio.to_thread(self._refill, number)
-            if refilled is not None:
-                self._batches.setdefault(number, refilled)
-        async with self._changed:
-            await self._until(lambda: number in self._batches, deadline, f"batch {number} from the rollout stage")
-            return self._batches[number]
+        if afresh:
+            self._batches.pop(number, None)
+        left = deadline
+        while (held := await self._refreshed(number)) is None:
+            if left <= 0:
+                raise TimeoutError(f"waited {deadline:g} s for batch {number} from the rollout stage")
+            look = min(LOOK_SECONDS, left)
+            left -= look
+            with contextlib.suppress(TimeoutError):
+                async with self._changed:
+                    await self._until(lambda: number in self._batches, look, "a put")
+        return held[1]
+
+    async def _refreshed(self, number: int) -> tuple[int, Payload] | None:
+        """What the cache holds of batch `number`, after it was compared with the store."""
+        before = self._batches.get(number)
+        edition = await self._source.edition(number)
+        if edition is None:
+            if before is not None and self._batches.get(number) is before:
+                del self._batches[number]
+            return None
+        if self._held(number) < edition:
+            try:
+                payload = await self._source.read(number)
+            except Missing:  # voided a moment ago
+                return None
+            if self._held(number) < edition:
+                self._batches[number] = (edition, payload)
+        return self._batches[number]
+
+    def _held(self, number: int) -> int:
+        """The edition of batch `number` that is held, or -1."""
+        return self._batches[number][0] if number in self._batches else -1
 
     async def ack(self, number: int) -> None:
         """Batch `number` was trained on: drop it and all before it."""

@@ -32,5 +32,9 @@ class Unreachable(RollflowError):
     """A service did not answer in time; the message names the service, the address and the wait."""
 
 
+class StoreFailed(RollflowError):
+    """The store takes no more writes (full, over a quota, read-only): nothing was committed; clear it, then resume."""
+
+
 class ConfigError(RollflowError):
     """A person must change something; the message names the key, the value and the cure (exit code 2)."""

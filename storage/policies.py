@@ -6,27 +6,40 @@ consumed and discarded, the prompt cursor and the sha256 of its parent's manifes
 publish v: the second gets `Conflict`.
 
 Objects lie under a name of their writer's own (`policies/<v>/<writer>/...`), so that a learner that loses the
-race has overwritten nothing. Manifests are never deleted; retention removes only objects, and only those of
-versions that `Retention` does not keep.
+race has overwritten nothing. They move several at a time, and every read is checked against the manifest's sha256.
+Manifests are never deleted; retention removes only objects, and only those of versions that `Retention` says
+nobody needs: neither as weights, nor to continue the run from, nor to train a kept version again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import shutil
+import tempfile
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.objects.base import ObjectStore, first_missing
+from rollflow.storage.errors import Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.objects.base import Data, ObjectStore, first_missing, pieces
+from rollflow.storage.objects.disk import explained, mapped
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
 FORMAT = 1
+MOVERS = 4  # objects that are hashed and moved at a time
 FETCHED_KEPT = 3  # versions a cache of fetched weights holds
+FETCHING = ".fetching-"  # what a folder of that cache is called until it is whole
+ABANDONED_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +53,43 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which versions keep their objects: the newest `keep_last`, every `keep_every`-th, and version 0."""
+    """Which versions keep their objects: the newest `keep_last`, every `keep_every`-th, version 0, and their bases.
+
+    The base of a version is the newest one at or before it that stored the learner's state, as every
+    `state_every`-th does. From the base of version v - 1 and the batches after it, version v can be trained again.
+    """
 
     keep_last: int = 5
     keep_every: int = 10
+    state_every: int = 1
 
     def keeps(self, version: int, latest: int) -> bool:
-        """Whether the objects of `version` must still be there when `latest` is the newest version."""
+        """Whether a person may count on the weights of `version` when `latest` is the newest version."""
         return version > latest - self.keep_last or version % self.keep_every == 0
+
+    def stores_state(self, version: int) -> bool:
+        """Whether `version` is published with the learner's state."""
+        return version % self.state_every == 0
+
+    def base(self, version: int) -> int:
+        """The newest version at or before `version` that has the learner's state."""
+        return version - version % self.state_every
+
+    def needed(self, version: int, latest: int) -> bool:
+        """Whether the objects of `version` must be there: it is kept, or the base of a kept or future one's parent.
+
+        Once false it stays false as `latest` grows.
+        """
+        if self.keeps(version, latest):
+            return True
+        last = version + self.state_every  # the last version that is trained again from this one
+        in_window, kept_for_good = last > latest - self.keep_last, last // self.keep_every > version // self.keep_every
+        return self.stores_state(version) and (in_window or kept_for_good)
+
+    def released(self, latest: int) -> list[int]:
+        """The versions whose objects were needed until `latest` was published."""
+        ended = sorted({latest - self.keep_last, latest - self.keep_last - self.state_every})
+        return [v for v in ended if v >= 0 and self.needed(v, latest - 1) and not self.needed(v, latest)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +125,11 @@ class Manifest:
         """Parse a manifest; `Corrupt` if it is not one this version reads."""
         try:
             body = json.loads(data)
-            if body.pop("format") != FORMAT:
-                raise Corrupt(f"{name} was written by another version of rollflow; use that one to read it")
+            if (found := body.pop("format")) != FORMAT:
+                raise Corrupt(
+                    f"{name} has format {found}, this version of rollflow reads format {FORMAT}; it was written by "
+                    f"rollflow {body.get('code_version') or '(unknown)'}: use that one to read it"
+                )
             body["weights"] = tuple(StoredObject(**o) for o in body["weights"])
             body["learner"] = tuple(StoredObject(**o) for o in body["learner"])
             body["consumed"] = tuple(GroupKey(*k) for k in body["consumed"])
@@ -110,15 +155,16 @@ class PolicyStore:
         self.run = run
         self.retention = retention or Retention()
         self.writer = writer or uuid.uuid4().hex[:12]
+        self._sound: set[Path] = set()  # folders of weights that this process has checked
 
-    def stage(self, version: int, files: Mapping[str, bytes | memoryview]) -> tuple[StoredObject, ...]:
+    def stage(self, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
         """Upload objects of a version that is not published yet; names like "weights/model.safetensors"."""
-        staged = []
-        for name, data in files.items():
-            path = f"policies/{version:08d}/{self.writer}/{name}"
-            self.run.put(path, data)
-            staged.append(StoredObject(path, len(data), hashlib.sha256(data).hexdigest()))
-        return tuple(staged)
+
+        def staged(name: str) -> StoredObject:
+            path, parts = f"policies/{version:08d}/{self.writer}/{name}", pieces(files[name])
+            return StoredObject(path, sum(map(len, parts)), self.run.put(path, parts))
+
+        return tuple(_each(staged, files))
 
     def publish(self, manifest: Manifest) -> str:
         """Commit a version; returns the sha256 of its manifest.
@@ -148,34 +194,101 @@ class PolicyStore:
         """What the manifest of `version + 1` names as its parent."""
         return hashlib.sha256(self.run.get(manifest_path(version))).hexdigest()
 
-    def read(self, stored: StoredObject) -> bytes:
-        """An object, checked against its manifest; `Corrupt` if it is missing or differs."""
+    def read(self, stored: StoredObject) -> memoryview:
+        """An object, checked against its manifest; `Corrupt` if it is missing or differs. A local one is mapped."""
+        local = self.run.local_path(stored.path)
         try:
-            data = self.run.get(stored.path)
-        except Missing as error:
+            data = mapped(local) if local is not None else memoryview(self.run.get(stored.path))
+        except (Missing, FileNotFoundError) as error:
             raise Corrupt(f"{stored.path} is missing") from error
-        if len(data) != stored.size or hashlib.sha256(data).hexdigest() != stored.sha256:
-            raise Corrupt(f"{stored.path} is not what its manifest committed (sha256 or size differs)")
+        _check(stored, len(data), hashlib.sha256(data).hexdigest())
         return data
 
+    def read_all(self, objects: Iterable[StoredObject]) -> dict[str, memoryview]:
+        """`read` of several objects at a time, by path."""
+        listed = list(objects)
+        return dict(zip([stored.path for stored in listed], _each(self.read, listed), strict=True))
+
     def weights_folder(self, manifest: Manifest, cache: Path) -> Path:
-        """A local folder of the version's safetensors files: the store's own, or fetched into `cache` and checked."""
+        """A local folder of the version's safetensors files, checked once: the store's own, or fetched into `cache`.
+
+        Several processes may fetch into one cache at a time.
+        """
         local = self.run.local_path(manifest.weights[0].path)
-        if local is not None:
-            return local.parent
-        folder = cache / f"{manifest.version:08d}-{manifest.writer}"
-        for old in sorted(cache.glob("*-*"))[: -FETCHED_KEPT + 1]:
-            shutil.rmtree(old, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        for stored in manifest.weights:
-            (folder / Path(stored.path).name).write_bytes(self.read(stored))
+        folder = local.parent if local is not None else cache / f"{manifest.version:08d}-{manifest.writer}"
+        if folder not in self._sound or not folder.is_dir():
+            if local is not None:
+                self.read_all(manifest.weights)
+            elif not _sound(folder, manifest):
+                self._fetch(manifest, folder)
+            self._sound.add(folder)
         return folder
 
+    def _fetch(self, manifest: Manifest, folder: Path) -> None:
+        """Fetch the weights beside `folder`, which gets its name when they are whole; whoever is first wins."""
+        with explained(folder.parent):
+            _tidy(folder.parent)
+            temporary = Path(tempfile.mkdtemp(prefix=FETCHING, dir=folder.parent))
+
+        def fetched(stored: StoredObject) -> None:
+            file = temporary / Path(stored.path).name
+            try:
+                sha256 = self.run.fetch(stored.path, file)
+            except Missing as error:
+                raise Corrupt(f"{stored.path} is missing") from error
+            _check(stored, file.stat().st_size, sha256)
+
+        try:
+            _each(fetched, manifest.weights)
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
     def _prune(self, latest: int) -> None:
-        """Remove the objects of the one version that `latest` pushed out of retention."""
-        version = latest - self.retention.keep_last
-        if version < 0 or self.retention.keeps(version, latest):
-            return
-        manifest = self.manifest(version)
-        for stored in (*manifest.weights, *manifest.learner):
-            self.run.delete(stored.path)
+        """Remove the objects that `latest` pushed out of retention; what is left by a failure is for `collect`."""
+        with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
+            for version in self.retention.released(latest):
+                manifest = self.manifest(version)
+                _each(self.run.delete, [stored.path for stored in (*manifest.weights, *manifest.learner)])
+
+
+def _each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """`work` on all items, several at a time, in order."""
+    with ThreadPoolExecutor(MOVERS) as pool:
+        return list(pool.map(work, items))
+
+
+def _check(stored: StoredObject, size: int, sha256: str) -> None:
+    if (size, sha256) != (stored.size, stored.sha256):
+        raise Corrupt(f"{stored.path} is not what its manifest committed (sha256 or size differs)")
+
+
+def _sound(folder: Path, manifest: Manifest) -> bool:
+    """Whether a fetched folder is there and right; a wrong one is removed, so that it is fetched again."""
+    if not folder.is_dir():
+        return False
+
+    def checked(stored: StoredObject) -> None:
+        data = mapped(folder / Path(stored.path).name)
+        _check(stored, len(data), hashlib.sha256(data).hexdigest())
+
+    try:
+        _each(checked, manifest.weights)
+    except (Corrupt, FileNotFoundError):
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
+
+
+def _tidy(cache: Path) -> None:
+    """Make room in a cache: the newest versions stay, and what a killed process was fetching goes after a day."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for old in sorted(cache.glob("[0-9]*-*"))[: -FETCHED_KEPT + 1]:
+        shutil.rmtree(old, ignore_errors=True)
+    for left in cache.glob(f"{FETCHING}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)

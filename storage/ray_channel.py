@@ -1,12 +1,20 @@
 """The channel in a Ray actor: one per run, named, owner of the batches it holds.
 
-Payloads cross as Arrow buffers. The actor puts them into Ray's object store itself (an object put by a process
-that exits would be lost), and hands out references, so that the learner reads shared memory without a copy.
+Payloads cross as Arrow buffers, or as the names of local files. The actor puts them into Ray's object store itself (an
+object put by a process that exits would be lost), and hands out references, so that the learner reads shared memory
+without a copy. A file is copied once, from the page cache; a buffer twice, on its way to the actor and into the store.
+
+Its clients outlive it: a call that meets a dead actor is repeated at the one that took over its name. All calls
+may be repeated, so nothing is lost or doubled; what the new actor does not hold it reads from the store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,27 +26,44 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.trajectories import TrajectoryStore
 
 CHANNEL = "channel"
-GRACE_SECONDS = 15.0  # what a call may take beyond its own deadline before its actor counts as unreachable
+GRACE_SECONDS = 30.0  # what a call may take beyond its own deadline: the channel may be started anew meanwhile
+AGAIN_SECONDS = 0.2  # pause before a call to a dead actor is repeated
+
+
+class StoredBatches:
+    """`Source` from the trajectory store: references to Arrow buffers that the calling process owns."""
+
+    def __init__(self, run: ObjectStore) -> None:
+        self._store = TrajectoryStore(run)
+
+    async def edition(self, number: int) -> int | None:
+        """See `Source`."""
+        return await asyncio.to_thread(self._store.current_edition, number)
+
+    async def read(self, number: int) -> Any:
+        """See `Source`."""
+        _, data = await asyncio.to_thread(self._store.read, number)
+        return ray.put(data)
 
 
 class ChannelActor:
     """`Channel` over references to Arrow buffers that this actor owns."""
 
     def __init__(self, run: ObjectStore, capacity: int, version: int) -> None:
-        store = TrajectoryStore(run)
+        self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
-        def refill(number: int) -> Any:
-            return ray.put(store.read(number)[1]) if store.committed(number) else None
+    async def ping(self) -> None:
+        """Answers while the actor lives."""
 
-        self.channel: Channel[Any] = Channel(capacity, refill, version)
+    async def put(self, number: int, payload: pa.Buffer | Path, deadline: float, edition: int) -> None:
+        """See `Channel.put`. Nothing is checked here: who leases a batch compares it with its commit."""
+        if isinstance(payload, Path):
+            payload = pa.memory_map(str(payload)).read_buffer()
+        await self.channel.put(number, ray.put(payload), deadline, edition)
 
-    async def put(self, number: int, payload: pa.Buffer, deadline: float) -> None:
-        """See `Channel.put`."""
-        await self.channel.put(number, ray.put(payload), deadline)
-
-    async def lease(self, number: int, deadline: float) -> list[Any]:
+    async def lease(self, number: int, deadline: float, *, afresh: bool) -> list[Any]:
         """See `Channel.lease`; a list, so that Ray passes the reference and not the bytes."""
-        return [await self.channel.lease(number, deadline)]
+        return [await self.channel.lease(number, deadline, afresh=afresh)]
 
     async def finish(self, number: int, version: int) -> None:
         """Acknowledge batch `number` and announce the version it made."""
@@ -59,64 +84,114 @@ class ChannelActor:
 
 
 def start_channel(run: ObjectStore, capacity: int, version: int) -> RayChannel:
-    """Start (or find) the run's channel actor in the current Ray namespace."""
+    """Start (or find) the run's channel actor in the current Ray namespace; `version` is the newest published."""
     options = {"name": CHANNEL, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 64}
     return RayChannel(ray.remote(ChannelActor).options(**options).remote(run, capacity, version))
 
 
 class RayChannel:
-    """The channel as its clients see it; every wait is bounded."""
+    """The channel as its clients see it; every wait is bounded, and the deaths of its actor are waited out."""
 
     def __init__(self, actor: Any = None) -> None:
-        self.actor = actor if actor is not None else ray.get_actor(CHANNEL)
+        self._actor = actor
 
-    async def put(self, number: int, payload: object, deadline: float) -> None:
+    async def put(self, number: int, payload: object, deadline: float, edition: int = 0) -> None:
         """See `Channel.put`."""
-        await self._wait(self.actor.put.remote(number, payload, deadline), deadline, f"put batch {number}")
+        await self._wait(lambda a, left: a.put.remote(number, payload, left, edition), deadline, f"take batch {number}")
 
     async def wait_version(self, after: int, deadline: float) -> int:
         """See `Channel.wait_version`."""
-        return int(await self._wait(self.actor.wait_version.remote(after, deadline), deadline, "news of a version"))
+        return int(await self._wait(lambda a, left: a.wait_version.remote(after, left), deadline, "tell the version"))
 
     async def waiting(self) -> int:
         """See `Channel.waiting`."""
-        return int(await self._wait(self.actor.waiting.remote(), 0, "count its batches"))
+        return int(await self._wait(lambda a, _: a.waiting.remote(), 0, "count its batches"))
 
-    def lease(self, number: int, deadline: float) -> pa.Buffer:
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
         """See `Channel.lease`; blocks, for the learner's thread. The buffer is a view of shared memory."""
-        [ref] = self._get(self.actor.lease.remote(number, deadline), deadline, f"lease batch {number}")
-        return self._get(ref, GRACE_SECONDS, f"fetch batch {number}")
+        patience = _Patience(deadline, f"lease batch {number}")
+        while True:
+            with patience.answered():
+                wanted = self.actor.lease.remote(number, patience.own, afresh=afresh)
+                [ref] = ray.get(wanted, timeout=patience.left)
+                return ray.get(ref, timeout=patience.left)
+            self._actor, afresh = None, True  # its copy may be what was lost
+            time.sleep(AGAIN_SECONDS)
 
     def finish(self, number: int, version: int) -> None:
         """Acknowledge batch `number` and announce the version it made; blocks."""
-        self._get(self.actor.finish.remote(number, version), 0, f"acknowledge batch {number}")
+        self._get(lambda a: a.finish.remote(number, version), f"acknowledge batch {number}")
 
     def announce(self, version: int) -> None:
         """See `Channel.announce`; blocks."""
-        self._get(self.actor.announce.remote(version), 0, f"announce version {version}")
+        self._get(lambda a: a.announce.remote(version), f"announce version {version}")
 
-    @staticmethod
-    async def _wait(ref: Any, deadline: float, what: str) -> Any:
+    @property
+    def actor(self) -> Any:
+        """The actor that has the channel's name now."""
+        if self._actor is None:
+            try:
+                self._actor = ray.get_actor(CHANNEL)
+            except ValueError as error:
+                raise _Nobody(str(error)) from error
+        return self._actor
+
+    async def _wait(self, call: Callable[[Any, float], Any], deadline: float, what: str) -> Any:
+        patience = _Patience(deadline, what)
+        while True:
+            with patience.answered():
+                async with asyncio.timeout(patience.left):
+                    return await call(self.actor, patience.own)
+            self._actor = None
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    def _get(self, call: Callable[[Any], Any], what: str) -> None:
+        patience = _Patience(0, what)
+        while True:
+            with patience.answered():
+                ray.get(call(self.actor), timeout=patience.left)
+                return
+            self._actor = None
+            time.sleep(AGAIN_SECONDS)
+
+
+class _Nobody(Exception):
+    """No actor has the channel's name at this moment."""
+
+
+LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _Nobody)
+
+
+class _Patience:
+    """How long one call may go on: its own deadline, and the grace for a channel that is started anew."""
+
+    def __init__(self, deadline: float, what: str) -> None:
+        self._deadline, self._what = deadline, what
+        self._until = time.monotonic() + deadline + GRACE_SECONDS
+
+    @property
+    def left(self) -> float:
+        """Seconds until the call is given up."""
+        return max(0.0, self._until - time.monotonic())
+
+    @property
+    def own(self) -> float:
+        """Seconds the channel itself may wait."""
+        return min(self._deadline, self.left)
+
+    @contextlib.contextmanager
+    def answered(self) -> Iterator[None]:
+        """Translate what Ray raises; a lost actor or payload is an error only once the time is up."""
+        waited = self._deadline + GRACE_SECONDS
         try:
-            async with asyncio.timeout(deadline + GRACE_SECONDS):
-                return await ref
+            yield
         except ray.exceptions.RayTaskError as error:  # a TimeoutError of the channel's own is one of these
             raise _cause(error) from None
-        except TimeoutError as error:
-            raise Unreachable(f"the channel actor did not {what} within {deadline + GRACE_SECONDS:g} s") from error
-        except ray.exceptions.RayActorError as error:
-            raise Unreachable(f"the channel actor died while asked to {what}: {error}") from error
-
-    @staticmethod
-    def _get(ref: Any, deadline: float, what: str) -> Any:
-        try:
-            return ray.get(ref, timeout=deadline + GRACE_SECONDS)
-        except ray.exceptions.GetTimeoutError as error:
-            raise Unreachable(f"the channel actor did not {what} within {deadline + GRACE_SECONDS:g} s") from error
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from None
-        except ray.exceptions.RayActorError as error:
-            raise Unreachable(f"the channel actor died while asked to {what}: {error}") from error
+        except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
+            raise Unreachable(f"the channel actor did not {self._what} within {waited:g} s") from error
+        except LOST as error:
+            if not self.left:
+                raise Unreachable(f"no channel actor lived to {self._what} within {waited:g} s: {error}") from error
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> Exception:

@@ -31,6 +31,12 @@ class DiscardReason(StrEnum):
     FAILED = "failed"  # the engine or the verifier died under it
     FILTERED = "filtered"  # carries no signal by the run's own filter
     REDUNDANT = "redundant"  # launched on top of what was needed
+    CORRUPT = "corrupt"  # its committed batch cannot be read any more
+
+    @property
+    def issued_again(self) -> bool:
+        """Whether the prompt is issued again under the next attempt."""
+        return self is not DiscardReason.FILTERED
 
 
 class GroupKey(NamedTuple):
@@ -76,7 +82,7 @@ class Trajectory:
     @property
     def response_tokens(self) -> int:
         """Tokens the policy chose."""
-        return sum(self.loss_mask)
+        return self.loss_mask.count(True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class TrajectoryGroup:
     prompt_id: str
     domain: str
     trajectories: tuple[Trajectory, ...]
+    table: Any = field(default=None, compare=False, repr=False)  # the same as Arrow rows, once `batch.packed` made them
 
     @property
     def started_version(self) -> int:

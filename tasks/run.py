@@ -65,7 +65,7 @@ class RunContext:
     def policies(self) -> PolicyStore:
         """The run's ledger."""
         kept = self.config.store
-        return PolicyStore(self.store, Retention(kept.keep_last, kept.keep_every))
+        return PolicyStore(self.store, Retention(kept.keep_last, kept.keep_every, kept.state_every))
 
     @cached_property
     def policy_folder(self) -> Path:

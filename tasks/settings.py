@@ -210,6 +210,21 @@ class StoreConfig(Section):
     uri: str | None = Field(None, description="s3://bucket/prefix or a folder; default: a folder in the run home")
     keep_last: int = Field(5, ge=2, description="newest versions that keep their objects")
     keep_every: int = Field(10, gt=0, description="every n-th version keeps its objects, too")
+    state_every: int = Field(
+        1, gt=0, description="every n-th version stores the learner's state; recovery replays the batches in between"
+    )
+    shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
+
+
+class RecoveryConfig(Section):
+    """How long the supervisors go on restarting what died or hangs."""
+
+    restarts: int = Field(5, ge=0, description="restarts of one role within the window before the run fails")
+    window_seconds: float = Field(600.0, gt=0)
+    backoff_seconds: float = Field(
+        1.0, ge=0, description="pause before the second restart within the window; doubled for each one after it"
+    )
+    answer_seconds: float = Field(30.0, gt=0, description="an actor that is silent for so long is stuck")
 
 
 class ClusterConfig(Section):
@@ -253,6 +268,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()
 

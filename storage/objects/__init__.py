@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.objects.base import ObjectStore
+from rollflow.storage.objects.base import Data, ObjectStore, Stat
 
 
 def open_store(uri: str) -> ObjectStore:
@@ -29,4 +29,4 @@ def open_store(uri: str) -> ObjectStore:
     raise ConfigError(f"store.uri = {uri!r} names no known store; use a folder, s3://bucket/prefix or memory://name")
 
 
-__all__ = ["ObjectStore", "open_store"]
+__all__ = ["Data", "ObjectStore", "Stat", "open_store"]

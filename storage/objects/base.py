@@ -6,7 +6,9 @@ byte strings. Guarantees, each tested once for all backends in `tests/contracts/
 - `create` is atomic put-if-absent: of any number of racing writers exactly one returns, the others get
   `Conflict`; a reader sees nothing or the whole object.
 - `put` replaces atomically: a reader sees the old bytes or the new ones.
+- What a completed write wrote survives a power cut, as far as the backend can say so.
 - A read after a completed write sees that write (no cached listings, no cached existence).
+- Content may be given in pieces (a header and views of tensors); they are written one after the other, uncopied.
 - A store is a value (root and flags): picklable, cheap to build, safe to use from threads.
 
 Paths are relative, use "/", and have no "." or ".." part; a bad one raises `ValueError`.
@@ -14,9 +16,37 @@ Paths are relative, use "/", and have no "." or ".." part; a bad one raises `Val
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+Data = bytes | memoryview | Sequence[bytes | memoryview]
+
+CHUNK = 1 << 20  # bytes hashed and written at a time, while they are in the processor's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What the store knows of an object without reading it."""
+
+    size: int  # bytes
+    modified: float  # seconds since the epoch, by the store's clock
+
+
+def pieces(data: Data) -> list[memoryview]:
+    """The buffers of `data` as views of bytes, in order."""
+    parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+    return [memoryview(part).cast("B") for part in parts]
+
+
+def digest(parts: Sequence[memoryview]) -> str:
+    """The sha256 of the pieces as one."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 def checked(path: str) -> str:
@@ -40,20 +70,38 @@ class ObjectStore(ABC):
         """The same store, rooted at `prefix`."""
 
     @abstractmethod
-    def put(self, path: str, data: bytes | memoryview) -> None:
-        """Write or replace an object."""
+    def put(self, path: str, data: Data) -> str:
+        """Write or replace an object; returns the sha256 of its bytes.
+
+        Raises:
+            StoreFailed: the store takes no more writes; the object is as it was before.
+        """
 
     @abstractmethod
-    def create(self, path: str, data: bytes | memoryview) -> None:
+    def create(self, path: str, data: Data) -> None:
         """Write an object that must not exist yet.
 
         Raises:
             Conflict: an object of that name exists (and was not written by this very call).
+            StoreFailed: the store takes no more writes; there is no such object.
         """
 
     @abstractmethod
     def get(self, path: str) -> bytes:
         """The whole object.
+
+        Raises:
+            Missing: there is none.
+            Corrupt: its bytes are not those that were written, time and again (where the store can tell).
+        """
+
+    @abstractmethod
+    def fetch(self, path: str, file: Path) -> str:
+        """Copy the object into a new local file, piece by piece; returns its sha256. Raises as `get`."""
+
+    @abstractmethod
+    def stat(self, path: str) -> Stat:
+        """Size and age of the object.
 
         Raises:
             Missing: there is none.

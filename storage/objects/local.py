@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,12 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollflow.storage.errors import ConfigError, Conflict, Missing
-from rollflow.storage.objects.base import ObjectStore, checked
+from rollflow.storage.errors import ConfigError, Conflict, Missing, StoreFailed
+from rollflow.storage.objects.base import CHUNK, Data, ObjectStore, Stat, checked, digest, pieces
+from rollflow.storage.objects.disk import Later, explained
 
 SCRATCH = ".tmp"
 ABANDONED_SECONDS = 24 * 3600.0
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -47,28 +51,43 @@ class LocalStore(ObjectStore):
             raise ValueError(f"not an object path: {path!r} ({SCRATCH} is reserved)")
         return self.root / path
 
-    def put(self, path: str, data: bytes | memoryview) -> None:
+    def put(self, path: str, data: Data) -> str:
         target = self.local_path(path)
-        with self._written(data) as temporary:
-            _make_folder(target.parent)
+        with explained(target), self._written(data) as (temporary, sha256):
+            self._make_room(target)
             os.replace(temporary, target)
-            _sync_folder(target.parent)
+            self._sync_above(target)
+        return sha256
 
-    def create(self, path: str, data: bytes | memoryview) -> None:
+    def create(self, path: str, data: Data) -> None:
         target = self.local_path(path)
         if target.exists():
             raise Conflict(f"{target} exists")
-        with self._written(data) as temporary:
-            _make_folder(target.parent)
+        with explained(target), self._written(data) as (temporary, _):
+            self._make_room(target)
             self._name_once(temporary, target)
-            _sync_folder(target.parent)
+            self._sync_above(target)
 
     def get(self, path: str) -> bytes:
         target = self.local_path(path)
-        try:
+        with _found(target):
             return target.read_bytes()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            raise Missing(f"there is no object {target}") from error
+
+    def fetch(self, path: str, file: Path) -> str:
+        source, read = self.local_path(path), hashlib.sha256()
+        with explained(file), open(file, "xb", buffering=0) as copy, _found(source), open(source, "rb") as whole:
+            while chunk := whole.read(CHUNK):
+                read.update(chunk)
+                copy.write(chunk)
+        return read.hexdigest()
+
+    def stat(self, path: str) -> Stat:
+        target = self.local_path(path)
+        with _found(target):
+            found = target.stat()
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError
+            return Stat(found.st_size, found.st_mtime)
 
     def exists(self, path: str) -> bool:
         return self.local_path(path).is_file()
@@ -80,8 +99,9 @@ class LocalStore(ObjectStore):
     def delete(self, path: str) -> None:
         target = self.local_path(path)
         try:
-            target.unlink()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            with explained(target):
+                target.unlink()
+        except NO_FILE:
             return
         _sync_folder(target.parent)
 
@@ -92,9 +112,10 @@ class LocalStore(ObjectStore):
             self.get(probe)
             self.delete(probe)
             self._sweep()
-        except OSError as error:
+        except (OSError, StoreFailed) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
             raise ConfigError(
-                f"store.uri = {self.uri!r} cannot be written ({error.strerror}); "
+                f"store.uri = {self.uri!r} cannot be written ({getattr(cause, 'strerror', cause)}); "
                 "name a folder that this user may write to, on a disk with space left"
             ) from error
 
@@ -102,17 +123,32 @@ class LocalStore(ObjectStore):
     def _scratch(self) -> Path:
         return self.scratch or self.root / SCRATCH
 
+    def _make_room(self, target: Path) -> None:
+        """The folders above `target`; those below the root are synced with what comes into them."""
+        _make_folder(self.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+    def _sync_above(self, target: Path) -> None:
+        """Sync every folder up to the root, whoever made it: that is cheap where nothing is new."""
+        folder = target.parent
+        _sync_folder(folder)
+        while folder != self.root:
+            folder = folder.parent
+            _sync_folder(folder)
+
     @contextmanager
-    def _written(self, data: bytes | memoryview) -> Iterator[Path]:
-        """A synced temporary file that holds `data`, gone afterwards."""
+    def _written(self, data: Data) -> Iterator[tuple[Path, str]]:
+        """A synced temporary file that holds `data`, gone afterwards, and its sha256."""
         _make_folder(self._scratch)
-        temporary = self._scratch / uuid.uuid4().hex
+        temporary, parts = self._scratch / uuid.uuid4().hex, pieces(data)
         try:
-            with open(temporary, "xb") as file:
-                file.write(data)
+            small = sum(map(len, parts)) < CHUNK
+            with Later(lambda: digest(parts), at_once=small) as sha256, open(temporary, "xb", 1 << 16) as file:
+                for part in parts:
+                    file.write(part)
                 file.flush()
                 os.fsync(file.fileno())
-            yield temporary
+            yield temporary, sha256.value
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -144,6 +180,15 @@ class LocalStore(ObjectStore):
                     path.unlink()
             except FileNotFoundError:
                 continue  # its writer has just finished
+
+
+@contextmanager
+def _found(target: Path) -> Iterator[None]:
+    """A file that is not there is `Missing`."""
+    try:
+        yield
+    except NO_FILE as error:
+        raise Missing(f"there is no object {target}") from error
 
 
 def _files(top: Path) -> Iterator[Path]:

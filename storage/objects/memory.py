@@ -5,14 +5,18 @@ Two stores of the same name see the same objects at once, from any thread. Anoth
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollflow.storage.errors import ConfigError, Conflict, Missing
-from rollflow.storage.objects.base import ObjectStore, checked
+from rollflow.storage.objects.base import Data, ObjectStore, Stat, checked, digest, pieces
+from rollflow.storage.objects.disk import explained
 
-_OBJECTS: dict[str, bytes] = {}  # "name/path" -> content, for all stores of this process
+_OBJECTS: dict[str, tuple[bytes, float]] = {}  # "name/path" -> content and time of its write, for the whole process
 _LOCK = threading.Lock()
 
 
@@ -29,23 +33,31 @@ class MemoryStore(ObjectStore):
     def child(self, prefix: str) -> MemoryStore:
         return MemoryStore(self._key(prefix))
 
-    def put(self, path: str, data: bytes | memoryview) -> None:
+    def put(self, path: str, data: Data) -> str:
+        parts = pieces(data)
         with _LOCK:
-            _OBJECTS[self._key(path)] = bytes(data)
+            _OBJECTS[self._key(path)] = (b"".join(parts), time.time())
+        return digest(parts)
 
-    def create(self, path: str, data: bytes | memoryview) -> None:
-        key = self._key(path)
+    def create(self, path: str, data: Data) -> None:
+        key, body = self._key(path), b"".join(pieces(data))
         with _LOCK:
             if key in _OBJECTS:
                 raise Conflict(f"memory://{key} exists")
-            _OBJECTS[key] = bytes(data)
+            _OBJECTS[key] = (body, time.time())
 
     def get(self, path: str) -> bytes:
-        key = self._key(path)
-        with _LOCK:
-            if key not in _OBJECTS:
-                raise Missing(f"there is no object memory://{key}")
-            return _OBJECTS[key]
+        return self._entry(path)[0]
+
+    def fetch(self, path: str, file: Path) -> str:
+        body = self.get(path)
+        with explained(file), open(file, "xb") as copy:
+            copy.write(body)
+        return hashlib.sha256(body).hexdigest()
+
+    def stat(self, path: str) -> Stat:
+        body, modified = self._entry(path)
+        return Stat(len(body), modified)
 
     def exists(self, path: str) -> bool:
         key = self._key(path)
@@ -66,6 +78,13 @@ class MemoryStore(ObjectStore):
     def check(self) -> None:
         if not self.name:
             raise ConfigError(f"store.uri = {self.uri!r} names no store; write memory:// and a name")
+
+    def _entry(self, path: str) -> tuple[bytes, float]:
+        key = self._key(path)
+        with _LOCK:
+            if key not in _OBJECTS:
+                raise Missing(f"there is no object memory://{key}")
+            return _OBJECTS[key]
 
     def _key(self, path: str) -> str:
         return f"{self.name}/{checked(path)}"

@@ -1,51 +1,35 @@
 """An S3 bucket as an object store: every answer comes from the service, and a lost answer is looked up.
 
-`create` is a conditional PUT (`If-None-Match: *`) that carries a token of its own in the object's metadata.
-A PUT can succeed while its answer is lost; the repeated one is then refused, as if somebody else had been
-first. So a failed `create` reads the token back: its own token means success, whatever the answer was, and
-any other means `Conflict`, even over the same bytes.
+`create` is a conditional write (`If-None-Match: *`) that carries a token of its own in the object's metadata.
+A write can succeed while its answer is lost; the repeated one is then refused, as if somebody else had been
+first. So a failed write reads the token back: its own token means success, whatever the answer was, and for
+`create` any other means `Conflict`, even over the same bytes.
 
-Nothing is cached but the connection, which belongs to one process and one set of AWS variables. Credentials,
-region and endpoint (`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come by the usual AWS ways only. A request
-waits 5 s to connect and 30 s for the next byte, and is tried at most six times.
+The sha256 of the bytes stands in the metadata, too, and every read is checked against it: what does not fit is
+read again, and is `Corrupt` if it never does. Nothing is cached; `s3_requests` says how requests are repeated.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import time
+import hashlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import botocore.exceptions  # type: ignore[import-untyped]
-import s3fs
 
-from rollflow.storage.errors import ConfigError, Conflict, Missing, RollflowError, Unreachable
-from rollflow.storage.objects.base import ObjectStore, checked
+from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, RollflowError, StoreFailed, Unreachable
+from rollflow.storage.objects.base import Data, ObjectStore, Stat, checked, digest, pieces
+from rollflow.storage.objects.disk import explained
+from rollflow.storage.objects.s3_requests import FAILURES, HASTY, REFUSED, WRONG, code_of, connection, passing
 
-WRITER = "rollflow-writer"
-CHECK_SECONDS = 10
-BUSY_ATTEMPTS = 5
-
-LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError)
-FAILURES = (OSError, botocore.exceptions.BotoCoreError, *LOST)
-REFUSED = {"PreconditionFailed", "412"}
-BUSY = {"ConditionalRequestConflict", "OperationAborted", "409"}
-UNSERVED = {
-    "InternalError",
-    "ServiceUnavailable",
-    "SlowDown",
-    "RequestTimeout",
-    "NoSuchUpload",
-    "500",
-    "502",
-    "503",
-    "504",
-}
+WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
+READS = 3  # times an object is read before its bytes count as wrong
+FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
+SKEWED = "RequestTimeTooSkewed"
 
 
 @dataclass(frozen=True)
@@ -61,26 +45,48 @@ class S3Store(ObjectStore):
     def child(self, prefix: str) -> S3Store:
         return S3Store(f"{self.root}/{checked(prefix)}")
 
-    def put(self, path: str, data: bytes | memoryview) -> None:
+    def put(self, path: str, data: Data) -> str:
+        parts, token = pieces(data), uuid.uuid4().hex
+        sha256 = digest(parts)
         with self._named(path):
-            _filesystem().pipe_file(self._address(path), bytes(data))
+            try:
+                self._write(path, parts, {WRITER: token, SHA256: sha256})
+            except FAILURES:
+                if self._writer(path) != token:
+                    raise
+        return sha256
 
-    def create(self, path: str, data: bytes | memoryview) -> None:
-        body, token = bytes(data), uuid.uuid4().hex
+    def create(self, path: str, data: Data) -> None:
+        parts, token = pieces(data), uuid.uuid4().hex
         with self._named(path):
-            for attempt in range(BUSY_ATTEMPTS):
-                if self._created(path, body, token):
+            try:
+                self._write(path, parts, {WRITER: token, SHA256: digest(parts)}, IfNoneMatch="*")
+            except FAILURES as error:
+                writer = self._writer(path)
+                if writer == token:
                     return
-                time.sleep(0.1 * 2**attempt)
-        raise Unreachable(
-            f"{self.uri}/{path} stayed locked by other requests for {BUSY_ATTEMPTS} attempts to create it"
-        )
+                if writer is not None or code_of(error) in REFUSED:
+                    raise Conflict(f"{self.uri}/{path} exists") from error
+                raise
 
     def get(self, path: str) -> bytes:
+        parts: list[bytes] = []
+        self._read(path, parts.clear, parts.append)
+        return b"".join(parts)
+
+    def fetch(self, path: str, file: Path) -> str:
+        with explained(file), open(file, "xb") as copy:
+
+            def again() -> None:
+                copy.seek(0)
+                copy.truncate()
+
+            return self._read(path, again, copy.write)
+
+    def stat(self, path: str) -> Stat:
         with self._named(path):
-            # One request, so one version of the object: parallel ranges could straddle a `put`.
-            data: bytes = _filesystem().cat_file(self._address(path), max_concurrency=1)
-            return data
+            head = self._call("head_object", Key=self._key(path))
+        return Stat(head["ContentLength"], head["LastModified"].timestamp())
 
     def exists(self, path: str) -> bool:
         try:
@@ -116,13 +122,15 @@ class S3Store(ObjectStore):
             ) from error
 
     def _probe(self, name: str) -> None:
-        hasty = functools.partial(self._call, hasty=True, timeout=CHECK_SECONDS)
-        call = functools.partial(hasty, Key=self._key(name))
-        call("put_object", Body=b"rollflow", IfNoneMatch="*")
+        def call(method: str, **arguments: Any) -> None:
+            connection(HASTY).call(method, Bucket=self._bucket, **arguments)
+
+        key = self._key(name)
+        call("put_object", Key=key, Body=b"rollflow", IfNoneMatch="*")
         try:
-            call("put_object", Body=b"rollflow", IfNoneMatch="*")
+            call("put_object", Key=key, Body=b"rollflow", IfNoneMatch="*")
         except OSError as error:
-            if _code(error) not in REFUSED:
+            if code_of(error) not in REFUSED:
                 raise
         else:
             raise ConfigError(
@@ -130,24 +138,35 @@ class S3Store(ObjectStore):
                 "commit one version; use a service with conditional writes"
             )
         finally:
-            call("head_object")
-            call("delete_object")
-        hasty("list_objects_v2", Prefix=self._key(name))
+            call("head_object", Key=key)
+            call("delete_object", Key=key)
+        call("list_objects_v2", Prefix=key)
 
-    def _created(self, path: str, body: bytes, token: str) -> bool:
-        """Whether the object was created; False asks for another try."""
-        try:
-            _filesystem().pipe_file(self._address(path), body, mode="create", Metadata={WRITER: token})
-        except FAILURES as error:
-            writer = self._writer(path)
-            if writer == token:
-                return True
-            if writer is not None or _code(error) in REFUSED:
-                raise Conflict(f"{self.uri}/{path} exists") from error
-            if _code(error) not in BUSY:
-                raise
-            return False
-        return True
+    def _write(self, path: str, parts: Sequence[memoryview], metadata: dict[str, str], **condition: str) -> None:
+        here = connection()
+        here.wait(lambda: here.upload(self._target(path), parts, Metadata=metadata, **condition))
+
+    def _read(self, path: str, begin: Callable[[], object], take: Callable[[bytes], object]) -> str:
+        """Read until the bytes are those that were written; returns their sha256."""
+        here = connection()
+        for _ in range(READS):
+            read = hashlib.sha256()
+            begin()
+
+            def taken(part: bytes, read: Any = read) -> None:
+                read.update(part)
+                take(part)
+
+            try:
+                with self._named(path):
+                    metadata = here.wait(here.download, self._target(path), taken)
+            except OSError as error:
+                if code_of(error) not in REFUSED:
+                    raise
+                continue  # it was replaced between two parts
+            if metadata.get(SHA256, read.hexdigest()) == read.hexdigest():
+                return read.hexdigest()
+        raise Corrupt(f"{self.uri}/{path} is not what was written (sha256 differs in {READS} reads)")
 
     def _writer(self, path: str) -> str | None:
         """The token of whoever wrote the object ("" for none), or None if there is no object."""
@@ -166,8 +185,8 @@ class S3Store(ObjectStore):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def _call(self, method: str, *, hasty: bool = False, **arguments: Any) -> Any:
-        return _filesystem(hasty).call_s3(method, Bucket=self._bucket, **arguments)
+    def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        return connection().call(method, Bucket=self._bucket, **arguments)
 
     @property
     def _bucket(self) -> str:
@@ -182,8 +201,8 @@ class S3Store(ObjectStore):
     def _key(self, path: str) -> str:
         return self._prefix + checked(path)
 
-    def _address(self, path: str) -> str:
-        return f"{self.root}/{checked(path)}"
+    def _target(self, path: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._key(path)}
 
     @contextmanager
     def _named(self, path: str) -> Iterator[None]:
@@ -197,42 +216,23 @@ class S3Store(ObjectStore):
             raise explained from error
 
 
-def _filesystem(hasty: bool = False) -> Any:
-    """The connection of this process: one made before a fork has no thread behind it any more."""
-    variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
-    return _connection(os.getpid(), variables, hasty)
-
-
-@functools.lru_cache(maxsize=8)
-def _connection(pid: int, variables: tuple[tuple[str, str], ...], hasty: bool) -> Any:
-    patience = {"connect_timeout": 3, "read_timeout": 5} if hasty else {"connect_timeout": 5, "read_timeout": 30}
-    retries = {"mode": "standard", "total_max_attempts": 1 if hasty else 3}
-    filesystem = s3fs.S3FileSystem(
-        use_listings_cache=False,
-        skip_instance_cache=True,
-        config_kwargs={**patience, "retries": retries, "max_pool_connections": 32},
-    )
-    # botocore repeats a request that failed; s3fs, on top, one whose body broke off on the way.
-    filesystem.retries = 1 if hasty else 2
-    return filesystem
-
-
-def _code(error: BaseException | None) -> str:
-    """The service's own word for a failure, or "" where it gave no answer."""
-    response = getattr(getattr(error, "__cause__", None), "response", None)
-    return str(response["Error"].get("Code", "")) if response else ""
-
-
 def _explained(error: Exception, store: S3Store, path: str) -> RollflowError | None:
     """What a failed request means to its caller; None where the error itself says it."""
-    where, code = f"store.uri = {store.uri!r}", _code(error)
+    where, code = f"store.uri = {store.uri!r}", code_of(error)
     bucket = store.root.partition("/")[0]
-    if isinstance(error, LOST) or code in UNSERVED:
-        return Unreachable(f"object storage did not answer for {store.uri}/{path} within its timeouts: {error}")
+    if isinstance(error, WRONG):
+        return Corrupt(f"{store.uri}/{path} is not what was written ({error})")
+    if passing(error) or code == "NoSuchUpload":
+        tried = "; ".join(getattr(error, "__notes__", ()))
+        return Unreachable(f"object storage did not answer for {store.uri}/{path} ({tried}): {error or type(error)}")
     if code == "NoSuchBucket":
         return ConfigError(f"{where} names a bucket that does not exist; create {bucket!r} or name another")
     if isinstance(error, FileNotFoundError):
         return Missing(f"there is no object {store.uri}/{path}")
+    if code in FULL:
+        return StoreFailed(f"{where} takes no more ({error}); nothing was committed: free space, then resume the run")
+    if code == SKEWED:
+        return ConfigError(f"{where} refuses this machine's clock ({error}); set the clock, then resume the run")
     if isinstance(error, PermissionError):
         return ConfigError(
             f"{where} denies access ({error}); check AWS_PROFILE or AWS_ACCESS_KEY_ID and what the bucket's policy "

@@ -32,17 +32,17 @@ class Rows:
     def of(cls, batch: TrajectoryBatch) -> Rows:
         """Open a batch's columns."""
         table = batch.table
-        tokens = _list_column(table, "tokens")
-        offsets = np.concatenate([[0], np.cumsum(tokens.value_lengths().to_numpy(zero_copy_only=False))])
+        tokens = _column(table, "tokens")
+        offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))])
         numbers = {key: i for i, key in enumerate(batch.keys)}
         pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
         return cls(
-            tokens=tokens.flatten().to_numpy(zero_copy_only=False),
-            mask=_list_column(table, "loss_mask").flatten().to_numpy(zero_copy_only=False),
-            behaviour=_list_column(table, "logprobs").flatten().to_numpy(zero_copy_only=False),
+            tokens=_view(tokens.flatten()),
+            mask=_view(_column(table, "loss_mask").flatten().cast(pa.uint8())).view(bool),
+            behaviour=_view(_column(table, "logprobs").flatten()),
             offsets=offsets.astype(np.int64),
             groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
-            rewards=table["reward"].to_numpy(),
+            rewards=_view(_column(table, "reward")),
         )
 
     @property
@@ -98,6 +98,11 @@ def _micro_batch(data: Rows, rows: list[int]) -> MicroBatch:
     )
 
 
-def _list_column(table: pa.Table, name: str) -> pa.ListArray:
+def _column(table: pa.Table, name: str) -> pa.Array:
     column = table[name].combine_chunks()
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+
+
+def _view(values: pa.Array) -> np.ndarray:
+    """The numbers as they lie in the Arrow buffer; `to_numpy` would first import pandas, on the way of a restart."""
+    return np.from_dlpack(values)

@@ -6,10 +6,13 @@ One actor call per request would cost more than generating a short answer, so ca
     generate() ─┼─ submit([...]) ────► │                       │
     generate() ─┘   one per loop tick  └─ finished ◄───────────┘
         ▲                                   │
-        └──── collect() ◄───────────────────┘   long poll: what finished within a few milliseconds
+        └──── collect() ◄───────────────────┘   long poll: what finished within a few milliseconds, and
+                                                now and then the new tokens of what still runs
 
-Guarantees: every wait has a deadline; when the actor dies, or stays silent past a deadline, every call raises
-`EngineFailed`, also the ones already waiting. A request's own error reaches its caller alone.
+Guarantees: every wait has a deadline; when the actor dies, stays silent past a deadline or makes no token for
+as long, every call raises `EngineFailed`, also the ones already waiting, and `progress` still tells the tokens
+that had arrived by then. A request's own error reaches its caller alone. An owner that lost the actor to another
+one can do nothing to it any more.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,54 +30,30 @@ from ray.exceptions import RayError
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines import build_engine
-from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.meter import EngineStats, Meter
 from rollflow.tasks.engines.wire import (
-    PackedGenerations,
+    Collected,
     PackedRequests,
     pack_generations,
+    pack_partials,
     pack_requests,
     unpack_generations,
+    unpack_partials,
     unpack_requests,
 )
 from rollflow.tasks.settings import EngineConfig
 
 COALESCE_SECONDS = 0.003  # how long a finished generation waits for company
-POLL_SECONDS = 5.0  # longest wait of one `collect`
+PROGRESS_SECONDS = 0.25  # between two reports of what runs: so many tokens' work can be lost with an actor
 START_SECONDS = 900.0
-CALL_SECONDS = 150.0  # longer than any engine's own deadline, so that its message arrives
+SILENT_SECONDS = 60.0  # for a call, and for the next token; longer than an engine's own deadline: its message arrives
+UPDATE_SECONDS = 150.0
+CLOSE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counted since the start: tokens of ended generations, and seconds with a request running and not suspended."""
-
-    running: int
-    tokens: int
-    busy_seconds: float
-
-
-class Meter:
-    """Adds up `EngineStats`; told of every change."""
-
-    def __init__(self) -> None:
-        self._running = 0
-        self._tokens = 0
-        self._busy = 0.0
-        self._suspended = False
-        self._since = time.monotonic()
-
-    def change(self, running: int = 0, tokens: int = 0, suspended: bool | None = None) -> None:
-        now = time.monotonic()
-        if self._running > 0 and not self._suspended:
-            self._busy += now - self._since
-        self._since = now
-        self._running += running
-        self._tokens += tokens
-        self._suspended = self._suspended if suspended is None else suspended
-
-    def read(self) -> EngineStats:
-        self.change()
-        return EngineStats(self._running, self._tokens, self._busy)
+class TakenOver(EngineFailed):
+    """The actor serves another owner."""
 
 
 class EngineActor:
@@ -89,14 +67,20 @@ class EngineActor:
     ) -> None:
         self._engine: Engine = build_engine(config, policy_folder, dtype=dtype)
         self._meter = Meter()
+        self._started: asyncio.Task[None] | None = None
         self._owner: str | None = None
+        self._have: dict[str, int] = {}  # tokens of the running requests that the owner has
+        self._reported = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[Generation] = []
         self._errors: list[tuple[str, Exception]] = []
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        await self._engine.start()
+        """Start the engine; a second call (of a stage that took over from a dead one) joins the first."""
+        if self._started is None:
+            self._started = asyncio.create_task(self._engine.start())
+        await asyncio.shield(self._started)
 
     async def attach(self, owner: str) -> None:
         """Serve this owner from now on; what an earlier one left running is aborted and forgotten."""
@@ -107,6 +91,7 @@ class EngineActor:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._finished.clear()
         self._errors.clear()
+        self._have.clear()
 
     async def submit(self, owner: str, packed: PackedRequests) -> None:
         """Start these requests; what becomes of them comes through `collect`."""
@@ -118,21 +103,23 @@ class EngineActor:
 
     async def _run(self, request: GenerationRequest) -> None:
         self._meter.change(running=1)
+        self._have[request.id] = 0
         tokens = 0
         try:
             generation = await self._engine.generate(request)
-            tokens = len(generation.tokens)
+            tokens = len(generation.tokens) - len(request.prefix)
             self._finished.append(generation)
+            del self._have[request.id]
         except Exception as error:  # noqa: BLE001 - a request's error is a value: it is raised at its caller
             self._errors.append((request.id, error))
         finally:  # also when a new owner cancels it
             self._meter.change(running=-1, tokens=tokens)
             self._news.set()
 
-    async def collect(self, owner: str, seconds: float) -> tuple[PackedGenerations, list[tuple[str, Exception]]]:
-        """What ended since the last call; waits up to `seconds` for the first."""
+    async def collect(self, owner: str) -> Collected:
+        """What ended since the last call; waits for the first up to the next report of what runs."""
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(PROGRESS_SECONDS):
                 await self._news.wait()
             await asyncio.sleep(COALESCE_SECONDS)
         except TimeoutError:
@@ -141,51 +128,81 @@ class EngineActor:
         self._news.clear()
         finished, self._finished = self._finished, []
         errors, self._errors = self._errors, []
-        return pack_generations(finished), errors
+        report = self._report(now=bool(errors))  # of what failed, too: the engine may be dead
+        for id, _ in errors:
+            del self._have[id]
+        return Collected(pack_generations(finished), errors, pack_partials(report))
 
-    async def abort(self, ids: list[str]) -> None:
+    def _report(self, *, now: bool) -> dict[str, Partial]:
+        """New tokens of what runs, unless the last report was a moment ago."""
+        if not now and time.monotonic() - self._reported < PROGRESS_SECONDS:
+            return {}
+        self._reported = time.monotonic()
+        new = {id: partial for id, partial in self._engine.progress(self._have).items() if partial}
+        for id, partial in new.items():
+            self._have[id] += len(partial)
+        return new
+
+    async def abort(self, owner: str, ids: list[str]) -> None:
+        self._check_owner(owner)
         await self._engine.abort(ids)
 
-    async def suspend(self, in_flight: InFlight) -> None:
+    async def suspend(self, owner: str, in_flight: InFlight) -> None:
+        self._check_owner(owner)
         await self._engine.suspend(in_flight)
         self._meter.change(suspended=True)
 
-    async def update(self, version: int, weights: Path) -> None:
+    async def update(self, owner: str, version: int, weights: Path) -> None:
+        self._check_owner(owner)
         await self._engine.update(version, weights)
 
-    async def resume(self) -> None:
+    async def resume(self, owner: str) -> None:
+        self._check_owner(owner)
         self._meter.change(suspended=False)
         await self._engine.resume()
 
-    async def logprobs(self, tokens: list[int]) -> tuple[float, ...] | None:
+    async def logprobs(self, owner: str, tokens: list[int]) -> tuple[float, ...] | None:
+        self._check_owner(owner)
         return await self._engine.logprobs(tokens)
 
     async def stats(self) -> EngineStats:
+        self._engine.check()
         return self._meter.read()
 
-    async def close(self) -> None:
+    async def health(self) -> None:
+        """Raise `EngineFailed` if the engine is dead, also where nobody asks it for anything."""
+        if self._started is not None and self._started.done():
+            self._engine.check()
+
+    async def close(self, owner: str) -> None:
+        self._check_owner(owner)
         await self._engine.close()
 
     def _check_owner(self, owner: str) -> None:
         if owner != self._owner:
-            raise EngineFailed("another RayEngine has taken this engine over")
+            raise TakenOver("another RayEngine has taken this engine over")
 
 
 class RayEngine:
     """The `Engine` in an `EngineActor`. See `base.Engine` for the methods' contract.
 
-    One at a time: a new one, in the place of a process that died, takes the actor over with its first call.
+    One at a time: a new one, in the place of a process that died, takes the actor over when it first uses it.
     """
 
-    def __init__(self, actor: Any, *, name: str = "engine") -> None:
+    def __init__(self, actor: Any, *, name: str = "engine", silent_seconds: float = SILENT_SECONDS) -> None:
+        """An actor that is silent, or makes no token while requests run, for `silent_seconds` counts as dead."""
         self._actor = actor
         self._name = name
+        self._silent = silent_seconds
+        self._moved = 0.0  # loop time of the last token, or of the last moment with nothing to do
+        self._suspended = False
         self._version = -1
         self._owner = secrets.token_hex(8)
         self._attached: asyncio.Future[Any] | None = None
         self._failure: EngineFailed | None = None
         self._outbox: list[GenerationRequest] = []
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._arrived: dict[str, list[Partial]] = {}  # of the waiting requests, or those that waited at the failure
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -215,14 +232,17 @@ class RayEngine:
         await self._ask(START_SECONDS, "start")
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        self._check_alive()
+        self.check()
         if request.id in self._waiting:
             raise ValueError(f"{request.id} is already being generated")
         loop = asyncio.get_running_loop()
         if not self._outbox:
             loop.call_soon(self._flush)
+        if not self._waiting:
+            self._moved = loop.time()
         self._outbox.append(request)
         self._waiting[request.id] = loop.create_future()
+        self._arrived[request.id] = []
         try:
             return await self._waiting[request.id]
         except asyncio.CancelledError:
@@ -230,38 +250,55 @@ class RayEngine:
             raise
         finally:
             self._waiting.pop(request.id, None)
+            if self._failure is None:
+                del self._arrived[request.id]
 
     async def abort(self, ids: Sequence[str]) -> None:
         self._flush()
         await asyncio.gather(*self._submits)  # an abort must not overtake its request
-        await self._ask(CALL_SECONDS, "abort", list(ids))
+        if self._attached is None:
+            self.check()  # and nothing runs
+        else:
+            await self._own(self._silent, "abort", list(ids))
 
     async def suspend(self, in_flight: InFlight) -> None:
         self._flush()
         await asyncio.gather(*self._submits)
-        await self._ask(CALL_SECONDS, "suspend", in_flight)
+        self._suspended = True
+        await self._own(self._silent, "suspend", in_flight)
 
     async def update(self, version: int, weights: Path) -> None:
-        await self._ask(CALL_SECONDS, "update", version, weights)
+        await self._own(UPDATE_SECONDS, "update", version, weights)
         self._version = version
 
     async def resume(self) -> None:
-        await self._ask(CALL_SECONDS, "resume")
+        await self._own(self._silent, "resume")
+        self._suspended = False
+        self._moved = asyncio.get_running_loop().time()
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
-        answer: tuple[float, ...] | None = await self._ask(CALL_SECONDS, "logprobs", list(tokens))
+        answer: tuple[float, ...] | None = await self._own(self._silent, "logprobs", list(tokens))
         return answer
 
     async def stats(self) -> EngineStats:
-        answer: EngineStats = await self._ask(CALL_SECONDS, "stats")
+        answer: EngineStats = await self._ask(self._silent, "stats")
         return answer
 
+    def check(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure))
+
+    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+        found = ((id, self._arrived.get(id), since) for id, since in have.items())
+        return {id: Partial.joined(parts).after(since) for id, parts, since in found if parts is not None}
+
     async def close(self) -> None:
-        if self._failure is None:
+        if self._attached is not None and self._failure is None:
             with suppress(EngineFailed):  # killed below all the same; its processes watch for that
-                await self._ask(CALL_SECONDS, "close")
-        self._fail(EngineFailed(f"{self._name} is closed"))
-        ray.kill(self._actor)
+                await self._own(CLOSE_SECONDS, "close")
+        failure = self._fail(EngineFailed(f"{self._name} is closed"))
+        if self._attached is not None and not isinstance(failure, TakenOver):  # else it is not its own to end
+            ray.kill(self._actor)
 
     def _flush(self) -> None:
         if self._outbox and self._failure is None:
@@ -272,7 +309,7 @@ class RayEngine:
 
     async def _submit(self, batch: list[GenerationRequest]) -> None:
         try:
-            await self._ask(CALL_SECONDS, "submit", self._owner, pack_requests(batch))
+            await self._own(self._silent, "submit", pack_requests(batch))
         except EngineFailed:
             return  # `_ask` has told every waiting call
         if self._collector is None or self._collector.done():
@@ -282,13 +319,26 @@ class RayEngine:
         """Hand out what ends, until nobody waits."""
         try:
             while self._waiting:
-                packed, errors = await self._ask(POLL_SECONDS + CALL_SECONDS, "collect", self._owner, POLL_SECONDS)
-                for generation in unpack_generations(packed):
+                collected: Collected = await self._own(self._silent, "collect")
+                progress = unpack_partials(collected.progress)
+                for id, new in progress.items():
+                    if id in self._arrived:  # else its caller was cancelled
+                        self._arrived[id].append(new)
+                finished = unpack_generations(collected.finished)
+                for generation in finished:
                     self._settle(generation.id, generation)
-                for id, error in errors:
+                for id, error in collected.errors:
                     self._settle(id, error)
+                self._check_moving(bool(progress or finished or collected.errors))
         except EngineFailed:
             return  # `_ask` has told every waiting call
+
+    def _check_moving(self, moved: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        if moved or self._suspended:
+            self._moved = now
+        elif now - self._moved > self._silent:
+            raise self._fail(EngineFailed(f"{self._name} made no token for {self._silent:g} s"))
 
     def _settle(self, id: str, outcome: Generation | Exception) -> None:
         if isinstance(outcome, EngineFailed):
@@ -305,20 +355,25 @@ class RayEngine:
         """A cancelled caller's request must not go on taking a slot."""
         self._outbox = [request for request in self._outbox if request.id != id]
         if self._failure is None:
-            self._actor.abort.remote([id])
+            self._actor.abort.remote(self._owner, [id])
+
+    async def _own(self, seconds: float, method: str, *arguments: Any) -> Any:
+        """Ask for what only the owner may."""
+        if self._attached is None:
+            self._attached = asyncio.ensure_future(self._ask(seconds, "attach", self._owner))
+        await asyncio.shield(self._attached)
+        return await self._ask(seconds, method, self._owner, *arguments)
 
     async def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
-        self._check_alive()
+        self.check()
         try:
             async with asyncio.timeout(seconds):
-                if self._attached is None:
-                    self._attached = asyncio.ensure_future(self._actor.attach.remote(self._owner))
-                await asyncio.shield(self._attached)
                 return await getattr(self._actor, method).remote(*arguments)
         except TimeoutError as error:
             raise self._fail(EngineFailed(f"{self._name} did not answer {method} within {seconds:.0f} s")) from error
         except EngineFailed as error:
-            raise self._fail(EngineFailed(f"{self._name}: {method}: {_cause(error)}")) from error
+            kind = TakenOver if isinstance(error, TakenOver) else EngineFailed
+            raise self._fail(kind(f"{self._name}: {method}: {_cause(error)}")) from error
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise  # the method's own error, and not a dead actor
@@ -331,10 +386,6 @@ class RayEngine:
             if not future.done():
                 future.set_exception(EngineFailed(str(self._failure)))
         return self._failure
-
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineFailed(str(self._failure))
 
 
 def _cause(error: EngineFailed) -> str:

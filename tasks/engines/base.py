@@ -9,15 +9,18 @@ Guarantees, each tested once for all engines in `tests/contracts/test_engines.py
 - After `update(v, folder)` every new token is produced by the weights in `folder` and labelled `v`; no
   attention state of older weights is used for a prompt that arrives after the update.
 - `abort` ends a request at once: its `generate` returns what there is with the ending `ABORTED`.
-- A dead engine raises `EngineFailed` from every call, also from the ones already waiting.
+- A request that comes with a `prefix` goes on from there: those tokens stay as they were sampled.
+- A dead engine raises `EngineFailed` from every call, also from the ones already waiting; `progress` alone goes
+  on telling what its requests had, so that another engine can take them over with their tokens.
 
 An engine is started without trained weights: the first `update` (version 0) brings them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -27,10 +30,36 @@ InFlight = Literal["continue", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
+class Partial:
+    """A stretch of a response: T tokens with T behaviour log-probs (nats) and T policy versions."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def after(self, count: int) -> Partial:
+        """All but the first `count` tokens."""
+        return Partial(self.tokens[count:], self.logprobs[count:], self.versions[count:])
+
+    @classmethod
+    def joined(cls, stretches: Iterable[Partial]) -> Partial:
+        """One after another."""
+        stretches = list(stretches)
+        columns = ([getattr(stretch, name) for stretch in stretches] for name in ("tokens", "logprobs", "versions"))
+        return cls(*(tuple(chain.from_iterable(column)) for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One response to sample. `seed` makes it reproducible on engines that are (transformers).
 
     Temperature 0 is greedy: always the most probable token; its log-prob is then the one at temperature 1.
+    `prefix` is the beginning that another engine has made, of a response that has not ended: its tokens count
+    towards `max_new_tokens` and stand at the head of the result. With the seed of that engine's request, an engine
+    that is reproducible gives the response that would have come without the change of engine.
     """
 
     id: str
@@ -38,6 +67,7 @@ class GenerationRequest:
     max_new_tokens: int
     temperature: float = 1.0
     seed: int | None = None
+    prefix: Partial = Partial()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +111,15 @@ class Engine(Protocol):
         """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes, also while suspended.
 
         None if the engine has no model.
+        """
+
+    def check(self) -> None:
+        """Raise `EngineFailed` if the engine is known to be dead; costs nothing."""
+
+    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+        """What these requests have so far, from token `have[id]` on; ids that are not running are left out.
+
+        A prefix counts as far as the engine has come with it. Of a dead engine: what was known at its death.
         """
 
     async def close(self) -> None:

@@ -11,7 +11,9 @@ through which of them depends on that request alone:
     decode   R x 1   the newest token of each row; idle rows compute something that nobody reads
 
 The attention spans S keys, masked beyond a row's position; S comes from the request's own length. A response's
-random draws come from its own generator and are indexed by the token's position.
+random draws come from its own generator and are indexed by the token's position. A prefix takes the way that its
+tokens took on the engine that sampled them: the decode shape, one by one, for those of the present version, and
+the prefill for older ones, which an update had that engine compute anew.
 
 Notation: R rows of a group, P rows and C tokens of a prefill, S keys, H heads, D head size, V vocabulary.
 """
@@ -32,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending
-from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 
 R, P, C = 64, 16, 16
 SMALLEST_SPAN = 64  # keys; spans are this, doubled as often as a request needs
@@ -58,9 +60,35 @@ class Row:
     def prefilling(self) -> bool:
         return self.fed < len(self.request.prompt) or self.pending > 1
 
+    def take(self, token: int, logprob: float, version: int) -> int:
+        """The next token: the prefix's while it lasts, then this one. `versions` grows last."""
+        position, prefix = len(self.versions), self.request.prefix
+        if position < len(prefix):
+            token, logprob, version = prefix.tokens[position], prefix.logprobs[position], prefix.versions[position]
+        self.known.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        return token
+
+    def recall(self, version: int) -> None:
+        """Before its first prefill under `version`: the prefix's tokens of older versions are known at once."""
+        versions = self.request.prefix.versions
+        while len(self.versions) < len(versions) and versions[len(self.versions)] != version:
+            self.take(0, 0.0, 0)
+
+    def said(self, count: int) -> Partial:
+        """Its first `count` tokens."""
+        start = len(self.request.prompt)
+        known = self.known[start : start + count]
+        return Partial(tuple(known), tuple(self.logprobs[:count]), tuple(self.versions[:count]))
+
+    def progress(self) -> Partial:
+        """What there is but for the newest token, which may be the last. For any thread: the lists only grow."""
+        return self.said(max(0, len(self.versions) - 1))
+
     def generation(self, ending: Ending) -> Generation:
-        tokens = tuple(self.known[len(self.request.prompt) :])
-        return Generation(self.request.id, tokens, tuple(self.logprobs), tuple(self.versions), ending)
+        said = self.said(len(self.versions))
+        return Generation(self.request.id, said.tokens, said.logprobs, said.versions, ending)
 
 
 class Group:
@@ -116,7 +144,7 @@ class FixedShapeSampler:
     def busy(self) -> bool:
         return bool(self._queue) or any(group.taken for group in self._all())
 
-    def add(self, request: GenerationRequest) -> None:
+    def add(self, request: GenerationRequest) -> Row:
         needed = len(request.prompt) + request.max_new_tokens
         if not request.prompt or needed > self._config.max_position_embeddings:
             raise ValueError(
@@ -125,7 +153,9 @@ class FixedShapeSampler:
             )
         generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
-        self._queue.append(Row(request, list(request.prompt), draws))
+        row = Row(request, list(request.prompt), draws)
+        self._queue.append(row)
+        return row
 
     def abort(self, ids: Iterable[str] | None) -> list[Generation]:
         """End these requests (None: all) with what they have."""
@@ -164,6 +194,9 @@ class FixedShapeSampler:
         self._admit()
         ended: list[Generation] = []
         for group in self._all():
+            for _, row in group.taken:
+                if row.fed == 0:
+                    row.recall(version)
             while waiting := [(index, row) for index, row in group.taken if row.prefilling]:
                 ended += self._prefill(group, waiting[:P], version)
             if running := group.taken:
@@ -244,11 +277,7 @@ class FixedShapeSampler:
         outcome = list(chosen)
         ended = []
         for slot, index, row in rows:
-            token, logprob = outcome[slot]
-            row.known.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(version)
-            ending = self._ending(row, token)
+            ending = self._ending(row, row.take(*outcome[slot], version))
             if ending is not None:
                 group.rows[index] = None
                 ended.append(row.generation(ending))

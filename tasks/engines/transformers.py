@@ -1,8 +1,8 @@
 """Generation with plain Hugging Face models: for machines without vLLM, and for runs that repeat bit for bit.
 
 Guarantees, beyond the contract in `base`: a response is a function of its request (seed included) and the
-weights, whatever runs beside it (`fixed_shape` says how); an update recomputes the attention state of running
-requests, so that every token of version v comes from the weights of v alone.
+weights, whatever runs beside it and wherever its prefix was cut (`fixed_shape` says how); an update recomputes
+the attention state of running requests, so that every token of version v comes from the weights of v alone.
 
 One thread owns the model. The event loop gives it one step at a time and, between two steps, whatever else
 is to be done; so nothing is locked and a suspended engine is one whose loop gives no steps.
@@ -11,18 +11,18 @@ is to be done; so nothing is locked and a suspended engine is one whose loop giv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.settings import TransformersEngineConfig
 
 if TYPE_CHECKING:
-    from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
+    from rollflow.tasks.engines.fixed_shape import FixedShapeSampler, Row
 
 Result = TypeVar("Result")
 
@@ -45,6 +45,7 @@ class TransformersEngine:
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._rows: dict[str, Row] = {}  # what runs, or ran when the engine died
         self._driver: asyncio.Task[None] | None = None
         self._sampler: FixedShapeSampler
 
@@ -66,13 +67,13 @@ class TransformersEngine:
         return FixedShapeSampler(self._folder, dtype, self._config.slots, stop_tokens(self._folder))
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        self._check_alive()
+        self.check()
         if request.id in self._waiting:
             raise ValueError(f"{request.id} is already being generated")
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
         try:
-            await self._on_thread(lambda: self._sampler.add(request))
+            self._rows[request.id] = await self._on_thread(lambda: self._sampler.add(request))
             self._drive()
             return await future
         except asyncio.CancelledError:
@@ -81,6 +82,8 @@ class TransformersEngine:
             raise
         finally:
             self._waiting.pop(request.id, None)
+            if self._dead is None:
+                self._rows.pop(request.id, None)
 
     async def abort(self, ids: Sequence[str]) -> None:
         self._settle(await self._on_thread(lambda: self._sampler.abort(ids)))
@@ -91,19 +94,27 @@ class TransformersEngine:
             await asyncio.wait([self._driver])
         if in_flight == "restart":
             self._settle(await self._on_thread(lambda: self._sampler.abort(None)))
-        self._check_alive()
+        self.check()
 
     async def update(self, version: int, weights: Path) -> None:
         await self._on_thread(lambda: self._sampler.load(weights))
         self._version = version
 
     async def resume(self) -> None:
-        self._check_alive()
+        self.check()
         self._suspended = False
         self._drive()
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
         return await self._on_thread(lambda: self._sampler.logprobs(tokens))
+
+    def check(self) -> None:
+        if self._dead is not None:
+            raise EngineFailed(self._dead)
+
+    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+        found = ((id, self._rows.get(id), since) for id, since in have.items())
+        return {id: row.progress().after(since) for id, row, since in found if row is not None}
 
     async def close(self) -> None:
         self._die("the transformers engine is closed")
@@ -138,7 +149,7 @@ class TransformersEngine:
                 future.set_result(generation)
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        self._check_alive()
+        self.check()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _die(self, why: str) -> None:
@@ -146,7 +157,3 @@ class TransformersEngine:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineFailed(self._dead))
-
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineFailed(self._dead)

@@ -20,21 +20,22 @@ import gc
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.settings import VllmEngineConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 START_SECONDS = 600.0
-CALL_SECONDS = 120.0  # for suspend, update, resume, abort: they take milliseconds unless the engine hangs
+CALL_SECONDS = 50.0  # for suspend, resume, abort: they take milliseconds unless the engine hangs
+UPDATE_SECONDS = 120.0
 WORKER = "rollflow.tasks.engines.vllm_worker"
 ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTED}
 
@@ -64,6 +65,7 @@ class VllmEngine:
         self._version = -1
         self._suspended = False
         self._probes = 0
+        self._prefixes: dict[str, Partial] = {}  # of what runs, or ran when the engine died
         self._llm: Any = None
 
     @property
@@ -126,8 +128,14 @@ class VllmEngine:
         }
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        params = _sampling(request.max_new_tokens, request.temperature, self._stop_ids)
-        return _generation(request.id, await self._run(request.prompt, params, request.id))
+        prefix = request.prefix
+        params = _sampling(request.max_new_tokens - len(prefix), request.temperature, self._stop_ids)
+        self._prefixes[request.id] = prefix
+        try:
+            return _generation(request.id, prefix, await self._run(request.prompt + prefix.tokens, params, request.id))
+        finally:
+            if self._llm is not None and not self._llm.errored:
+                del self._prefixes[request.id]
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
         from vllm import SamplingParams
@@ -163,7 +171,7 @@ class VllmEngine:
         self._suspended = True
 
     async def update(self, version: int, weights: Path) -> None:
-        async with self._alive(CALL_SECONDS):
+        async with self._alive(UPDATE_SECONDS):
             await self._call("load_policy", str(weights), self._repair_tied_head)
             await self._llm.update_weight_version(str(version))
         self._version = version
@@ -173,9 +181,29 @@ class VllmEngine:
             await self._llm.resume_generation()
         self._suspended = False
 
+    def check(self) -> None:
+        if self._llm is None:
+            raise EngineFailed("the vLLM engine is closed or was never started")
+        if self._llm.errored:
+            raise EngineFailed("vLLM's engine process died")
+
+    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+        # Read where vLLM gathers them: having every step's outputs handed over would wake a task per request and step.
+        if self._llm is None:
+            return {}
+        gathered = self._llm.output_processor
+        found: dict[str, Partial] = {}
+        for id, since in have.items():
+            for internal in gathered.external_req_ids.get(id, ()):
+                prefix = self._prefixes[id]
+                new = _said(gathered.request_states[internal], max(0, since - len(prefix)))
+                found[id] = Partial.joined([prefix.after(since), new]) if len(prefix) > since else new
+        return found
+
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
+            llm.output_processor.propagate_error(llm.dead_error)  # or what still waits would wait for ever
             await asyncio.to_thread(llm.shutdown)
             llm.shutdown = lambda: None  # its __del__ calls it again, and fails loudly at the interpreter's end
             gc.unfreeze()
@@ -190,10 +218,7 @@ class VllmEngine:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if self._llm is None:
-            raise EngineFailed("the vLLM engine is closed or was never started")
-        if self._llm.errored:
-            raise EngineFailed("vLLM's engine process died")
+        self.check()
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -223,7 +248,18 @@ def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...]
     )
 
 
-def _generation(id: str, output: Any) -> Generation:
+def _said(state: Any, since: int) -> Partial:
+    """The tokens of a request under way, from `since` on, out of vLLM's own record of it."""
+    tokens = tuple(state.detokenizer.output_token_ids[since:])
+    end = since + len(tokens)
+    starts = [(int(version), max(start, since)) for version, start in state.weight_version_starts]
+    ends = [*(start for _, start in starts[1:]), end]
+    # Not strict: before the first token there is an end, and no start.
+    versions = [version for (version, start), stop in zip(starts, ends, strict=False) for _ in range(start, stop)]
+    return Partial(tokens, tuple(state.logprobs_processor.logprobs.logprobs[since:end]), tuple(versions))
+
+
+def _generation(id: str, prefix: Partial, output: Any) -> Generation:
     """vLLM's final RequestOutput as a Generation; its spans (version, start, end) become a version per token."""
     answer = output.outputs[0]
     tokens = tuple(answer.token_ids)
@@ -233,7 +269,8 @@ def _generation(id: str, output: Any) -> Generation:
     logprobs = tuple(answer.logprobs.logprobs) if tokens else ()
     if not len(tokens) == len(logprobs) == len(versions):
         raise EngineFailed(f"{id}: {len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
-    return Generation(id, tokens, logprobs, tuple(versions), ENDINGS[answer.finish_reason])
+    whole = Partial.joined([prefix, Partial(tokens, logprobs, tuple(versions))])
+    return Generation(id, whole.tokens, whole.logprobs, whole.versions, ENDINGS[answer.finish_reason])
 
 
 @contextmanager

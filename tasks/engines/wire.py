@@ -3,12 +3,12 @@
 Unpacking what was packed gives equal values, bit for bit. Pickling a batch object by object costs several
 times as much, in both processes, and both share the machine with the engine.
 
-Notation: N requests or generations, T tokens of all of them together.
+Notation: N requests, generations or partials, T tokens of all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.storage.records import Ending
-from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 
 ENDINGS = tuple(Ending)
 
@@ -27,16 +27,31 @@ class PackedRequests:
     prompts_T: NDArray[np.int32]
     lengths_N: list[int]
     settings_N: list[tuple[int, float, int | None]]  # max_new_tokens, temperature, seed
+    prefixes: PackedPartials  # of the few that have one
 
 
 @dataclass(frozen=True, slots=True)
-class PackedGenerations:
+class PackedPartials:
     ids: list[str]
     tokens_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float64]
     versions_T: NDArray[np.int32]
     lengths_N: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGenerations:
+    stretches: PackedPartials
     endings_N: bytes  # index into ENDINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What `collect` brings: requests that ended, one way or the other, and new tokens of those that run."""
+
+    finished: PackedGenerations
+    errors: list[tuple[str, Exception]]
+    progress: PackedPartials
 
 
 def pack_requests(requests: Sequence[GenerationRequest]) -> PackedRequests:
@@ -45,31 +60,51 @@ def pack_requests(requests: Sequence[GenerationRequest]) -> PackedRequests:
         _flat([request.prompt for request in requests], np.int32),
         [len(request.prompt) for request in requests],
         [(request.max_new_tokens, request.temperature, request.seed) for request in requests],
+        pack_partials({request.id: request.prefix for request in requests if request.prefix}),
     )
 
 
 def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
     prompts = _cut(packed.prompts_T, packed.lengths_N)
+    prefixes = unpack_partials(packed.prefixes)
     rows = zip(packed.ids, prompts, packed.settings_N, strict=True)
-    return [GenerationRequest(id, prompt, *settings) for id, prompt, settings in rows]
+    return [GenerationRequest(id, prompt, *settings, prefixes.get(id, Partial())) for id, prompt, settings in rows]
+
+
+def pack_partials(partials: Mapping[str, Partial]) -> PackedPartials:
+    return _pack(list(partials), list(partials.values()))
+
+
+def unpack_partials(packed: PackedPartials) -> dict[str, Partial]:
+    return {id: Partial(*columns) for id, *columns in _rows(packed)}
 
 
 def pack_generations(generations: Sequence[Generation]) -> PackedGenerations:
     return PackedGenerations(
-        [generation.id for generation in generations],
-        _flat([generation.tokens for generation in generations], np.int32),
-        _flat([generation.logprobs for generation in generations], np.float64),
-        _flat([generation.versions for generation in generations], np.int32),
-        [len(generation.tokens) for generation in generations],
+        _pack([generation.id for generation in generations], generations),
         bytes(ENDINGS.index(generation.ending) for generation in generations),
     )
 
 
 def unpack_generations(packed: PackedGenerations) -> list[Generation]:
-    lengths = packed.lengths_N
-    columns = (_cut(array, lengths) for array in (packed.tokens_T, packed.logprobs_T, packed.versions_T))
     endings = (ENDINGS[index] for index in packed.endings_N)
-    return [Generation(*row) for row in zip(packed.ids, *columns, endings, strict=True)]
+    return [Generation(*row) for row in _rows(packed.stretches, endings)]
+
+
+def _pack(ids: list[str], stretches: Sequence[Partial | Generation]) -> PackedPartials:
+    return PackedPartials(
+        ids,
+        _flat([stretch.tokens for stretch in stretches], np.int32),
+        _flat([stretch.logprobs for stretch in stretches], np.float64),
+        _flat([stretch.versions for stretch in stretches], np.int32),
+        [len(stretch.tokens) for stretch in stretches],
+    )
+
+
+def _rows(packed: PackedPartials, *more: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """(id, tokens, logprobs, versions, ...) of each."""
+    columns = (_cut(array, packed.lengths_N) for array in (packed.tokens_T, packed.logprobs_T, packed.versions_T))
+    return zip(packed.ids, *columns, *more, strict=True)
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: type) -> NDArray[Any]:

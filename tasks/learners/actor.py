@@ -1,30 +1,32 @@
 """The learner's actor: follows the chain of versions, one batch at a time.
 
-    newest version in storage --> lease batch v --> step --> probe --> publish v + 1 --> acknowledge --> lease ...
+    restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> lease ...
 
-It begins from storage alone: from the newest published version, or by making version 0. What it publishes is
-committed together with what it consumed; if another learner published first, it gets `Conflict` and stops.
+It begins from storage alone: by restoring the newest published version, or by making version 0. What it publishes
+is committed together with what it consumed; if another learner published first, it gets `Conflict` and stops. A
+batch that is not what was committed is voided and waited for anew, never trained on.
 """
 
 from __future__ import annotations
 
-import hashlib
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version as package_version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import ray
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import RollflowError, Stale, Unreachable
+from rollflow.storage.errors import Conflict, Corrupt, Missing, RollflowError, Stale, Unreachable
 from rollflow.storage.policies import Manifest
 from rollflow.storage.ray_channel import RayChannel
-from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, commit_path
+from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
+from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.policies.folder import resolve_policy
 from rollflow.tasks.rewards.verifier import answer_of, verifier
@@ -35,85 +37,94 @@ if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
+EDITIONS = 8  # of one batch that may turn out damaged before the store is to blame
+CALLS = 32  # at a time: `run` of the stage's flow and of dead ones before it, `status` of whoever looks
+
+
+class BatchFeed(Protocol):
+    """What the learner needs of the channel; see `RayChannel`."""
+
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
+
+    def finish(self, number: int, version: int) -> None: ...
+
+    def announce(self, version: int) -> None: ...
 
 
 def start_learner(context: RunContext, gpus: float) -> Any:
     """Start the run's learner actor (or find it, after a restart of its flow)."""
-    threads = str(context.config.train.threads)
     options = {
         "name": LEARNER,
         "lifetime": "detached",
         "get_if_exists": True,
         "num_cpus": 0,
         "num_gpus": gpus,
-        "max_concurrency": 2,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}},
+        "max_concurrency": CALLS,
     }
     return ray.remote(LearnerActor).options(**options).remote(context)
 
 
 class LearnerActor:
-    """Trains one run. `run` blocks its thread until the last version; `status` answers from another."""
+    """Trains one run, in one thread of its own; `run` waits for it, `status` looks at it, as often as one likes."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, channel: BatchFeed | None = None) -> None:
         self.context, self.config = context, context.config
         self.policies = context.policies()
         self.batches = TrajectoryStore(context.store)
-        self.channel = RayChannel()
-        self.version = -1
+        self.channel: BatchFeed = channel or RayChannel()
+        self.version = self.policies.latest()
         self.note = "starting"
+        self.restored: Restored | None = None
         self.meter = Meter()
-        self._parent: str | None = None
         self.learner: TorchLearner
+        self._parent: str | None = None
+        self._worker = ThreadPoolExecutor(1, "learner")
+        self._work: Future[int] | None = None
+        self._starting = threading.Lock()
 
     def status(self) -> dict[str, Any]:
         """What the stage's flow and the live view show."""
-        return {"version": self.version, "note": self.note, "idle": self.meter.idle_share()}
+        restored = self.restored or Restored(self.version)
+        return {
+            "version": self.version,
+            "note": self.note,
+            "idle": self.meter.idle_share(),
+            "restored_from": restored.base,
+            "replayed": restored.replayed,
+        }
 
     def run(self) -> int:
-        """Train up to the last version; returns it."""
+        """Train up to the last version; returns it. A second call joins the first and ends as it does."""
+        with self._starting:
+            if self._work is None:
+                self._work = self._worker.submit(self._train_all)
+        return self._work.result()
+
+    def _train_all(self) -> int:
         self._begin()
         self.meter.begin()
         while self.version < self.config.versions:
             waited = time.monotonic()
-            data = self._lease(self.version)
+            batch, commit = self._next_batch(self.version)
             waited = time.monotonic() - waited
             with self.meter.busy():
-                self._train(data, waited)
+                self._train(batch, commit, waited)
             self.channel.finish(self.version - 1, self.version)
         self.note = "done"
         return self.version
 
     def _begin(self) -> None:
-        import torch
-
-        from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-
-        torch.set_num_threads(self.config.train.threads)
-        torch.manual_seed(self.config.seed)
-        newest = self.policies.latest()
-        folder, trained = self._origin(newest < 0)
-        model = load_model(folder, self.config.policy.dtype, trained=trained)
-        self.learner = TorchLearner(
-            model,
-            self.config.train,
-            temperature=self.config.engine.temperature,
-            versions=self.config.versions,
-            seed=self.config.seed,
-        )
-        if newest < 0:
+        if self.version < 0:
+            path = self.config.policy.path  # only a fresh `policy.path` has weights of its own
+            self.learner = new_learner(self.context, None if path is None else resolve_policy(path))
             self._make_first()
         else:
-            self._restore(newest)
+            self.learner = new_learner(self.context)
+            self._restore(self.version)
         self.channel.announce(self.version)
-        self.note = "training"
 
-    def _origin(self, fresh: bool) -> tuple[Path, bool]:
-        """The folder to build the model from, and whether its weights count: only a fresh `policy.path` has any."""
-        path = self.config.policy.path
-        if fresh and path is not None:
-            return resolve_policy(path), True
-        return self.context.policy_folder, False
+    def _tell(self, note: str) -> None:
+        self.note = note
 
     def _make_first(self) -> None:
         if self.config.policy.cold_start is not None:
@@ -149,17 +160,33 @@ class LearnerActor:
             self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
 
     def _restore(self, newest: int) -> None:
-        manifest = self.policies.manifest(newest)
-        weights = {o.path: self.policies.read(o) for o in manifest.weights}
-        self.learner.load(weights, {o.path: self.policies.read(o) for o in manifest.learner})
-        self.version, self._parent = newest, self.policies.manifest_sha256(newest)
+        self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._tell)
+        self._parent = self.policies.manifest_sha256(newest)
+        self.note = self.restored.sentence() or "training"
 
-    def _lease(self, number: int) -> pa.Buffer:
+    def _next_batch(self, number: int) -> tuple[TrajectoryBatch, BatchCommit]:
+        """Batch `number` and its commit, byte for byte what was committed; a damaged one is voided, to be made anew."""
+        reason = ""
+        for attempt in range(EDITIONS):
+            try:
+                data = self._lease(number, afresh=attempt > 0)
+                commit = self.batches.record(number)
+                self.batches.verify(commit, data)
+                return TrajectoryBatch.from_bytes(data), commit
+            except Missing:
+                continue  # voided a moment ago; the lease waits for its next edition
+            except Corrupt as error:
+                reason = str(error)
+                self.note = f"batch {number} is made again: {reason}"
+                self.batches.void(number, reason)  # nothing, if only the channel's copy was damaged
+        raise Corrupt(f"batch {number} was damaged {EDITIONS} times: {reason}; check the store, then resume the run")
+
+    def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
         """Batch `number`; waits as long as the rollout stage is given for progress."""
         patience = time.monotonic() + self.config.rollout.patience_seconds
         while True:
             try:
-                return self.channel.lease(number, LEASE_SECONDS)
+                return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
             except TimeoutError:
                 if time.monotonic() > patience:
                     raise Unreachable(
@@ -167,9 +194,8 @@ class LearnerActor:
                         "from the rollout stage"
                     ) from None
 
-    def _train(self, data: pa.Buffer, waited: float) -> None:
+    def _train(self, batch: TrajectoryBatch, commit: BatchCommit, waited: float) -> None:
         began = time.monotonic()
-        batch, commit = TrajectoryBatch.from_bytes(data), self.batches.record(self.version)
         self._check_fresh(batch)
         metrics = dict(self.learner.step(batch, self.version))
         stepped = time.monotonic()
@@ -180,9 +206,9 @@ class LearnerActor:
             parent=self._parent,
             weights=(),
             learner=(),
-            batch=hashlib.sha256(self.context.store.get(commit_path(self.version))).hexdigest(),
+            batch=self.batches.commit_sha256(self.version),
             consumed=commit.groups,
-            discarded=commit.discards,
+            discarded=self.batches.discards(commit),
             cursor=commit.cursor,
         )
         self._publish(self.version + 1, manifest, metrics)
@@ -195,8 +221,9 @@ class LearnerActor:
 
     def _publish(self, version: int, manifest: Manifest, metrics: Mapping[str, float]) -> None:
         began = time.monotonic()
+        stateful = self.policies.retention.stores_state(version) or version == self.config.versions
         weights = self.policies.stage(version, self.learner.weights())
-        state = self.policies.stage(version, self.learner.state())
+        state = self.policies.stage(version, self.learner.state() if stateful else {})
         probe = self.learner.logprobs(self.context.probe_tokens)
         if not all(np.isfinite(probe)):
             raise RollflowError(f"version {version} has log-probs that are not finite; lower train.learning_rate")
@@ -212,14 +239,24 @@ class LearnerActor:
             writer=self.policies.writer,
             created_at=time.time(),
         )
-        self._parent = self.policies.publish(complete)
-        self.version = version
+        self._parent = self._commit(complete)
+        self.version, self.note = version, "training"
+
+    def _commit(self, manifest: Manifest) -> str:
+        try:
+            return self.policies.publish(manifest)
+        except Conflict:
+            winner = self.policies.manifest(manifest.version)
+            raise Conflict(
+                f"version {manifest.version} was published by another learner (writer {winner.writer}) while this one "
+                f"(writer {manifest.writer}) trained it; this one stops"
+            ) from None
 
 
 def batch_metrics(batch: TrajectoryBatch, commit: BatchCommit, version: int) -> dict[str, float]:
     """What a batch says about the policy that made it."""
-    rewards = batch.table["reward"].to_numpy()
-    staleness = version - batch.table["started_version"].to_numpy()
+    rewards = np.array(batch.table["reward"].to_pylist(), dtype=np.float32)
+    staleness = version - np.array(batch.table["started_version"].to_pylist())
     tokens = np.array(commit.response_tokens)
     return {
         "reward": float(rewards.mean()),

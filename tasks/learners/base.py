@@ -4,6 +4,9 @@
   bit for bit, on the same kind of machine (so any step can be replayed).
 - `state` is everything `load` needs to go on as if nothing had happened: optimizer, RNG and step count.
 - `weights` are ordinary Hugging Face safetensors; tied tensors are stored once.
+
+A file is its bytes, or a sequence of buffers that are its bytes one after the other (views of the tensors, valid
+until the next `step` or `load`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.objects import Data
 
 
 class Learner(Protocol):
@@ -23,11 +27,11 @@ class Learner(Protocol):
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes."""
 
-    def weights(self) -> Mapping[str, bytes]:
-        """File name -> safetensors bytes."""
+    def weights(self) -> Mapping[str, Data]:
+        """File name -> safetensors file."""
 
-    def state(self) -> Mapping[str, bytes]:
-        """File name -> safetensors bytes."""
+    def state(self) -> Mapping[str, Data]:
+        """File name -> safetensors file."""
 
-    def load(self, weights: Mapping[str, bytes], state: Mapping[str, bytes]) -> None:
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """Take over what `weights` and `state` returned."""

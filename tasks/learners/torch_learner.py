@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.objects.base import Data
 from rollflow.tasks.algorithms.advantages import group_advantages
 from rollflow.tasks.algorithms.losses import TokenLoss, decoupled_ppo, grpo, row_weights
 from rollflow.tasks.algorithms.packing import MicroBatch, Rows, micro_batches
+from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.settings import DecoupledPpoObjective, GrpoObjective, TrainConfig
 
-WEIGHTS = "weights/model.safetensors"
-STATE = "learner/state.safetensors"
+WEIGHTS = "weights/model"
+STATE = "learner/state"
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
@@ -40,13 +41,23 @@ def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
 class TorchLearner:
     """`Learner` on one device. See the module's docstring."""
 
-    def __init__(self, model: Any, config: TrainConfig, *, temperature: float, versions: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: TrainConfig,
+        *,
+        temperature: float,
+        versions: int,
+        seed: int,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         torch.manual_seed(seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).train()
         self.config = config
         self.temperature = temperature
         self.versions = versions
+        self.shard_bytes = shard_bytes
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -77,35 +88,35 @@ class TorchLearner:
             logp = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
         return tuple(logp.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
 
-    def weights(self) -> Mapping[str, bytes]:
+    def weights(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        return {WEIGHTS: safetensors.torch.save(self._named())}
+        return to_files(WEIGHTS, self._named(), self.shard_bytes)
 
-    def state(self) -> Mapping[str, bytes]:
+    def state(self) -> Mapping[str, Data]:
         """See `Learner`."""
         tensors = {"rng": torch.get_rng_state()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-        return {STATE: safetensors.torch.save(tensors)}
+                tensors[f"{key}/{name}"] = torch.as_tensor(value).detach()
+        return to_files(STATE, tensors, self.shard_bytes)
 
-    def load(self, weights: Mapping[str, bytes], state: Mapping[str, bytes]) -> None:
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`; `Corrupt` if the tensors are not those of this model."""
         named = self._named()
-        loaded = {name: tensor for data in weights.values() for name, tensor in safetensors.torch.load(data).items()}
+        loaded = from_files(weights)
         if named.keys() != loaded.keys():
             raise Corrupt(f"weights do not fit the model: {sorted(named.keys() ^ loaded.keys())[:4]}")
         with torch.no_grad():
             for name, tensor in named.items():
                 tensor.copy_(loaded[name])
-        saved = {name: tensor for data in state.values() for name, tensor in safetensors.torch.load(data).items()}
-        torch.set_rng_state(saved.pop("rng"))
+        saved = from_files(state)
+        torch.set_rng_state(saved.pop("rng").clone())
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
         for name, value in saved.items():
             key, _, parameter = name.partition("/")
-            at_home = value if key == "step" else value.to(self.device)
-            self.optimizer.state[parameters[parameter]][key] = at_home
+            device = "cpu" if key == "step" else self.device
+            self.optimizer.state[parameters[parameter]][key] = value.to(device, copy=True)
 
     def _named(self) -> dict[str, Tensor]:
         """Tensors by Hugging Face name; a tensor tied to another is named once."""

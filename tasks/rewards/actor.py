@@ -16,6 +16,7 @@ from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.run import RunContext
 
 REWARD = "reward"
+AGAIN_SECONDS = 0.2
 
 
 class RewardActor:
@@ -26,10 +27,16 @@ class RewardActor:
         self._workers = context.config.reward.workers
         self._began = 0.0
         self._finished = asyncio.Event()
+        self._started = False
 
     async def run(self) -> int:
-        """Keep the workers until the run is finished; returns how many responses they scored."""
-        await self.pool.start()
+        """Keep the workers until the run is finished; returns how many responses they scored.
+
+        It may be called again, by a stage flow that took over from a dead one.
+        """
+        if not self._started:
+            self._started = True
+            await self.pool.start()
         await self._finished.wait()
         await self.pool.close()
         return self.pool.scored
@@ -57,22 +64,38 @@ def start_reward(context: RunContext) -> Any:
 
 
 class RewardClient:
-    """Scores single responses through the actor; concurrent ones share a call."""
+    """Scores single responses through the run's reward actor; concurrent ones share a call.
 
-    def __init__(self, actor: Any, patience_seconds: float) -> None:
-        self._actor, self._patience = actor, patience_seconds
+    Scoring changes nothing, so it is repeated at the actor's successor when the actor dies.
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience = patience_seconds
+        self._actor: Any = None
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
 
     async def score(self, request: ScoreRequest) -> Score:
-        """The score of one response; `Unreachable` if the actor is gone or silent."""
+        """The score of one response; `Unreachable` if no reward actor gives one in time."""
         return await self._calls.ask(request)
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> Sequence[Score]:
         try:
-            return list(await asyncio.wait_for(self._actor.score.remote(list(requests)), self._patience))
+            async with asyncio.timeout(self._patience):
+                while True:
+                    scores = await self._try(list(requests))
+                    if scores is not None:
+                        return scores
+                    await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError:
             raise Unreachable(
                 f"the reward stage did not score {len(requests)} responses in {self._patience:g} s"
             ) from None
-        except ray.exceptions.RayActorError as error:
-            raise Unreachable(f"the reward stage's actor died: {error}") from error
+
+    async def _try(self, requests: list[ScoreRequest]) -> list[Score] | None:
+        """The scores, or None if the actor is gone (another will come)."""
+        try:
+            self._actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
+            return list(await self._actor.score.remote(requests))
+        except (ray.exceptions.RayActorError, ValueError):  # ValueError: no actor of that name
+            self._actor = None
+            return None

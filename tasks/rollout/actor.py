@@ -8,8 +8,8 @@ channel <-- commit <-- scheduler --> proxy --> engine actors
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,18 @@ from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.actor import EngineActor, RayEngine
-from rollflow.tasks.rewards.actor import REWARD, RewardClient
+from rollflow.tasks.engines.meter import EngineStats
+from rollflow.tasks.rewards.actor import RewardClient
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
-from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, store_evaluation
+from rollflow.tasks.rollout.evaluation import Evaluator, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Beginning, Outside, Plan, RolloutScheduler
+from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, Plan, RolloutScheduler
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
 
 ROLLOUT = "rollout"
 NEWS_SECONDS = 2.0  # how long the channel's news is waited for before storage is asked
+STATS_SECONDS = 2.0
 
 
 class StoreFeed:
@@ -38,12 +40,19 @@ class StoreFeed:
         self._context, self._channel = context, channel
         self._policies = context.policies()
         self._tokens = context.probe_tokens
+        self.newest = -1  # as last seen
+
+    def ask(self) -> int:
+        """The newest published version; asks the store."""
+        self.newest = self._policies.latest(max(self.newest, 0))
+        return self.newest
 
     async def newer(self, version: int) -> int:
         """See `VersionFeed`."""
         while True:
-            await self._channel.wait_version(version, NEWS_SECONDS)
-            newest = await asyncio.to_thread(self._policies.latest, max(version, 0))
+            with contextlib.suppress(Unreachable):  # a channel that is being replaced; storage knows as well
+                await self._channel.wait_version(version, NEWS_SECONDS)
+            newest = await asyncio.to_thread(self.ask)
             if newest > version:
                 return newest
 
@@ -76,16 +85,12 @@ def plan_of(config: RunConfig) -> Plan:
     )
 
 
-def start_engines(context: RunContext, gpus: float) -> list[Any]:
-    """Start the run's engine actors (or find them), each with its share of the cluster's GPUs."""
-    config, folder = context.config, context.policy_folder
+def start_engine(context: RunContext, number: int, gpus: float) -> Any:
+    """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
+    config = context.config
     options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "num_gpus": gpus, "max_concurrency": 1024}
-    return [
-        ray.remote(EngineActor)
-        .options(name=engine_name(i), **options)
-        .remote(config.engine, folder, config.policy.dtype)
-        for i in range(config.engine.replicas)
-    ]
+    remote = ray.remote(EngineActor).options(name=engine_name(number), **options)
+    return remote.remote(config.engine, context.policy_folder, config.policy.dtype)
 
 
 def engine_name(number: int) -> str:
@@ -106,24 +111,27 @@ class RolloutActor:
         self.context, self.config = context, context.config
         self.channel = RayChannel()
         self.batches = TrajectoryStore(context.store)
+        self.feed = StoreFeed(context, self.channel)
         self.order = context.order()
-        self.reward = RewardClient(ray.get_actor(REWARD), self.config.rollout.patience_seconds)
-        engines = [
-            RayEngine(ray.get_actor(engine_name(i)), name=engine_name(i)) for i in range(self.config.engine.replicas)
-        ]
-        self.engines = engines
-        self.proxy = InferenceProxy(engines, self.config.engine.slots)
-        self.scheduler = RolloutScheduler(plan_of(self.config), self._outside(), self.proxy, self._beginning())
+        self.patience = self.config.rollout.patience_seconds
+        self.reward = RewardClient(self.patience)
+        self.engines = [_engine(i) for i in range(self.config.engine.replicas)]
+        self.proxy = InferenceProxy(self.engines, self.config.engine.slots, replacement_seconds=self.patience)
+        self.counts = Counts()
+        self.scheduler = self._scheduler()
         self.evaluator = self._evaluator()
         self.began: float | None = None
-        self._engine_stats: list[dict[str, float]] = []
+        self._stats = [EngineStats(0, 0, 0.0) for _ in self.engines]
+        self._running: asyncio.Task[None] | None = None
+        self._committing: asyncio.Future[Any] | None = None
 
-    def _outside(self) -> Outside:
-        return Outside(self.order.prompt, self.reward.score, self._commit)
-
-    def _beginning(self) -> Beginning:
-        number = self.batches.next_number()
-        return Beginning.after(self.batches.record(number - 1)) if number else Beginning()
+    def _scheduler(self) -> RolloutScheduler:
+        """A scheduler that begins where storage says."""
+        beginning = Beginning.of(self.batches, self.feed.ask())
+        outside = Outside(self.order.prompt, self.reward.score, self._commit)
+        scheduler = RolloutScheduler(plan_of(self.config), outside, self.proxy, beginning)
+        scheduler.counts = self.counts
+        return scheduler
 
     def _evaluator(self) -> Evaluator:
         settings = self.config.evaluation
@@ -136,34 +144,69 @@ class RolloutActor:
         )
 
     async def run(self) -> None:
-        """Form every batch and follow every version; returns when the last version was loaded and evaluated."""
-        controller = AsyncController(
-            self.proxy,
-            StoreFeed(self.context, self.channel),
-            self.config.engine.in_flight,
-            Hooks(self._updated, self._pinned),
-        )
+        """Form every batch and follow every version; returns when the last version was loaded and evaluated.
+
+        A second call (of a stage flow that took over from a dead one) joins the first.
+        """
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        await asyncio.shield(self._running)
+
+    async def _run(self) -> None:
+        hooks = Hooks(self._updated, self._pinned)
+        controller = AsyncController(self.proxy, self.feed, self.config.engine.in_flight, hooks)
         reason: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(controller.run(self.config.versions))
-                tasks.create_task(self.scheduler.run())
+                tasks.create_task(self._schedule())
         except* RollflowError as failed:
             reason = first_cause(failed)
         if reason is not None:
             raise reason
 
+    async def _schedule(self) -> None:
+        """Form batches until the last is trained; when one is voided, begin again from storage."""
+        while True:
+            voided = await asyncio.to_thread(self.batches.voided)
+            forming = asyncio.create_task(self.scheduler.run())
+            try:
+                if await self._trained(forming, voided):
+                    return
+            finally:
+                forming.cancel()
+                await asyncio.wait([forming, *([self._committing] if self._committing else [])])
+            self.scheduler = await asyncio.to_thread(self._scheduler)
+
+    async def _trained(self, forming: asyncio.Task[None], voided: int) -> bool:
+        """Wait until every version is trained (True) or another batch is voided (False)."""
+        while self.feed.newest < self.config.versions:
+            if forming.done():
+                forming.result()
+                await asyncio.sleep(NEWS_SECONDS)
+            else:
+                await asyncio.wait([forming], timeout=NEWS_SECONDS)
+            if await asyncio.to_thread(self.batches.voided) > voided:
+                return False
+        return True
+
+    async def join(self, number: int) -> None:
+        """Take engine `number`'s new actor in the place of the one that died; returns when it serves."""
+        engine = _engine(number)
+        await self.proxy.join(number, engine)
+        self.engines[number] = engine
+
     async def status(self) -> dict[str, Any]:
-        """What the stage's flow and the live view show."""
-        counts = self.scheduler.counts
+        """What the stage's flow and the live view show. It waits for nobody."""
+        counts = self.counts
         recent = counts.recent_rewards
         return {
             "version": self.proxy.version,
-            "waits_for": "" if self.proxy.version >= 0 else "the first policy version, from the train stage",
+            "waits_for": "" if self.feed.newest >= 0 else "the first policy version, from the train stage",
             "batch": self.scheduler.number,
             "running": self.scheduler.running,
             "buffered": len(self.scheduler.buffer),
-            "waiting": await self.channel.waiting(),
+            "waiting": max(0, self.scheduler.number - max(self.feed.newest, 0)),
             "tokens": counts.tokens,
             "trajectories": counts.trajectories,
             "reward": sum(recent) / len(recent) if recent else None,
@@ -172,12 +215,8 @@ class RolloutActor:
             "update_seconds": self.proxy.update_seconds,
             "seconds": time.monotonic() - self.began if self.began else 0.0,
             "idle": await self._idle(),
-            "failures": self.proxy.failures,
+            "failed": dict(self.proxy.failed),
         }
-
-    async def evaluate(self, version: int) -> dict[str, Any]:
-        """Evaluate the version the engines hold now (the last one, after training)."""
-        return asdict(await self._evaluate(version))
 
     def _updated(self, version: int) -> None:
         self.began = self.began or time.monotonic()
@@ -186,26 +225,35 @@ class RolloutActor:
     async def _pinned(self, version: int) -> None:
         every = self.config.evaluation.every
         if version in (0, self.config.versions) or (every and version % every == 0):
-            await self._evaluate(version)
-
-    async def _evaluate(self, version: int) -> Evaluation:
-        evaluation = await self.evaluator.run(self.proxy, version)
-        await asyncio.to_thread(store_evaluation, self.context.store, evaluation)
-        return evaluation
+            evaluation = await self.evaluator.run(self.proxy, version)
+            await asyncio.to_thread(store_evaluation, self.context.store, evaluation)
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Make a batch durable, then hand it to the learner."""
-        _, data = await asyncio.to_thread(self.batches.commit, staged, self.config.async_ratio)
-        patience = self.config.rollout.patience_seconds
+        # Shielded: a scheduler that begins again must not overlook a commit that is still being written.
+        self._committing = asyncio.ensure_future(
+            asyncio.to_thread(self.batches.commit, staged, self.config.async_ratio)
+        )
+        record, data = await asyncio.shield(self._committing)
+        payload = self.context.store.local_path(record.file) or data
         try:
-            await self.channel.put(staged.number, data, patience)
+            await self.channel.put(staged.number, payload, self.patience, staged.edition)
         except TimeoutError as error:
-            raise Unreachable(f"the learner took no batch for {patience:g} s ({error})") from None
+            raise Unreachable(f"the learner took no batch for {self.patience:g} s ({error})") from None
 
     async def _idle(self) -> float:
         """Share of the time since generation began in which the engines had nothing to run."""
         if self.began is None:
             return 0.0
-        stats = await asyncio.gather(*(engine.stats() for engine in self.engines))
+        asked = [asyncio.create_task(engine.stats()) for engine in self.engines]
+        await asyncio.wait(asked, timeout=STATS_SECONDS)
+        for number, one in enumerate(asked):
+            if one.done() and not one.cancelled() and one.exception() is None:
+                self._stats[number] = one.result()
+            one.cancel()
         lasted = time.monotonic() - self.began
-        return max(0.0, 1.0 - sum(s.busy_seconds for s in stats) / (lasted * len(stats)))
+        return max(0.0, 1.0 - sum(s.busy_seconds for s in self._stats) / (lasted * len(self._stats)))
+
+
+def _engine(number: int) -> RayEngine:
+    return RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number))

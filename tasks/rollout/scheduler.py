@@ -12,7 +12,8 @@ What each loop waits for, and what ends the wait:
 - `_form` waits for N fresh groups, then for the commit and for room in the channel.
 
 The cursor, the dispatches in flight and the discards are committed with each batch, taken at one moment of
-the event loop; a scheduler that starts from the newest commit issues again exactly what was in flight.
+the event loop; a scheduler that starts from the newest commit issues again exactly what was in flight. Batches that
+were voided are formed again first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from rollflow.storage.batch import packed
 from rollflow.storage.buffer import TrajectoryBuffer
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import (
@@ -34,7 +36,8 @@ from rollflow.storage.records import (
     Trajectory,
     TrajectoryGroup,
 )
-from rollflow.storage.trajectories import BatchCommit, StagedBatch
+from rollflow.storage.settlement import missing, newest_commit, settled
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
@@ -59,16 +62,33 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a scheduler starts: a new run, or the newest commit of an old one."""
+    """Where a scheduler starts: a new run, or what storage says of an old one."""
 
-    number: int = 0
+    number: int = 0  # of the first batch that was never committed
     cursor: int = 0
     again: tuple[GroupKey, ...] = ()
+    missing: tuple[tuple[int, int], ...] = ()  # batches to form again, as (number, edition)
+    order: int = 0  # commits there are
+    voids: int = 0  # voids that are settled
 
     @classmethod
-    def after(cls, commit: BatchCommit) -> Beginning:
-        """Continue behind a committed batch."""
-        return cls(commit.number + 1, commit.cursor, commit.in_flight)
+    def of(cls, batches: TrajectoryStore, trained: int) -> Beginning:
+        """Continue a run from storage alone, after settling what was voided; `trained` is its newest version."""
+        trained = max(trained, 0)
+        while True:
+            newest = settled(batches, trained)
+            if newest is None:
+                return cls()
+            found = cls(
+                number=batches.next_number(),
+                cursor=newest.cursor,
+                again=newest.in_flight,
+                missing=missing(batches, trained, newest.voids),
+                order=newest.order + 1,
+                voids=newest.voids,
+            )
+            if newest_commit(batches) == newest:  # else another scheduler committed while this one read
+                return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +116,12 @@ class RolloutScheduler:
 
     def __init__(self, plan: Plan, outside: Outside, proxy: InferenceProxy, beginning: Beginning) -> None:
         self.plan, self._outside, self._proxy = plan, outside, proxy
-        self.number = beginning.number  # of the next batch to form
+        self.number = beginning.number  # of the next batch that was never formed
         self.buffer = TrajectoryBuffer()
         self.counts = Counts()
+        self._missing = deque(place for place in beginning.missing if place[0] < plan.batches)
+        self._formed = beginning.number - len(beginning.missing)
+        self._order, self._voids = beginning.order, beginning.voids
         self._cursor = beginning.cursor
         self._again = deque(beginning.again)
         self._running: set[GroupKey] = set()
@@ -135,7 +158,7 @@ class RolloutScheduler:
         plan = self.plan
         state = AdmissionState(
             version=self._proxy.version,
-            batched=self.number * plan.groups,
+            batched=self._formed * plan.groups,
             outstanding=len(self._running) + len(self.buffer),
             running=len(self._running),
         )
@@ -160,7 +183,7 @@ class RolloutScheduler:
         if failure:
             self._failed(key, failure)
             return
-        group = TrajectoryGroup(key, prompt.id, prompt.domain, tuple(task.result() for task in made))
+        group = packed(TrajectoryGroup(key, prompt.id, prompt.domain, tuple(task.result() for task in made)))
         self._running.discard(key)
         self.buffer.add(group)
         self._count(group)
@@ -208,7 +231,7 @@ class RolloutScheduler:
 
     async def _form(self) -> None:
         """Form, commit and hand over one batch after another."""
-        while self.number < self.plan.batches:
+        while self._missing or self.number < self.plan.batches:
             staged = self._stage()
             if staged is None:
                 await self._ready.wait()
@@ -218,7 +241,8 @@ class RolloutScheduler:
 
     def _stage(self) -> StagedBatch | None:
         """Choose the next batch if there is one; stale groups are discarded and issued again."""
-        taken = self.buffer.take(self.plan.groups, self.number - self.plan.async_ratio)
+        number, edition = self._missing[0] if self._missing else (self.number, 0)
+        taken = self.buffer.take(self.plan.groups, number - self.plan.async_ratio)
         for group in taken.stale:
             self._discard(group.key, DiscardReason.STALE, group.started_version, group.response_tokens)
         if taken.stale:
@@ -227,10 +251,19 @@ class RolloutScheduler:
             return None
         discards, self._discards = tuple(self._discards), []
         in_flight = (*sorted(self._running), *self.buffer.keys, *self._again)
-        staged = StagedBatch(self.number, taken.groups, self._cursor, in_flight, discards)
-        self.number += 1
-        self._room.set()
+        staged = StagedBatch(number, taken.groups, self._cursor, in_flight, discards, edition, self._order, self._voids)
+        self._advance()
         return staged
+
+    def _advance(self) -> None:
+        """Go on to the next batch: the next one that is missing, or else a new one."""
+        if self._missing:
+            self._missing.popleft()
+        else:
+            self.number += 1
+        self._formed += 1
+        self._order += 1
+        self._room.set()
 
     def _discard(self, key: GroupKey, reason: DiscardReason, started: int, tokens: int) -> None:
         self._discards.append(Discard(key, reason, started, tokens))

@@ -1,38 +1,68 @@
-"""An HTTP proxy on loopback that loses, replaces or withholds the answers of an object store.
+"""An HTTP proxy on loopback that does to an object store's answers what networks and services do to them.
 
-A lost answer is the real thing: the server has done the work and the client's connection closes.
+A lost answer is the real thing: the server has done the work and the client's connection closes. Faults are asked
+for by count, or happen at random with given rates from a seeded generator.
 """
 
 from __future__ import annotations
 
+import enum
 import http.client
+import random
 import threading
+import time
 from collections import Counter
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from urllib.parse import urlsplit
+
+SLOW_SECONDS = 0.3  # what a slow body takes longer
+
+
+class Fault(enum.Enum):
+    """What can happen to one request."""
+
+    THROTTLE = "503 SlowDown, nothing done"
+    ERROR = "500 InternalError, nothing done"
+    RESET = "the connection closes, nothing done"
+    LOST = "the work is done, the connection closes in place of an answer"
+    TRUNCATED = "the answer breaks off in the middle of its body"
+    SLOW = "the body comes in drops"
+    STALLED = "the body stops coming, the connection stays"
+    FLIPPED = "one bit of the body is another"
+    ALTERED = "one bit of the body is another, and the service gives no checksum"
 
 
 class FaultyProxy:
     """Forwards requests to `target`, with the faults that were asked for."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, rates: Mapping[Fault, float] | None = None, seed: int = 0) -> None:
         self._target = urlsplit(target).netloc
-        self._lose: Counter[str] = Counter()
+        self._rates = dict(rates or {})
+        self._draw = random.Random(seed)
+        self._lock = threading.Lock()
+        self._next: dict[str, list[Fault]] = {}
         self._seen: Counter[str] = Counter()
+        self.faults: Counter[Fault] = Counter()  # that happened
         self._answers: dict[str, tuple[int, bytes]] = {}
         self._speaks = threading.Event()
         self._speaks.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def lose_answers(self, method: str, count: int) -> None:
         """Serve the next `count` requests of `method`, but close the connection in place of an answer."""
-        self._lose[method] = count
+        self.do(method, Fault.LOST, count)
+
+    def do(self, method: str, fault: Fault, count: int = 1) -> None:
+        """Let `fault` happen to the next `count` requests of `method`."""
+        self._next[method] = [fault] * count
 
     def answer(self, method: str, status: int, code: str) -> None:
         """Answer every request of `method` with an S3 error."""
-        self._answers[method] = (status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
+        self._answers[method] = (status, error_body(code))
 
     def fall_silent(self) -> None:
         """Accept requests and answer none, until the proxy is closed."""
@@ -55,18 +85,38 @@ class FaultyProxy:
 
     def _serve(self, request: BaseHTTPRequestHandler) -> None:
         method = request.command
-        self._seen[method] += 1
         body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        fault = self._fault(method)
         self._speaks.wait()
         if method in self._answers:
             self._reply(request, *self._answers[method], [])
             return
-        status, answer, headers = self._forward(request, body)
-        if self._lose[method] > 0:
-            self._lose[method] -= 1
-            request.close_connection = True
-            return
-        self._reply(request, status, answer, headers)
+        match fault:
+            case Fault.THROTTLE:
+                self._reply(request, 503, error_body("SlowDown"), [])
+            case Fault.ERROR:
+                self._reply(request, 500, error_body("InternalError"), [])
+            case Fault.RESET:
+                request.close_connection = True
+            case Fault.LOST:
+                self._forward(request, body)
+                request.close_connection = True
+            case _:
+                self._reply(request, *self._forward(request, body), fault)
+
+    def _fault(self, method: str) -> Fault | None:
+        """What happens to this request."""
+        with self._lock:
+            self._seen[method] += 1
+            asked, draw = self._next.get(method), self._draw.random()
+            fault = asked.pop() if asked else None
+            for kind, rate in self._rates.items():
+                if fault is None and 0 <= draw < rate:
+                    fault = kind
+                draw -= rate
+            if fault:
+                self.faults[fault] += 1
+            return fault
 
     def _forward(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes, list[tuple[str, str]]]:
         connection = http.client.HTTPConnection(self._target, timeout=20)
@@ -76,15 +126,40 @@ class FaultyProxy:
         connection.close()
         return response.status, answer, response.getheaders()
 
-    def _reply(self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: list[tuple[str, str]]) -> None:
+    def _reply(
+        self,
+        request: BaseHTTPRequestHandler,
+        status: int,
+        body: bytes,
+        headers: list[tuple[str, str]],
+        fault: Fault | None = None,
+    ) -> None:
         request.send_response_only(status)
         kept = {name: value for name, value in headers if name.lower() not in ("connection", "transfer-encoding")}
         if request.command != "HEAD":
             kept["Content-Length"] = str(len(body))
+        if fault is Fault.ALTERED:
+            kept = {name: value for name, value in kept.items() if not name.startswith("x-amz-checksum")}
         for name, value in kept.items():
             request.send_header(name, value)
         request.end_headers()
-        request.wfile.write(body)
+        middle = len(body) // 2
+        match fault:
+            case Fault.TRUNCATED:
+                request.wfile.write(body[:middle])
+                request.close_connection = True
+            case Fault.STALLED:
+                request.wfile.write(body[:middle])
+                time.sleep(5.0)
+                request.close_connection = True
+            case Fault.SLOW:
+                for part in (body[:middle], body[middle:]):
+                    time.sleep(SLOW_SECONDS / 2)
+                    request.wfile.write(part)
+            case Fault.FLIPPED | Fault.ALTERED if body and status < 300:
+                request.wfile.write(body[:-1] + bytes([body[-1] ^ 1]))
+            case _:
+                request.wfile.write(body)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         proxy = self
@@ -101,3 +176,8 @@ class FaultyProxy:
                 pass
 
         return Handler
+
+
+def error_body(code: str) -> bytes:
+    """An S3 error as the service writes it."""
+    return f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()

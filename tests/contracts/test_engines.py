@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +18,7 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.actor import RayEngine
-from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.settings import (
     EngineConfig,
@@ -107,6 +107,21 @@ async def started(case: Case, count: int = 8) -> list[asyncio.Task[Generation]]:
     await asyncio.sleep(0.15)
     assert not all(task.done() for task in tasks), "too fast for this test"
     return tasks
+
+
+async def progressed(case: Case, count: int = 8) -> tuple[list[str], list[asyncio.Task[Generation]]]:
+    """Long responses of which tokens have been reported."""
+    requests = [case.request(LONG) for _ in range(count)]
+    tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
+    ids = [request.id for request in requests]
+    async with asyncio.timeout(20):
+        while not any(case.engine.progress(dict.fromkeys(ids, 2)).values()):
+            await asyncio.sleep(0.01)
+    return ids, tasks
+
+
+def beginning(generation: Generation, count: int) -> Partial:
+    return Partial(generation.tokens[:count], generation.logprobs[:count], generation.versions[:count])
 
 
 def check(generation: Generation) -> None:
@@ -256,6 +271,38 @@ async def test_a_cancelled_caller_leaves_the_engine_well(case: Case) -> None:
     check(await case.engine.generate(case.request()))
 
 
+async def test_progress_is_the_beginning_of_the_answer(case: Case) -> None:
+    ids, tasks = await progressed(case)
+    whole, later = (case.engine.progress(dict.fromkeys([*ids, "unknown"], since)) for since in (0, 2))
+    assert "unknown" not in whole
+    generations = {generation.id: generation for generation in await asyncio.gather(*tasks)}
+    for id, partial in whole.items():
+        assert partial == beginning(generations[id], len(partial))
+        assert len(partial) < len(generations[id].tokens)
+        assert later[id] == beginning(generations[id], 2 + len(later[id])).after(2)
+    assert case.engine.progress(dict.fromkeys(ids, 0)) == {}
+
+
+async def test_a_prefix_stays_and_the_answer_goes_on_from_it(case: Case) -> None:
+    requests = [case.request(LONG) for _ in range(4)]
+    made = await asyncio.gather(*map(case.engine.generate, requests))
+    request, whole = max(zip(requests, made, strict=True), key=lambda pair: len(pair[1].tokens))
+    length, now = len(whole.tokens), case.engine.version
+    for cut in (1, length // 2, length - 1):
+        old = replace(beginning(whole, cut), versions=(now - 1,) * (cut // 2) + (now,) * (cut - cut // 2))
+        generation = await case.engine.generate(replace(request, id=f"cut-{cut}", prefix=old))
+        check(generation)
+        assert beginning(generation, cut) == old
+        assert len(generation.tokens) > cut
+        assert set(generation.versions[cut:]) == {now}
+        assert generation.ending is Ending.STOP or len(generation.tokens) == request.max_new_tokens
+        if case.has_model:
+            expected = reference_logprobs(case.weights(now), request.prompt + generation.tokens)
+            assert generation.logprobs[cut:] == pytest.approx(expected[len(request.prompt) - 1 + cut :], abs=1e-4)
+        else:
+            assert generation.tokens == whole.tokens
+
+
 async def test_many_more_requests_than_slots(case: Case) -> None:
     requests = [case.request(2) for _ in range(600)]
     generations = await asyncio.gather(*map(case.engine.generate, requests))
@@ -264,9 +311,18 @@ async def test_many_more_requests_than_slots(case: Case) -> None:
 
 async def test_death_reaches_every_call(case: Case, request: pytest.FixtureRequest) -> None:
     """Last: the engine does not survive it."""
-    tasks = await started(case)
+    ids, tasks = await progressed(case)
+    case.engine.check()
+    before = case.engine.progress(dict.fromkeys(ids, 0))
     await KILLERS[request.node.callspec.params["case"]](case.engine)
     outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    with pytest.raises(EngineFailed):
+        case.engine.check()
+    after = case.engine.progress(dict.fromkeys(ids, 0))
+    assert any(after.values())
+    for id, partial in after.items():
+        assert partial.tokens[: len(before[id])] == before[id].tokens
+        assert len(partial) == len(partial.logprobs) == len(partial.versions)
     assert any(isinstance(outcome, EngineFailed) for outcome in outcomes)
     assert all(isinstance(outcome, EngineFailed | Generation) for outcome in outcomes)
     calls: list[Awaitable[object]] = [

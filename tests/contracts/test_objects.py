@@ -1,12 +1,8 @@
-"""The object store contract, one suite for every backend, then what each backend promises besides.
-
-S3 is a moto server on loopback. It checks and writes a conditional PUT in two steps where S3 does it in one,
-so the server here takes one PUT at a time.
-"""
+"""The object store contract, one suite for every backend, then what each backend promises besides."""
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -22,15 +18,17 @@ from pathlib import Path
 import moto.s3.responses
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
 
-from rollflow.storage.errors import ConfigError, Conflict, Missing, Unreachable
-from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.objects import ObjectStore, open_store, s3_requests
 from rollflow.storage.objects import local as local_backend
+from rollflow.storage.objects.base import Data, pieces
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import WRITER, S3Store
-from tests.contracts.faulty_proxy import FaultyProxy
+from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
+from tests.contracts.faulty_proxy import Fault, FaultyProxy
+from tests.support.s3_server import s3_server, use
 
 BUCKET = "contract"
 
@@ -38,31 +36,14 @@ BUCKET = "contract"
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The endpoint of a moto server with one bucket."""
-    one_put = threading.Lock()
-    put_object = moto.s3.responses.S3Response.put_object
-
-    @functools.wraps(put_object)
-    def in_turn(self: moto.s3.responses.S3Response) -> object:
-        with one_put:
-            return put_object(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moto.s3.responses.S3Response, "put_object", in_turn)
-        moto_server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        moto_server.start()
-        host, port = moto_server.get_host_and_port()
-        endpoint = f"http://{host}:{port}"
-        s3fs.S3FileSystem(key="test", secret="test", endpoint_url=endpoint, skip_instance_cache=True).mkdir(BUCKET)
+    with s3_server(BUCKET) as endpoint:
         yield endpoint
-        moto_server.stop()
 
 
 @pytest.fixture
 def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The server, reached by the usual AWS variables only."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
+    use(server, monkeypatch)
     return server
 
 
@@ -109,12 +90,22 @@ def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list
 
 @pytest.mark.parametrize("write", ["put", "create"])
 @pytest.mark.parametrize(
-    "data", [b"", b"abc", memoryview(b"view"), os.urandom(5_000_000)], ids=["empty", "bytes", "view", "5MB"]
+    "data",
+    [b"", b"abc", memoryview(b"view"), [], [b"", b"in ", memoryview(b"pieces")], os.urandom(20_000_000)],
+    ids=["empty", "bytes", "view", "no pieces", "pieces", "20MB"],
 )
-def test_what_is_written_is_read(store: ObjectStore, write: str, data: bytes | memoryview) -> None:
-    getattr(store, write)("a/b.bin", data)
-    assert store.get("a/b.bin") == data
+def test_what_is_written_is_read(store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
+    """By `get`, by `fetch` and by size; `put` and `fetch` return the sha256 of the bytes."""
+    before, expected = time.time(), b"".join(pieces(data))
+    written, sha256 = getattr(store, write)("a/b.bin", data), hashlib.sha256(expected).hexdigest()
+    assert written == (sha256 if write == "put" else None)
+    assert store.get("a/b.bin") == expected
+    assert store.fetch("a/b.bin", tmp_path / "copy") == sha256
+    assert (tmp_path / "copy").read_bytes() == expected
     assert store.exists("a/b.bin")
+    found = store.stat("a/b.bin")
+    assert found.size == len(expected)
+    assert before - 2 <= found.modified <= time.time() + 2
 
 
 def test_put_replaces(store: ObjectStore) -> None:
@@ -185,11 +176,15 @@ def test_list_is_sorted_relative_and_of_that_folder_only(store: ObjectStore) -> 
     assert list(store.list("nothing")) == []
 
 
-def test_missing(store: ObjectStore) -> None:
+def test_missing(store: ObjectStore, tmp_path: Path) -> None:
     store.put("a/b", b"x")
     for path in ("c", "a", "a/b/c"):
         with pytest.raises(Missing, match=path):
             store.get(path)
+        with pytest.raises(Missing, match=path):
+            store.stat(path)
+        with pytest.raises(Missing, match=path):
+            store.fetch(path, tmp_path / uuid.uuid4().hex)
         assert not store.exists(path)
         store.delete(path)
     assert store.exists("a/b")
@@ -202,6 +197,7 @@ def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path:
         lambda: store.create(path, b""),
         lambda: store.get(path),
         lambda: store.exists(path),
+        lambda: store.stat(path),
         lambda: store.delete(path),
         lambda: store.child(path),
         lambda: store.list(path or "/"),
@@ -330,7 +326,7 @@ def test_a_failed_write_leaves_nothing(local: LocalStore, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(local_backend.os, "fsync", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(StoreFailed, match=r"No space left on device.*free space on that disk, then resume"):
             local.create("a", b"x")
     assert [path for path in local.root.rglob("*") if path.is_file()] == []
 
@@ -350,7 +346,7 @@ def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.fixture
 def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy to the server that stores use for the rest of the test; they do not wait between two tries."""
-    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
+    monkeypatch.setattr(s3_requests, "PATIENT", Patience(tries=6, pause_seconds=0.01, try_seconds=2.0))
     with FaultyProxy(aws) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", made.endpoint)
         yield made
@@ -379,8 +375,65 @@ def test_create_conflicts_after_a_lost_refusal_even_over_the_same_bytes(s3: S3St
 
 def test_a_service_that_does_not_answer_is_unreachable_not_missing(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.lose_answers("GET", 100)
-    with pytest.raises(Unreachable, match=r"did not answer for s3://contract/.*/a"):
+    with pytest.raises(Unreachable, match=r"did not answer for s3://contract/.*/a \(6 tries in \d s\)"):
         s3.get("a")
+
+
+@pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.STALLED])
+@pytest.mark.parametrize("size", [5, 20_000_000], ids=["small", "parts"])
+def test_a_fault_on_the_way_changes_nothing(
+    s3: S3Store, proxy: FaultyProxy, fault: Fault, size: int, tmp_path: Path
+) -> None:
+    data, sha256 = os.urandom(size), []
+    for method in ("PUT", "POST"):
+        proxy.do(method, Fault.LOST if fault in (Fault.FLIPPED, Fault.ALTERED) else fault, 2)
+    sha256.append(s3.put("a", data))
+    with pytest.raises(Conflict):
+        s3.create("a", data)
+    s3.create("b", data)
+    for path in ("a", "b"):
+        proxy.do("GET", fault, 2)
+        assert s3.get(path) == data
+        proxy.do("GET", fault, 2)
+        sha256.append(s3.fetch(path, tmp_path / path))
+        assert (tmp_path / path).read_bytes() == data
+    assert set(sha256) == {hashlib.sha256(data).hexdigest()}
+    assert proxy.faults[fault] >= 4
+
+
+def test_a_body_that_stops_is_read_again(s3: S3Store, proxy: FaultyProxy) -> None:
+    s3.put("a", b"content")
+    proxy.do("GET", Fault.STALLED)
+    assert s3.get("a") == b"content"
+    assert proxy.seen("GET") == 2
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.ALTERED])
+def test_other_bytes_than_were_written_are_corrupt(
+    s3: S3Store, proxy: FaultyProxy, fault: Fault, tmp_path: Path
+) -> None:
+    """The checksum stands with the object, so a read needs nobody's word for it."""
+    s3.put("a", b"content")
+    proxy.do("GET", fault, 100)
+    with pytest.raises(Corrupt, match=r"s3://contract/.*/a is not what was written"):
+        s3.get("a")
+    with pytest.raises(Corrupt, match="is not what was written"):
+        s3.fetch("a", tmp_path / "copy")
+
+
+def test_a_reader_in_parts_sees_one_put_or_another(s3: S3Store) -> None:
+    contents = [bytes([letter]) * 18_000_000 for letter in b"ab"]
+    s3.put("a", contents[0])
+
+    def write() -> None:
+        for turn in range(4):
+            s3.put("a", contents[turn % 2])
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(write)
+        while not writer.done():
+            assert s3.get("a") in contents
+        writer.result()
 
 
 def test_list_follows_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,13 +443,12 @@ def test_list_follows_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) ->
     assert [*s3.list()] == [f"{number}" for number in range(10)]
 
 
-def test_a_large_object_is_created_once_in_parts(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3fs.S3FileSystem._pipe_file, "__defaults__", (5 * 2**20, None, "overwrite"))
-    data = os.urandom(11 * 2**20)
-    s3.create("a", data)
+def test_a_large_object_is_created_once_in_parts(s3: S3Store) -> None:
+    data = os.urandom(2 * PART_BYTES + 1)
+    assert len(race_to_create(s3, "a", [data] * 3)) == 1
     assert s3.get("a") == data
     with pytest.raises(Conflict):
-        s3.create("a", data)
+        s3.create("a", b"small")
 
 
 def test_objects_of_other_writers_count(s3: S3Store) -> None:

@@ -1,46 +1,126 @@
-"""A stage that makes no progress is named; one that waits for another by design is not blamed."""
+"""What dies or hangs is started again from storage, within a budget, and each time is written down."""
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollflow.flows import cluster, supervision
-from rollflow.flows.supervision import StageFailed, watch
+from rollflow.flows import cluster
+from rollflow.flows.ray_head import RayHead
+from rollflow.flows.supervision import Budget, Keeper, StageFailed, Ward
+from rollflow.storage.claims import Claim
+from rollflow.storage.errors import Conflict
+from rollflow.storage.objects import open_store
+from rollflow.storage.recoveries import RecoveryLog
+from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.settings import RecoveryConfig, RunConfig
 
 
-class Actor:
-    """A call that ends after `polls` looks, and the statuses seen meanwhile."""
+def test_the_first_restart_is_at_once_then_pauses_double() -> None:
+    now = [0.0]
+    budget = Budget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
+    assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
+    assert budget.spend("rollout", "gone") == 0.0  # each role has a budget of its own
+    with pytest.raises(StageFailed, match=r"learner was started again 4 times within 100 s .* once more: no memory"):
+        budget.spend("learner", "no memory")
+    now[0] = 101.0
+    assert budget.spend("learner", "gone") == 0.0
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, polls: int, statuses: list[dict[str, Any]]) -> None:
-        self.polls, self.statuses, self.now = polls, statuses, 0.0
-        monkeypatch.setattr(cluster, "done", self.done)
-        monkeypatch.setattr(cluster, "call", lambda value, *_: value)
-        monkeypatch.setattr(supervision.time, "monotonic", lambda: self.now)
 
-    def done(self, reference: Any, seconds: float) -> bool:
-        self.now += seconds
-        self.polls -= 1
-        return self.polls < 0
+def test_the_newest_claim_holds(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    first = Claim.take(store, "flow run 1", "a:1")
+    first.check()
+    second = Claim.take(store, "flow run 2", "b:1")
+    with pytest.raises(Conflict, match="another supervisor now \\(flow run 2"):
+        first.check()
+    second.check()
+    newer = first.newer()
+    assert newer is not None
+    assert newer["cluster"] == "b:1"
+
+
+@pytest.fixture(scope="module")
+def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    before = dict(os.environ)
+    head = RayHead(tmp_path_factory.mktemp("home"), cpus=2)
+    os.environ.update(head.env)
+    with head:
+        yield head.address
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class Worker:
+    """An actor whose lives end as the file `lives` says: "die", "raise", "hang", "work"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        lives = folder / "lives"
+        self.life, *left = lives.read_text().split()
+        lives.write_text(" ".join(left or [self.life]))
+        self.made = 0
+
+    def run(self) -> str:
+        if self.life == "die":
+            time.sleep(0.5)
+            os._exit(1)
+        if self.life == "raise":
+            raise Conflict("somebody else published version 3")
+        while self.life == "hang":
+            time.sleep(0.1)
+        for _ in range(20):
+            time.sleep(0.1)
+            self.made += 1
+        return "done"
 
     def status(self) -> dict[str, Any]:
-        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
-
-    def watch(self) -> Any:
-        return watch("result", self.status, 5.0, lambda _: None, "the learner")
+        return {"made": self.made, "seconds": time.monotonic()}
 
 
-def test_progress_is_what_keeps_a_stage_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses = [{"version": v // 4, "idle": 0.1 * v} for v in range(50)]
-    assert Actor(monkeypatch, 50, statuses).watch() == "result"
+def keep(tmp_path: Path, ray_address: str, lives: str, restarts: int = 5) -> tuple[RunContext, Any]:
+    """Keep a worker with these lives; returns what its run returned."""
+    import ray
+
+    (tmp_path / "lives").write_text(lives)
+    config = RunConfig(recovery=RecoveryConfig(restarts=restarts, backoff_seconds=0.01))
+    described = {"format": FORMAT, "run_id": "kept", "config": config.model_dump(mode="json")}
+    open_store(str(tmp_path)).put("run.json", json.dumps(described).encode())
+    context = RunContext(str(tmp_path), tmp_path / "cache")
+    with cluster.attached(ray_address, "kept"):
+        options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
+        ward = Ward(
+            name="worker",
+            start=lambda: ray.remote(Worker).options(**options).remote(tmp_path),
+            made=lambda status: float(status["made"]),
+            redone=lambda status: (f"{status['made']} pieces", 3),
+            patience=2.0,
+        )
+        try:
+            return context, Keeper(context, ward, print).run()
+        finally:
+            cluster.kill_named(["worker"], "kept")
 
 
-def test_a_stuck_stage_is_named_with_what_was_last_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses = [{"version": 3, "idle": 0.1 * v, "seconds": v} for v in range(50)]  # only clocks go on
-    with pytest.raises(StageFailed, match=r"the learner made no progress for 5 s; last seen: \{'version': 3\}"):
-        Actor(monkeypatch, 50, statuses).watch()
+def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path, ray_address: str) -> None:
+    context, result = keep(tmp_path, ray_address, "die raise hang work")
+    assert result == "done"
+    [recovery] = RecoveryLog(context.store).read()  # one end after another, before there was any progress: one recovery
+    assert recovery.role == "worker"
+    died, raised, hung = recovery.reason.split("; then ")
+    assert "its process is gone" in died
+    assert raised == "somebody else published version 3"
+    assert hung == "no progress for 2 s; last seen: {'made': 0}"
+    assert recovery.attempt == 3
+    assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 
 
-def test_waiting_for_another_stage_is_not_being_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Actor(monkeypatch, 50, [{"version": -1, "waits_for": "the first policy version"}]).watch() == "result"
+def test_over_the_budget_the_reason_is_told(tmp_path: Path, ray_address: str) -> None:
+    with pytest.raises(StageFailed, match=r"worker was started again 2 times .* somebody else published version 3"):
+        keep(tmp_path, ray_address, "raise", restarts=2)

@@ -18,7 +18,7 @@ from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, TrajectoryGroup
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, commit_path
 from rollflow.tasks.clock import run_virtual
-from tests.support.pipeline import Pipeline
+from tests.support.pipeline import Damage, Pipeline, damaged
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_objects_that_retention_removed_are_not_missing() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     run_virtual(Pipeline(store, versions=14).run())
     kept = {v for v in range(15) if store.exists(PolicyStore(store).manifest(v).weights[0].path)}
-    assert kept == {0, 10, 11, 12, 13, 14}
+    assert kept == {0, 9, 10, 11, 12, 13, 14}  # 9: what 10 can be trained again from
     assert audit(store).clean
 
 
@@ -161,6 +161,46 @@ def test_the_bound_comes_from_storage(run: MemoryStore) -> None:
     described["config"]["async_ratio"] = 0.0
     run.put("run.json", json.dumps(described).encode())
     assert kinds(run) == {"stale"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "corrupt"),
+    [
+        ({(2, 0): "cut", (2, 1): "gone"}, 8),
+        ({(0, 0): "flipped"}, 4),
+        ({(4, 0): "commit"}, 0),  # what only the commit knew of is issued again as it was
+    ],
+)
+def test_a_quarantined_batch_is_named_and_no_violation(damage: dict[tuple[int, int], Damage], corrupt: int) -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    run_virtual(Pipeline(store, async_ratio=2.0, damage=damage).run())
+    report = audit(store)
+    assert report.violations == []
+    voids = TrajectoryStore(store).voids()
+    assert [(v.batch, v.edition) for v in voids] == list(damage)
+    assert [line.split(":")[0] for line in report.quarantined] == [v.file for v in voids]
+    assert report.fates["discarded: corrupt"] == corrupt
+    assert report.fates["trained"] == 6 * 4
+
+
+def test_a_batch_quarantined_after_it_was_trained_on_is_altered(run: MemoryStore) -> None:
+    record = TrajectoryStore(run).record(3)
+    run.put(record.file, b"something else")
+    TrajectoryStore(run).void(3, "for the test")
+    assert kinds(run) == {"altered"}
+
+
+def test_a_damaged_batch_that_nobody_has_noticed_is_altered() -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    run_virtual(Pipeline(store, versions=3).run())
+    batches = TrajectoryStore(store)
+    manifest = PolicyStore(store).manifest(3)
+    store.delete(manifest_path(3))  # batch 2 is committed and waits
+    damaged(store, batches.record(2), "flipped")
+    assert kinds(store) == {"altered"}
+    batches.void(2, "for the test")
+    assert audit(store).fates["quarantined"] == len(manifest.consumed)
+    assert kinds(store) == set()
 
 
 def test_no_run_there() -> None:

@@ -1,29 +1,38 @@
-"""The channel: bounded, leased, idempotent, refilled from the store; the same in a Ray actor."""
+"""The channel: bounded, leased, idempotent, refilled from the store, never a voided edition."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 import pytest
 
 from rollflow.storage.channel import Channel
+from rollflow.storage.errors import Corrupt, Missing
 from rollflow.tasks.clock import run_virtual
 
 
-def channel(capacity: int = 2, stored: dict[int, str] | None = None) -> Channel[str]:
-    return Channel(capacity, (stored or {}).get)
+@dataclass
+class Stored:
+    """`Source` from a table: number -> edition, payload."""
+
+    batches: dict[int, tuple[int, str]] = field(default_factory=dict)
+    reads: int = 0
+
+    async def edition(self, number: int) -> int | None:
+        return self.batches[number][0] if number in self.batches else None
+
+    async def read(self, number: int) -> str:
+        self.reads += 1
+        if number not in self.batches:
+            raise Missing("voided")
+        if "corrupt" in self.batches[number][1]:
+            raise Corrupt("rotten")
+        return self.batches[number][1]
 
 
-def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def here(function, *arguments):  # type: ignore[no-untyped-def]
-        return function(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", here)
-
-
-@pytest.fixture(autouse=True)
-def _virtual(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_threads(monkeypatch)
+def channel(capacity: int = 2, *batches: str, version: int = -1) -> Channel[str]:
+    return Channel(capacity, Stored({n: (0, payload) for n, payload in enumerate(batches)}), version)
 
 
 def test_put_waits_for_room_and_no_longer_than_asked() -> None:
@@ -44,19 +53,21 @@ def test_put_waits_for_room_and_no_longer_than_asked() -> None:
 
 def test_a_leased_batch_stays_until_it_is_acknowledged() -> None:
     async def main() -> None:
-        made = channel()
+        made = channel(2, "stored")
         await made.put(0, "a", 1)
         assert [await made.lease(0, 1) for _ in range(3)] == ["a", "a", "a"]
         await made.ack(0)
-        with pytest.raises(TimeoutError, match="waited 2 s for batch 0"):
-            await made.lease(0, 2)
+        assert made.waiting == 0
+        with pytest.raises(TimeoutError, match=r"waited 2\.5 s for batch 1 from the rollout stage"):
+            await made.lease(1, 2.5)
+        assert asyncio.get_running_loop().time() == 2.5
 
     run_virtual(main())
 
 
 def test_repeated_calls_change_nothing() -> None:
     async def main() -> None:
-        made = channel()
+        made = channel(2, "stored")
         await made.put(0, "a", 1)
         await made.put(0, "another", 1)
         assert await made.lease(0, 1) == "a"
@@ -73,8 +84,72 @@ def test_repeated_calls_change_nothing() -> None:
 
 def test_a_lost_channel_is_refilled_from_the_store() -> None:
     async def main() -> None:
-        made = channel(stored={3: "stored"})
-        assert await made.lease(3, 1) == "stored"
+        made = channel(2, "zero", "one", "two", "three", version=3)
+        assert await made.lease(3, 1) == "three"
+        await made.put(4, "four", 1)  # what was trained on before it began takes no room
+        await made.put(2, "two", 1)
+        assert made.waiting == 2
+
+    run_virtual(main())
+
+
+def test_a_batch_whose_put_was_lost_is_found_in_the_store() -> None:
+    """The scheduler died between its commit and its put, while the learner waited."""
+
+    async def main() -> None:
+        stored = Stored()
+        made = Channel(2, stored)
+        waiting = asyncio.create_task(made.lease(0, 60))
+        await asyncio.sleep(5.5)
+        stored.batches[0] = (0, "a")
+        assert await waiting == "a"
+        assert asyncio.get_running_loop().time() == 6
+
+    run_virtual(main())
+
+
+def test_a_voided_edition_is_never_handed_out() -> None:
+    async def main() -> None:
+        stored = Stored({0: (0, "a")})
+        made = Channel(2, stored)
+        await made.put(0, "a", 1)
+        assert await made.lease(0, 1) == "a"
+        del stored.batches[0]
+        with pytest.raises(TimeoutError):
+            await made.lease(0, 1)
+        await made.put(0, "a", 1)  # repeated, by a scheduler that does not know
+        waiting = asyncio.create_task(made.lease(0, 60))
+        await asyncio.sleep(5)
+        stored.batches[0] = (1, "b")
+        await made.put(0, "b", 1, edition=1)
+        await made.put(0, "a", 1)
+        assert await waiting == "b"
+        assert (made.waiting, stored.reads) == (1, 0)
+        stored.batches[0] = (2, "c")  # its put is still to come, or lost
+        assert await made.lease(0, 1) == "c"
+
+    run_virtual(main())
+
+
+def test_what_is_read_from_the_store_may_be_corrupt() -> None:
+    async def main() -> None:
+        stored = Stored({0: (0, "corrupt")})
+        made = Channel(2, stored)
+        with pytest.raises(Corrupt):
+            await made.lease(0, 1)
+        stored.batches[0] = (1, "good")
+        assert await made.lease(0, 1) == "good"
+
+    run_virtual(main())
+
+
+def test_a_damaged_copy_is_read_afresh() -> None:
+    async def main() -> None:
+        made = channel(2, "good")
+        await made.put(0, "damaged in memory", 1)
+        assert await made.lease(0, 1) == "damaged in memory"
+        assert await made.lease(0, 1, afresh=True) == "good"
+        assert await made.lease(0, 1) == "good"
 
     run_virtual(main())
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.batch import SCHEMA, TrajectoryBatch
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Stale
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.base import first_missing
@@ -22,7 +28,8 @@ from rollflow.storage.records import (
     Trajectory,
     TrajectoryGroup,
 )
-from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore, commit_path
+from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore, commit_path, void_path
+from rollflow.tasks.rollout.scheduler import Beginning
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -53,7 +60,7 @@ def test_a_batch_comes_back_as_it_was(run: ObjectStore) -> None:
     assert tuple(TrajectoryBatch.from_bytes(read).groups()) == staged().groups
     assert (again.cursor, again.in_flight, again.discards) == (10, (GroupKey(9, 1),), staged().discards)
     assert again.response_tokens == (4, 4)
-    assert BatchCommit.from_json(record.to_json(), "x") == record
+    assert BatchCommit.from_json(record.to_json(), record.path) == record
 
 
 def test_a_batch_is_committed_once(run: ObjectStore) -> None:
@@ -92,16 +99,153 @@ def test_damaged_batches_are_named(run: ObjectStore, damage: Callable[[bytes], b
         TrajectoryStore(run).read(0)
 
 
-def test_foreign_files_are_corrupt_not_fatal() -> None:
-    import pyarrow as pa
-
-    with pytest.raises(Corrupt, match="not a readable Arrow file"):
-        TrajectoryBatch.from_bytes(b"PAR1 something else")
+def arrow_file(table: pa.Table) -> pa.Buffer:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, pa.schema([("x", pa.int64())])) as writer:
-        writer.write_table(pa.table({"x": [1]}))
-    with pytest.raises(Corrupt, match="trajectory schema none is not 1"):
-        TrajectoryBatch.from_bytes(sink.getvalue())
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+GOOD = TrajectoryBatch.from_groups((group(0), group(1))).table
+REWARD = SCHEMA.get_field_index("reward")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a readable Arrow file"),
+        (b"PAR1 something else", "not a readable Arrow file"),
+        (arrow_file(GOOD).to_pybytes()[:-20], "not a readable Arrow file"),  # the footer is cut off
+        (arrow_file(pa.table({"x": [1]})), "trajectory schema none is not 1"),
+        (arrow_file(GOOD.replace_schema_metadata({b"rollflow.schema": b"2"})), "trajectory schema 2 is not 1"),
+        (arrow_file(GOOD.drop_columns("reward")), "columns are not those of trajectory schema 1"),
+        (
+            arrow_file(GOOD.set_column(REWARD, "reward", GOOD["reward"].cast(pa.float64()))),
+            "columns are not those of trajectory schema 1",
+        ),
+        (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "holds nulls"),
+    ],
+)
+def test_foreign_files_are_corrupt_not_fatal(data: bytes | pa.Buffer, message: str) -> None:
+    with pytest.raises(Corrupt, match=message):
+        TrajectoryBatch.from_bytes(data)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8),
+    st.integers(0, 4000),
+    st.integers(0, 4000),
+)
+def test_any_damage_is_corrupt_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
+    """Whatever bytes arrive, the answer is a batch that can be read through or `Corrupt`; never another error."""
+    data = bytearray(arrow_file(GOOD).to_pybytes())
+    for place, value in flips:
+        data[place % len(data)] = value
+    damaged = bytes(data[:start] + data[start + cut % 9 :])
+    try:
+        batch = TrajectoryBatch.from_bytes(damaged)
+    except Corrupt:
+        return
+    assert len(batch.table.to_pylist()) == len(batch)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 10_000), st.integers(0, 255))
+def test_an_altered_commit_is_corrupt(place: int, value: int) -> None:
+    """A commit proves itself: no digit of a cursor can change unseen."""
+    record, _ = TrajectoryStore(open_store(f"memory://{uuid.uuid4().hex}")).commit(staged(), 0)
+    data = bytearray(record.to_json())
+    data[place % len(data)] = value
+    try:
+        assert BatchCommit.from_json(bytes(data), record.path) == record
+    except Corrupt as error:
+        assert record.path in str(error)  # noqa: PT017 - either way is right
+
+
+def test_a_commit_under_another_name_is_corrupt() -> None:
+    record, _ = TrajectoryStore(open_store(f"memory://{uuid.uuid4().hex}")).commit(staged(), 0)
+    with pytest.raises(Corrupt, match="under another name"):
+        BatchCommit.from_json(record.to_json(), commit_path(1))
+
+
+def test_a_voided_batch_is_committed_again_as_its_next_edition(run: ObjectStore) -> None:
+    first, other = TrajectoryStore(run), TrajectoryStore(run)
+    record, data = first.commit(staged(), 0)
+    first.void(0, "a good batch is not voided")
+    assert first.voided() == 0
+    run.put(record.file, data.to_pybytes()[:-1])
+    other.void(0, "too short")
+    other.void(0, "again")
+    first.void(0, "and again")
+    [void] = first.voids()
+    assert (void.batch, void.edition, void.file, void.reason) == (0, 0, record.file, "too short")
+    assert not first.committed(0)
+    with pytest.raises(Missing):
+        first.read(0)
+    with pytest.raises(Conflict):
+        first.commit(staged(), 0)  # the old name stays taken
+    second, data = first.commit(replace(staged(), edition=1), 0)
+    assert other.record(0) == second
+    assert other.read(0)[1].equals(data)
+    assert other.commit_sha256(0) == hashlib.sha256(run.get("trajectories/00000000.1.json")).hexdigest()
+    assert other.discards(second) == (*staged().discards, *staged().discards)
+
+
+def test_racing_voids_of_one_batch_are_one(run: ObjectStore) -> None:
+    for number in range(10):
+        record, _ = TrajectoryStore(run).commit(staged(number, number), 0)
+        run.delete(record.file)
+        together(*(lambda number=number: TrajectoryStore(run).void(number, "gone") for _ in range(4)))
+    assert [(v.batch, v.edition) for v in TrajectoryStore(run).voids()] == [(n, 0) for n in range(10)]
+
+
+def test_an_unreadable_void_voids_nothing(run: ObjectStore) -> None:
+    batches = TrajectoryStore(run)
+    record, _ = batches.commit(staged(), 0)
+    run.delete(record.file)
+    run.put(void_path(0), b"{}")
+    assert batches.current_edition(0) == 0
+    batches.void(0, "gone")
+    assert [v.batch for v in batches.voids()] == [-1, 0]
+
+
+def test_bytes_from_elsewhere_are_checked_against_the_commit(run: ObjectStore) -> None:
+    batches = TrajectoryStore(run)
+    record, data = batches.commit(staged(), 0)
+    batches.verify(record, data)
+    with pytest.raises(Corrupt, match=record.file):
+        batches.verify(record, data.to_pybytes()[:-1] + b"?")
+
+
+def test_a_scheduler_that_does_not_know_of_a_void_commits_nothing_more(run: ObjectStore) -> None:
+    """The settlement takes the name it would use; the groups of the voided batch are discarded once."""
+    batches = TrajectoryStore(run)
+    for number in range(2):
+        record, _ = batches.commit(
+            StagedBatch(number, (group(number, number),), number + 1, (), (), order=number), async_ratio=0
+        )
+    run.delete(record.file)
+    batches.void(1, "gone")
+    found = Beginning.of(TrajectoryStore(run), 1)
+    assert found == Beginning(3, 2, (GroupKey(1, 1),), ((1, 1), (2, 1)), 3, 1)
+    assert Beginning.of(TrajectoryStore(run), 1) == found  # settled once
+    settlement = batches.record_of(2, 0)
+    assert settlement.discards == (Discard(GroupKey(1, 0), DiscardReason.CORRUPT, 1, 4),)
+    with pytest.raises(Conflict):
+        batches.commit(StagedBatch(2, (group(2, 2),), 3, (), (), order=2), async_ratio=0)
+
+
+def together(*calls: Callable[[], object]) -> None:
+    """Run them at the same moment, each in a thread."""
+    barrier = threading.Barrier(len(calls))
+
+    def one(call: Callable[[], object]) -> None:
+        barrier.wait()
+        call()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        list(threads.map(one, calls))
 
 
 def publish(store: PolicyStore, version: int) -> None:
@@ -141,7 +285,7 @@ def test_retention_keeps_the_newest_and_every_nth(run: ObjectStore) -> None:
     for version in range(11):
         publish(store, version)
     kept = [v for v in range(11) if run.exists(store.manifest(v).weights[0].path)]
-    assert kept == [0, 4, 8, 9, 10]
+    assert kept == [0, 3, 4, 7, 8, 9, 10]  # each kept version, and what it can be trained again from
     assert all(run.exists(manifest_path(v)) for v in range(11))
 
 

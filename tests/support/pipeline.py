@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rollflow.storage.channel import Channel
-from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention
 from rollflow.storage.records import Prompt
-from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, commit_path
+from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rewards.pool import ScoreRequest
@@ -24,12 +25,32 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, Plan, RolloutScheduler
 from rollflow.tasks.settings import TimedEngineConfig
 
+LOOK_SECONDS = 0.2  # how often a scheduler asks whether a batch was voided
+PATIENCE_SECONDS = 1e6
+
+Damage = Literal["flipped", "cut", "gone", "commit"]
+
+
+class StoredBatches:
+    """`Source` from the trajectory store, without threads."""
+
+    def __init__(self, batches: TrajectoryStore) -> None:
+        self.batches = batches
+
+    async def edition(self, number: int) -> int | None:
+        """See `Source`."""
+        return self.batches.current_edition(number)
+
+    async def read(self, number: int) -> object:
+        """See `Source`."""
+        return self.batches.read(number)[1]
+
 
 @dataclass
 class Pipeline:
     """One run on timed parts. `store` survives it, so that another pipeline can continue."""
 
-    store: MemoryStore
+    store: ObjectStore
     versions: int = 6
     groups: int = 4
     group_size: int = 2
@@ -42,43 +63,72 @@ class Pipeline:
     in_flight: str = "continue"
     seed: int = 0
     sigma: float = 1.0
+    keep_last: int = 5
     engine_list: Sequence[Engine] | None = None
+    damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # to (batch, edition), once committed
+    engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, which engine); a new one joins in its place
     scheduler: RolloutScheduler = field(init=False)
 
     def describe(self) -> None:
         """Write `run.json` once."""
-        config = {"async_ratio": self.async_ratio, "store": {"keep_last": 5, "keep_every": 10}}
+        config = {"async_ratio": self.async_ratio, "store": {"keep_last": self.keep_last, "keep_every": 10}}
         if not self.store.exists("run.json"):
             self.store.put("run.json", json.dumps({"run_id": "test", "config": config}).encode())
 
     async def run(self) -> None:
         """Train up to `versions`."""
         self.describe()
-        self.policies = PolicyStore(self.store, Retention())
+        self.policies = PolicyStore(self.store, Retention(self.keep_last))
         self.batches = TrajectoryStore(self.store)
         if self.policies.latest() < 0:
-            self._publish(0)
-        number = self.batches.next_number()
-        beginning = Beginning.after(self.batches.record(number - 1)) if number else Beginning()
+            self._publish(0, None)
         engines = self.engine_list or [self._engine() for _ in range(self.engines)]
         for engine in engines:
             await engine.start()
-        self.proxy = InferenceProxy(engines, self.slots)
-        refill = lambda n: self.batches.read(n)[1] if self.batches.committed(n) else None  # noqa: E731
-        self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, refill, self.policies.latest())
-        self.channel._refill = refill
-        plan = Plan(self.seed, self.versions, self.groups, self.group_size, self.async_ratio, self.depth, 50, 64, 1.0)
-        outside = Outside(prompt_at, self._score, self._commit)
-        self.scheduler = RolloutScheduler(plan, outside, self.proxy, beginning)
+        self.proxy = InferenceProxy(engines, self.slots, PATIENCE_SECONDS if self.engine_deaths else 0.0)
+        source = StoredBatches(TrajectoryStore(self.store))
+        self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, source, self.policies.latest())
+        self.scheduler = self._scheduler()
         hooks = Hooks(lambda _: self.scheduler.wake(), self._pinned)
         controller = AsyncController(self.proxy, self, self.in_flight, hooks)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(controller.run(self.versions))
-            tasks.create_task(self.scheduler.run())
-            tasks.create_task(self._learn())
+            scheduling = tasks.create_task(self._schedule())
+            killing = tasks.create_task(self._kill_engines(engines))
+            await self._learn()
+            scheduling.cancel()
+            killing.cancel()
 
     def _engine(self) -> Engine:
         return TimedEngine(TimedEngineConfig(slots=self.slots, sigma=self.sigma, max_new_tokens=64))
+
+    def _scheduler(self) -> RolloutScheduler:
+        plan = Plan(self.seed, self.versions, self.groups, self.group_size, self.async_ratio, self.depth, 50, 64, 1.0)
+        outside = Outside(prompt_at, self._score, self._commit)
+        return RolloutScheduler(plan, outside, self.proxy, Beginning.of(self.batches, self.policies.latest()))
+
+    async def _schedule(self) -> None:
+        """Form batches; whenever one is voided, begin again from storage."""
+        while True:
+            voided = self.batches.voided()
+            async with asyncio.TaskGroup() as tasks:
+                forming = tasks.create_task(self.scheduler.run())
+                while self.batches.voided() == voided:
+                    await asyncio.sleep(LOOK_SECONDS)
+                forming.cancel()
+            self.scheduler = self._scheduler()
+
+    async def _kill_engines(self, engines: Sequence[Engine]) -> None:
+        living, began = list(engines), asyncio.get_running_loop().time()
+        for at, which in sorted(self.engine_deaths):
+            await asyncio.sleep(max(0.0, began + at - asyncio.get_running_loop().time()))
+            victim, place = living[which % len(living)], which % len(living)
+            assert isinstance(victim, TimedEngine)
+            victim.kill("killed by the test")
+            living[place] = self._engine()
+            await living[place].start()
+            await asyncio.sleep(0.1)
+            await self.proxy.join(place, living[place])
 
     async def newer(self, version: int) -> int:
         """`VersionFeed`."""
@@ -98,37 +148,63 @@ class Pipeline:
         return Score(float(sum(request.tokens) % 2), "parity")
 
     async def _commit(self, staged: StagedBatch) -> None:
-        _, data = self.batches.commit(staged, self.async_ratio)
-        await self.channel.put(staged.number, data, 1e6)
+        record, data = self.batches.commit(staged, self.async_ratio)
+        if (harm := self.damage.get((record.number, record.edition))) is not None:
+            damaged(self.store, record, harm)
+        await self.channel.put(record.number, data, PATIENCE_SECONDS, record.edition)
 
     async def _learn(self) -> None:
         version = self.policies.latest()
         draw = random.Random(self.seed)
         while version < self.versions:
-            while not self.batches.committed(version):
-                await asyncio.sleep(0.01)
+            record = await self._next_batch(version)
             await asyncio.sleep(self.train_seconds * draw.uniform(0.5, 1.5))
             version += 1
-            self._publish(version)
+            self._publish(version, record)
             await self.channel.ack(version - 1)
             await self.channel.announce(version)
 
-    def _publish(self, version: int) -> None:
+    async def _next_batch(self, number: int) -> BatchCommit:
+        """Batch `number` as it stands in the store; a damaged one is voided and waited for anew."""
+        while True:
+            try:
+                leased = await self.channel.lease(number, PATIENCE_SECONDS)
+                record, stored = self.batches.read(number)
+            except Corrupt as error:
+                self.batches.void(number, str(error))
+            except Missing:
+                continue
+            else:
+                assert leased == stored, "the channel handed out something else than what was committed"
+                return record
+
+    def _publish(self, version: int, record: BatchCommit | None) -> None:
         weights = self.policies.stage(version, {"weights/model.safetensors": f"weights {version}".encode()})
         manifest = Manifest(version, None, weights, (), None)
-        if version:
-            commit = self.batches.record(version - 1)
+        if record is not None:
             manifest = Manifest(
                 version,
                 self.policies.manifest_sha256(version - 1),
                 weights,
                 (),
-                hashlib.sha256(self.store.get(commit_path(version - 1))).hexdigest(),
-                commit.groups,
-                commit.discards,
-                commit.cursor,
+                self.batches.commit_sha256(version - 1),
+                record.groups,
+                self.batches.discards(record),
+                record.cursor,
             )
         self.policies.publish(manifest)
+
+
+def damaged(store: ObjectStore, record: BatchCommit, how: Damage) -> None:
+    """Damage a committed batch as a disk, a person or another program might."""
+    path = record.path if how == "commit" else record.file
+    data = store.get(path)
+    if how == "gone":
+        store.delete(path)
+    elif how == "cut":
+        store.put(path, data[: len(data) // 2])
+    else:
+        store.put(path, data[:99] + bytes([data[99] ^ 1]) + data[100:])
 
 
 def prompt_at(index: int) -> Prompt:

@@ -1,21 +1,34 @@
-"""The Ray side of engines: what travels arrives unchanged, a new owner takes over, busy time is counted."""
+"""The Ray side of engines: what travels arrives unchanged, a new owner takes over, a dead or stuck actor's requests
+live on, busy time is counted."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.actor import RayEngine
-from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.engines.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
+from rollflow.tasks.engines.wire import (
+    pack_generations,
+    pack_partials,
+    pack_requests,
+    unpack_generations,
+    unpack_partials,
+    unpack_requests,
+)
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.settings import TimedEngineConfig, TransformersEngineConfig
-from tests.support.tiny_policy import make_policy
+from tests.support.tiny_policy import make_policy, make_weights
 
 TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0)
 
@@ -28,7 +41,8 @@ def cluster() -> Iterator[None]:
 
 
 def test_what_travels_arrives_unchanged() -> None:
-    requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), GenerationRequest("b", (9,), 4, 1.0, None)]
+    prefix = Partial((4, 5), (-0.5, -1e-9), (0, 3))
+    requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), GenerationRequest("b", (9,), 4, 1.0, None, prefix)]
     assert unpack_requests(pack_requests(requests)) == requests
     generations = [
         Generation("a", (1, 2), (-0.1, -1e-9), (0, 1), Ending.STOP),
@@ -37,6 +51,8 @@ def test_what_travels_arrives_unchanged() -> None:
     ]
     assert unpack_generations(pack_generations(generations)) == generations
     assert unpack_generations(pack_generations([])) == []
+    partials = {"a": prefix, "b": Partial()}
+    assert unpack_partials(pack_partials(partials)) == partials
 
 
 @pytest.mark.slow
@@ -54,8 +70,69 @@ async def test_a_new_owner_takes_over(cluster: None) -> None:
     assert new.versions == (4,) * 10
     with pytest.raises(EngineFailed, match="taken this engine over"):
         await asyncio.wait_for(old, 10)
+    with pytest.raises(EngineFailed, match="taken this engine over"):
+        await first.suspend("continue")
+    await first.close()  # which is not its own to end
     assert (await second.stats()).running == 0
+    assert (await second.generate(GenerationRequest("x", (3,), 1))).versions == (4,)
     await second.close()
+
+
+async def pid(engine: RayEngine) -> int:
+    found: int = await engine.actor.__ray_call__.remote(lambda _: os.getpid())
+    return found
+
+
+async def serving(count: int, silent_seconds: float = 60.0) -> tuple[list[RayEngine], InferenceProxy]:
+    actors = [RayEngine.spawn(TIMED, None).actor for _ in range(count)]
+    engines = [RayEngine(actor, name=f"engine-{i}", silent_seconds=silent_seconds) for i, actor in enumerate(actors)]
+    for engine in engines:
+        await engine.start()
+    proxy = InferenceProxy(engines, 4, replacement_seconds=10.0)
+    await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+    return engines, proxy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_what_a_dead_or_stuck_actor_ran_goes_on_elsewhere_with_its_tokens(
+    cluster: None, blow: signal.Signals
+) -> None:
+    engines, proxy = await serving(2, silent_seconds=1.0)
+    requests = [GenerationRequest(f"r{i}", (3,), 200, seed=i) for i in range(8)]
+    running = [asyncio.create_task(proxy.generate(request)) for request in requests]
+    await asyncio.sleep(1.0)
+    ids = dict.fromkeys((request.id for request in requests), 0)
+    had = engines[0].progress(ids)
+    assert len(had) == 4
+    assert all(len(partial) > 10 for partial in had.values())
+    process = psutil.Process(await pid(engines[0]))
+    os.kill(process.pid, blow)
+    made = await asyncio.wait_for(asyncio.gather(*running), 20)
+    assert proxy.taken_over == 4
+    assert list(proxy.failed) == [0]
+    undisturbed = TimedEngine(TIMED.model_copy(update={"seconds_per_token": 0.0}))
+    for request, one in zip(requests, made, strict=True):
+        assert one.version == 0
+        assert one.generation.tokens == (await undisturbed.generate(request)).tokens
+        assert one.generation.versions == (0,) * 200
+    process.wait(10)  # a stuck one is ended, too
+    await engines[1].close()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_makes_no_token_has_failed(cluster: None) -> None:
+    hanging = TIMED.model_copy(update={"seconds_per_token": 100.0})
+    engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=1.0)
+    await engine.start()
+    await engine.suspend("continue")
+    waiting = asyncio.create_task(engine.generate(GenerationRequest("a", (3,), 10)))
+    await asyncio.sleep(1.5)
+    assert not waiting.done()  # suspended is not stuck
+    await engine.resume()
+    with pytest.raises(EngineFailed, match="engine-0 made no token for 1 s"):
+        await asyncio.wait_for(waiting, 10)
+    await engine.close()
 
 
 @pytest.mark.slow
@@ -78,9 +155,11 @@ async def test_busy_time_is_time_with_something_to_run(cluster: None) -> None:
 
 
 @pytest.mark.slow
-async def test_a_bad_request_fails_alone(cluster: None, tmp_path: object) -> None:
-    engine = RayEngine.spawn(TransformersEngineConfig(), make_policy(tmp_path / "policy"))  # type: ignore[operator]
+async def test_a_bad_request_fails_alone_and_a_second_start_changes_nothing(cluster: None, tmp_path: Path) -> None:
+    engine = RayEngine.spawn(TransformersEngineConfig(), make_policy(tmp_path / "policy"))
     await engine.start()
+    await engine.update(0, make_weights(tmp_path / "0", seed=0))
+    before = await engine.logprobs(range(3, 20))
     good, bad = await asyncio.gather(
         engine.generate(GenerationRequest("good", (3,), 4)),
         engine.generate(GenerationRequest("bad", (), 4)),
@@ -88,6 +167,9 @@ async def test_a_bad_request_fails_alone(cluster: None, tmp_path: object) -> Non
     )
     assert isinstance(bad, ValueError)
     assert isinstance(good, Generation)
+    await engine.start()
+    assert await engine.logprobs(range(3, 20)) == before
+    await engine.actor.health.remote()
     await engine.close()
 
 
@@ -102,3 +184,20 @@ async def test_a_timed_response_is_a_function_of_its_seed() -> None:
     assert 12 <= lengths[100] <= 20
     assert {generation.ending for generation in one} == {Ending.STOP, Ending.LENGTH}
     assert all((g.ending is Ending.LENGTH) <= (len(g.tokens) == 64) for g in one)
+
+
+@pytest.mark.slow
+async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(cluster: None) -> None:
+    """As when scheduler and engine restarted together, and the new scheduler found the new engine by itself."""
+    engines, proxy = await serving(1)
+    running = asyncio.create_task(proxy.generate(GenerationRequest("a", (3,), 200, seed=1)))
+    await asyncio.sleep(0.8)
+    await proxy.join(0, RayEngine(engines[0].actor))
+    made = await asyncio.wait_for(running, 20)
+    assert made.generation.versions == (0,) * 200
+    assert proxy.taken_over == 1
+    never_used = InferenceProxy([RayEngine(engines[0].actor)], 4)
+    await never_used.join(0, last := RayEngine(engines[0].actor))
+    await asyncio.sleep(0.1)
+    await last.actor.health.remote()
+    await last.close()

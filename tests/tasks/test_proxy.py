@@ -1,18 +1,22 @@
-"""The proxy: an engine under wrong weights makes no token that is used; requests go where there is room."""
+"""The proxy: an engine under wrong weights makes no token that is used; requests go where there is room, and outlive
+the engine that runs them."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, Started
 from rollflow.tasks.settings import TimedEngineConfig
 
 NO_PROBE = Probe((), (), 0.1)
@@ -49,8 +53,8 @@ def test_a_wrong_engine_is_closed_and_its_requests_go_elsewhere() -> None:
         await proxy.update(1, Path(), PROBE, "continue")
         made = await asyncio.gather(*running)
         assert all(m.generation.ending in (Ending.STOP, Ending.LENGTH) for m in made)
-        assert len(proxy.failures) == 1
-        assert "differ from the learner's by 0.5 nats" in proxy.failures[0]
+        assert list(proxy.failed) == [1]
+        assert "differ from the learner's by 0.5 nats" in proxy.failed[1]
         assert proxy.version == 1
 
     run_virtual(main())
@@ -102,7 +106,7 @@ def test_requests_spread_over_engines_and_keep_to_their_slots() -> None:
         await proxy.update(0, Path(), NO_PROBE, "continue")
         running = [asyncio.create_task(proxy.generate(request(i))) for i in range(12)]
         await asyncio.sleep(0.01)
-        assert [lane.assigned for lane in proxy._lanes] == [4, 4, 4]
+        assert [len(lane.jobs) for lane in proxy._lanes] == [4, 4, 4]
         await asyncio.gather(*running)
 
     run_virtual(main())
@@ -113,3 +117,135 @@ def test_a_probe_that_is_not_a_number_fails() -> None:
         PROBE.check((-1.0, float("nan")))
     PROBE.check((-1.001, -2.0))
     PROBE.check(None)
+
+
+@dataclass
+class World:
+    """Three engines that die, join and are replaced while requests run; what they had is remembered at each death."""
+
+    in_flight: InFlight
+    first: dict[int, int] = field(default_factory=dict)  # version at the first start, by seed
+    had: dict[int, Partial] = field(default_factory=dict)  # the most that was sampled before a death, by seed
+    version: int = 0
+
+    async def run(self, events: list[tuple[float, int, str]]) -> tuple[InferenceProxy, list[Started]]:
+        self.engines = [await self.engine() for _ in range(3)]
+        self.proxy = InferenceProxy(self.engines, 4, replacement_seconds=100.0)
+        await self.proxy.update(0, Path(), NO_PROBE, self.in_flight)
+        running = [asyncio.create_task(self.proxy.generate(request(number))) for number in range(20)]
+        changes = [asyncio.create_task(self.change(*event)) for event in events]
+        await asyncio.gather(*changes)
+        await asyncio.gather(*(self.join(place) for place in self.proxy.failed))
+        return self.proxy, await asyncio.gather(*running)
+
+    async def engine(self) -> Observed:
+        engine = Observed(CONFIG, self)
+        await engine.start()
+        return engine
+
+    async def join(self, place: int) -> None:
+        engine = await self.engine()
+        await self.proxy.join(place, engine)
+        assert engine.version == self.proxy._taken.version  # type: ignore[union-attr]
+        self.engines[place] = engine
+
+    async def change(self, when: float, place: int, what: str) -> None:
+        await asyncio.sleep(when)
+        if what == "kill":
+            self.engines[place].kill()
+        elif what == "join":
+            await self.join(place)
+        else:
+            self.version += 1
+            await self.proxy.update(self.version, Path(), NO_PROBE, self.in_flight)
+        assert self.proxy.version >= 0
+
+
+class Observed(TimedEngine):
+    """Tells its world what it starts, and what it had when it died."""
+
+    def __init__(self, config: TimedEngineConfig, world: World) -> None:
+        super().__init__(config)
+        self.world = world
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        seed = request.seed or 0
+        if not request.prefix:
+            self.world.first[seed] = self.version
+        try:
+            made = await super().generate(request)
+        except EngineFailed:
+            had = self.progress({request.id: 0}).get(request.id, Partial())
+            self.world.had[seed] = max(had, request.prefix, key=len)
+            raise
+        if made.ending is Ending.ABORTED:
+            self.world.had[seed] = Partial(made.tokens, made.logprobs, made.versions)
+        return made
+
+
+EVENT = st.tuples(st.floats(0, 12), st.integers(0, 2), st.sampled_from(["kill", "join", "update"]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(EVENT, max_size=12), st.sampled_from(["continue", "restart"]))
+@example([(1.0, 0, "kill"), (1.0, 1, "kill"), (1.0, 2, "kill"), (2.0, 0, "update"), (3.0, 1, "join")], "continue")
+@example([(1.0, 0, "join"), (1.0, 1, "join"), (1.0, 2, "join"), (1.5, 0, "update")], "continue")
+@example([(1.0, 0, "join"), (1.0, 0, "update"), (1.02, 0, "kill")], "restart")
+def test_whatever_dies_every_request_ends_once_and_keeps_its_tokens(
+    events: list[tuple[float, int, str]], in_flight: InFlight
+) -> None:
+    world = World(in_flight)
+    proxy, made = run_virtual(world.run(events))
+    undisturbed = run_virtual(World(in_flight).run([]))[1]
+    assert proxy.running == 0
+    for seed, (one, other) in enumerate(zip(made, undisturbed, strict=True)):
+        assert one.generation.tokens == other.generation.tokens  # a function of the seed: none lost, none twice
+        assert one.generation.ending == other.generation.ending
+        versions = one.generation.versions
+        assert len(versions) == len(one.generation.logprobs) == len(one.generation.tokens)
+        assert list(versions) == sorted(versions)
+        assert one.version == world.first.get(seed, 0)
+        if in_flight == "restart":
+            assert set(versions) == {one.version}
+        elif seed in world.had:
+            assert versions[: len(world.had[seed])] == world.had[seed].versions
+
+
+def test_without_an_engine_requests_wait_for_one_to_join() -> None:
+    async def main() -> None:
+        first, second = TimedEngine(CONFIG), TimedEngine(CONFIG)
+        proxy = InferenceProxy([first], 4, replacement_seconds=10.0)
+        await proxy.update(0, Path(), NO_PROBE, "continue")
+        running = [asyncio.create_task(proxy.generate(request(number))) for number in range(6)]
+        await asyncio.sleep(1.0)
+        first.kill()
+        assert proxy.failed == {0: "the timed engine was killed"}
+        await proxy.update(1, Path(), NO_PROBE, "continue")
+        assert proxy.version == 1
+        await proxy.join(0, second)
+        made = await asyncio.gather(*running)
+        assert proxy.taken_over == 4
+        assert [m.version for m in made] == [0, 0, 0, 0, 1, 1]
+        assert all(m.generation.versions.count(0) == 10 for m in made[:4])  # a second at 0.1 s a token
+        assert proxy.failed == {}
+
+        second.kill()
+        with pytest.raises(EngineFailed, match="no engine is left: the timed engine was killed"):
+            await proxy.generate(request(7))
+        assert asyncio.get_running_loop().time() > 10.0
+
+    run_virtual(main())
+
+
+def test_an_engine_with_wrong_weights_does_not_join() -> None:
+    async def main() -> None:
+        proxy = InferenceProxy([Probed(99)], 4)
+        await proxy.update(0, Path(), PROBE, "continue")
+        running = asyncio.create_task(proxy.generate(request(0)))
+        await asyncio.sleep(1.0)
+        with pytest.raises(EngineFailed, match="not the published ones"):
+            await proxy.join(0, Probed(0))
+        assert proxy.failed == {}
+        assert (await running).version == 0
+
+    run_virtual(main())

@@ -19,7 +19,7 @@ from rollflow.tasks.clock import Deadlock, run_virtual
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.admission import AdmissionState, allowance
 from rollflow.tasks.settings import TimedEngineConfig
-from tests.support.pipeline import Pipeline
+from tests.support.pipeline import Damage, Pipeline
 
 
 def fresh_store() -> MemoryStore:
@@ -123,6 +123,71 @@ def test_a_run_continues_from_storage_alone() -> None:
     assert report.versions == 12
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    alpha=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
+    groups=st.integers(1, 5),
+    engines=st.integers(1, 3),
+    depth=st.integers(1, 20),
+    train_seconds=st.floats(0.0, 1.0),
+    in_flight=st.sampled_from(["continue", "restart"]),
+    seed=st.integers(0, 1000),
+    stops=st.lists(st.floats(0.05, 4.0), max_size=4),
+    engine_deaths=st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 2)), max_size=4),
+    damage=st.dictionaries(
+        st.tuples(st.integers(0, 5), st.integers(0, 1)),
+        st.sampled_from(["flipped", "cut", "gone", "commit"]),
+        max_size=4,
+    ),
+)
+def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
+    alpha: float,
+    groups: int,
+    engines: int,
+    depth: int,
+    train_seconds: float,
+    in_flight: str,
+    seed: int,
+    stops: list[float],
+    engine_deaths: list[tuple[float, int]],
+    damage: dict[tuple[int, int], Damage],
+) -> None:
+    """Engines die, batch files rot, and the whole process is stopped and goes on from storage, at any moment."""
+    store = fresh_store()
+
+    def pipeline() -> Pipeline:
+        return Pipeline(
+            store,
+            groups=groups,
+            engines=engines,
+            depth=depth,
+            async_ratio=alpha,
+            train_seconds=train_seconds,
+            in_flight=in_flight,
+            seed=seed,
+            engine_deaths=engine_deaths,
+            damage=damage,
+        )
+
+    for after in stops:
+        run_virtual(stopped(pipeline(), after))
+    report = run_and_audit(pipeline())
+    assert report.violations == []
+    assert report.versions == 6
+    assert report.fates["trained"] == 6 * groups
+    assert max(report.staleness) <= alpha
+    assert len(report.quarantined) <= len(damage)
+
+
+async def stopped(pipeline: Pipeline, after: float) -> None:
+    """Run for some virtual seconds, then vanish."""
+    task = asyncio.create_task(pipeline.run())
+    await asyncio.wait([task], timeout=after)
+    task.cancel()
+    [outcome] = await asyncio.gather(task, return_exceptions=True)
+    assert outcome is None or isinstance(outcome, asyncio.CancelledError)
+
+
 class Dying(TimedEngine):
     """A timed engine that dies after some updates."""
 
@@ -146,7 +211,7 @@ def test_another_engine_takes_over_what_a_dead_one_left() -> None:
     report = run_and_audit(pipeline)
     assert report.violations == []
     assert report.versions == 6
-    assert pipeline.proxy.failures == ["died on purpose"]
+    assert list(pipeline.proxy.failed.values()) == ["died on purpose"]
 
 
 def test_without_any_engine_the_run_fails_with_the_reason() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 from rollflow.storage.errors import Corrupt
-from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.transformers import TransformersEngine
 from rollflow.tasks.settings import TransformersEngineConfig
 from tests.support.tiny_policy import make_policy, make_weights
@@ -110,3 +111,55 @@ async def test_what_cannot_be_run_is_refused_and_the_rest_goes_on(
     await engine.suspend("continue")
     with pytest.raises(Corrupt, match=name):
         await engine.update(1, tmp_path)
+
+
+def continued(whole: Generation, cut: int) -> GenerationRequest:
+    """What another engine gets whose predecessor died after `cut` tokens."""
+    number = int(whole.id.removeprefix("r"))
+    prefix = Partial(whole.tokens[:cut], whole.logprobs[:cut], whole.versions[:cut])
+    return replace(REQUESTS[number], prefix=prefix)
+
+
+async def test_wherever_an_answer_is_cut_another_engine_ends_it_bit_for_bit(
+    engine: TransformersEngine, folder: Path
+) -> None:
+    expected = await all_at_once(engine)
+    other, draw = await start(folder), random.Random(0)
+    for _ in range(3):
+        requests = [continued(whole, draw.randrange(len(whole.tokens))) for whole in expected.values()]
+        draw.shuffle(requests)
+        assert {g.id: g for g in await asyncio.gather(*map(other.generate, requests))} == expected
+    await other.close()
+
+
+async def test_an_answer_that_spans_an_update_is_ended_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
+    """Cut anywhere behind the update; of the older version's tokens the attention state is computed as it was then."""
+    tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
+    ids = {request.id: 0 for request in REQUESTS}
+    while max(map(len, engine.progress(ids).values()), default=0) < 10:
+        await asyncio.sleep(0.001)
+    other = await start(folder)
+    for one in (engine, other):
+        await one.suspend("continue")
+        await one.update(1, folder / "1")
+        await one.resume()
+    spanning = [g for g in await asyncio.gather(*tasks) if {*g.versions} == {0, 1}]
+    assert len(spanning) > 10
+    for cut in (0, 1, 5):
+        requests = [continued(g, min(g.versions.index(1) + cut, len(g.tokens) - 1)) for g in spanning]
+        assert await asyncio.gather(*map(other.generate, requests)) == spanning
+    await other.close()
+
+
+async def test_an_update_in_the_middle_of_a_prefix_loses_none_of_it(engine: TransformersEngine, folder: Path) -> None:
+    expected = await all_at_once(engine)
+    requests = [continued(whole, len(whole.tokens) - 1) for whole in expected.values() if len(whole.tokens) > 20]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0.02)
+    await engine.suspend("continue")
+    await engine.update(1, folder / "1")
+    await engine.resume()
+    for request, made in zip(requests, await asyncio.gather(*tasks), strict=True):
+        cut = len(request.prefix)
+        assert Partial(made.tokens[:cut], made.logprobs[:cut], made.versions[:cut]) == request.prefix
+        assert made.versions[cut:] == (1,) * (len(made.tokens) - cut)

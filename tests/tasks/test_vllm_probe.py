@@ -1,19 +1,26 @@
-"""vLLM's processes and weights: a stale output head shows in the probe, and no process outlives its owner."""
+"""vLLM's processes and weights: a stale output head shows in the probe, no process outlives its owner, and the death
+of vLLM's own process is noticed, by the idle too."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, EngineFailed
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines.actor import RayEngine
+from rollflow.tasks.engines.base import GenerationRequest, Partial
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.settings import VllmEngineConfig
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
@@ -71,10 +78,77 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
     finally:
         os.kill(owner.pid, signal.SIGKILL)
     owner.wait(5)
-    deadline = time.monotonic() + 3
-    while (alive := [child for child in children if _alive(child)]) and time.monotonic() < deadline:
+    assert not _still_alive(children, 3)
+
+
+async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None:
+    """Its requests fail at once, their tokens are known, and a new actor of that name continues them."""
+    policy, weights = make_policy(tmp_path / "policy"), make_weights(tmp_path / "0", seed=0)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        engine, processes = await _actor(policy, weights)
+        requests = [GenerationRequest(f"r{i}", (3 + i, 4, 5), 250) for i in range(32)]
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        had = await _progress(engine, requests)
+        os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)
+        outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 10)
+        failed = [r for r, o in zip(requests, outcomes, strict=True) if isinstance(o, EngineFailed) and r.id in had]
+        assert failed, "all ended before the death"
+        known = engine.progress({request.id: 0 for request in failed})
+        for request in failed:
+            assert known[request.id].tokens[: len(had[request.id])] == had[request.id].tokens
+        for call in (engine.actor.health.remote(), engine.actor.stats.remote()):
+            with pytest.raises(EngineFailed):
+                await asyncio.wait_for(call, 10)
+        await engine.close()
+        assert not _still_alive(processes, 10)
+
+        engine, processes = await _actor(policy, weights)
+        resumed = [replace(request, prefix=known[request.id]) for request in failed]
+        for request, made in zip(resumed, await asyncio.gather(*map(engine.generate, resumed)), strict=True):
+            assert made.tokens[: len(request.prefix)] == request.prefix.tokens
+            assert made.ending is Ending.STOP or len(made.tokens) == request.max_new_tokens
+            expected = reference_logprobs(weights, request.prompt + made.tokens)[2:]
+            assert made.logprobs == pytest.approx(expected, abs=1e-4)
+
+        os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)  # idle
+        with pytest.raises(EngineFailed):
+            await asyncio.wait_for(_while_healthy(engine), 10)
+        os.kill(processes[0].pid, signal.SIGKILL)
+        assert not _still_alive(processes, 10)
+    finally:
+        ray.shutdown()
+
+
+async def _actor(policy: Path, weights: Path) -> tuple[RayEngine, list[psutil.Process]]:
+    """A vLLM engine that serves version 0, and its processes, the actor's first."""
+    engine = RayEngine.spawn(VllmEngineConfig(), policy, name="engine-0")
+    await engine.start()
+    await engine.suspend("continue")
+    await engine.update(0, weights)
+    await engine.resume()
+    process = psutil.Process(await engine.actor.__ray_call__.remote(lambda _: os.getpid()))
+    return engine, [process, *process.children(recursive=True)]
+
+
+async def _progress(engine: RayEngine, requests: list[GenerationRequest]) -> dict[str, Partial]:
+    """The tokens of the first report."""
+    async with asyncio.timeout(30):
+        while not any((found := engine.progress({request.id: 0 for request in requests})).values()):
+            await asyncio.sleep(0.005)
+    return {id: partial for id, partial in found.items() if partial}
+
+
+async def _while_healthy(engine: RayEngine) -> None:
+    while True:
+        await engine.actor.health.remote()
+
+
+def _still_alive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    deadline = time.monotonic() + seconds
+    while (alive := [process for process in processes if _alive(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not alive
+    return alive
 
 
 async def test_a_head_size_without_a_kernel_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -92,6 +166,6 @@ def _worst(found: tuple[float, ...] | None, weights: Path) -> float:
 
 def _alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -1,0 +1,331 @@
+"""The data plane against the plain way to move the same bytes: batches, the channel, serialisation, weights.
+
+    batch commit        TrajectoryStore.commit (join, hash, write, name)     vs   durable write of the same file
+    batch read          TrajectoryStore.read (checked) and open             vs   mmap and open, unchecked
+    channel             RayChannel.put (of the committed file) + lease      vs   ray.put + ray.get
+    serialisation       records -> Arrow file, Arrow file -> columns        vs   pickle, JSON lines, torch.save
+    publish             tensors -> shards, hashed, durable, manifest        vs   durable write of one such file
+    pull                checked local folder, tensors loaded                vs   durable copy of that file
+
+The two sides take turns; a ratio is the median over the turns of their time / our time, so 1 is as fast and more is
+faster. Both sides write to the same disk (`--folder`, default: a temporary one) and both survive a power cut: a durable
+write syncs its file, renames it and syncs its folder. Files that are read lie in the page cache on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import pickle
+import random
+import shutil
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import Row, arguments, at_least, publish
+from rollflow.storage.batch import TrajectoryBatch, packed
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.policies import Manifest, PolicyStore, Retention
+from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.tasks.learners.shards import from_files, to_files
+
+GROUP_SIZE, TOKENS = 8, 200
+TRAJECTORIES = (128, 512, 2048, 8192)
+PAYLOADS = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
+WEIGHTS = ((600_000, torch.float32), (10_000_000, torch.float32), (100_000_000, torch.float32), (10**9, torch.bfloat16))
+QUICK = {"trajectories": (16, 32, 64, 128), "payloads": (1 << 10, 64 << 10, 256 << 10, 1 << 20)}
+QUICK_WEIGHTS = tuple((count, torch.float32) for count in (1_000, 10_000, 100_000, 600_000))
+
+Work = Callable[[], object]
+
+
+def ratio(ours: Work, theirs: Work, turns: int) -> tuple[float, float, float]:
+    """Median (ratio theirs / ours, seconds of ours, seconds of theirs) over the turns."""
+    return medians([(seconds(ours), seconds(theirs)) for _ in range(turns)])
+
+
+def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Of the turns' (ours, theirs): median ratio, and both."""
+    return (
+        statistics.median(b / a for a, b in times),
+        statistics.median(a for a, _ in times),
+        statistics.median(b for _, b in times),
+    )
+
+
+def seconds(work: Work) -> float:
+    """How long `work` takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def rows_of(case: str, found: tuple[float, float, float], what: str, target: float | None) -> list[Row]:
+    """The ratio and both sides in milliseconds."""
+    value, ours, theirs = found
+    first = (
+        Row(case, f"ratio to {what}", value) if target is None else at_least(case, f"ratio to {what}", value, target)
+    )
+    return [first, Row(case, "rollflow, ms", ours * 1e3), Row(case, f"{what}, ms", theirs * 1e3)]
+
+
+def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """The least that is durable: a file is written, synced and renamed, and its folder synced."""
+    with open(file.with_suffix(".new"), "wb", buffering=0) as out:
+        for part in parts:
+            out.write(part)
+        os.fsync(out.fileno())
+    named(file)
+
+
+def named(file: Path) -> None:
+    """Give a written file its name, durably."""
+    os.replace(file.with_suffix(".new"), file)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+# --- trajectories -------------------------------------------------------------------------------------------
+
+
+def groups(count: int) -> tuple[TrajectoryGroup, ...]:
+    """`count` trajectories of `TOKENS` tokens, in groups."""
+    draw = random.Random(0)
+
+    def trajectory(sample: int) -> Trajectory:
+        prompt = TOKENS // 8
+        tokens = tuple(draw.randrange(150_000) for _ in range(TOKENS))
+        logprobs = (0.0,) * prompt + tuple(-draw.random() for _ in range(TOKENS - prompt))
+        mask, versions = (False,) * prompt + (True,) * (TOKENS - prompt), (-1,) * prompt + (0,) * (TOKENS - prompt)
+        return Trajectory(sample, 0, tokens, mask, logprobs, versions, draw.random(), "made up", Ending.STOP)
+
+    return tuple(
+        TrajectoryGroup(GroupKey(n, 0), f"prompt-{n}", "made-up", tuple(map(trajectory, range(GROUP_SIZE))))
+        for n in range(count // GROUP_SIZE)
+    )
+
+
+def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
+    """Commit and read of whole batches."""
+    rows = []
+    for size in sizes:
+        store, number = TrajectoryStore(LocalStore(folder / uuid.uuid4().hex)), iter(range(10**6))
+        made = tuple(packed(group) for group in groups(size))  # as the scheduler holds them once they are scored
+        data = TrajectoryBatch.from_groups(made).to_bytes()
+        case = f"{size} trajectories, {data.size / 1e6:.1f} MB"
+
+        def commit(store: TrajectoryStore = store, made: tuple[TrajectoryGroup, ...] = made, number=number) -> None:  # type: ignore[no-untyped-def]
+            store.commit(StagedBatch(next(number), made, 0, (), ()), async_ratio=10**6)
+
+        write_synced(folder / "plain", [memoryview(data)])
+        fresh = (folder / f"plain-{size}-{turn}" for turn in range(turns))  # a commit's file is a new one, too
+        found = ratio(commit, lambda data=data, fresh=fresh: write_synced(next(fresh), [memoryview(data)]), turns)  # type: ignore[misc]
+        rows += rows_of(f"commit, {case}", found, "durable write", 0.7)
+
+        def checked(store: TrajectoryStore = store) -> None:
+            touch(TrajectoryBatch.from_bytes(store.read(0)[1]))
+
+        found = ratio(checked, lambda: touch(TrajectoryBatch.from_bytes(mapped(folder / "plain"))), turns)
+        rows += rows_of(f"read, {case}", found, "mmap, unchecked", None)
+    return rows
+
+
+def mapped(file: Path) -> mmap.mmap:
+    """The file as memory."""
+    with open(file, "rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def touch(batch: TrajectoryBatch) -> None:
+    """Look at every token."""
+    import pyarrow.compute as pc
+
+    pc.sum(pc.list_flatten(batch.table["tokens"]))
+
+
+def serialisation(sizes: Iterable[int], turns: int) -> list[Row]:
+    """Bytes from records, and columns or records from bytes; our time / theirs where ours should be least."""
+    rows = []
+    for size in sizes:
+        made = groups(size)
+        plain = [[asdict(t) for t in g.trajectories] for g in made]
+        ours = TrajectoryBatch.from_groups(made).to_bytes()
+        formats: dict[str, tuple[Callable[[], bytes], Callable[[bytes], object]]] = {
+            "pickle": (lambda made=made: pickle.dumps(made, protocol=5), pickle.loads),  # type: ignore[misc]
+            "JSON lines": (
+                lambda plain=plain: "\n".join(map(json.dumps, plain)).encode(),  # type: ignore[misc]
+                lambda data: [json.loads(line) for line in data.splitlines()],
+            ),
+            "torch.save": (lambda plain=plain: torch_saved(plain), torch_loaded),  # type: ignore[misc]
+        }
+        for name, (dump, load) in formats.items():
+            data = dump()
+            write = ratio(lambda made=made: TrajectoryBatch.from_groups(made).to_bytes(), dump, turns)  # type: ignore[misc]
+            read = ratio(
+                lambda ours=ours: touch(TrajectoryBatch.from_bytes(ours)),  # type: ignore[misc]
+                lambda load=load, data=data: load(data),  # type: ignore[misc]
+                turns,
+            )
+            rows.append(at_least(f"serialise {size} trajectories", f"write, {name} / ours", write[0], 1.0))
+            rows.append(at_least(f"serialise {size} trajectories", f"read, {name} / ours", read[0], 1.0))
+    return rows
+
+
+def torch_saved(plain: list[list[dict[str, object]]]) -> bytes:
+    """Records with tensors in place of lists, as a training script would save them."""
+    import io
+
+    columns = ("tokens", "loss_mask", "logprobs", "versions")
+    rows = [{**t, "ending": str(t["ending"]), **{c: torch.tensor(t[c]) for c in columns}} for g in plain for t in g]
+    out = io.BytesIO()
+    torch.save(rows, out)
+    return out.getvalue()
+
+
+def torch_loaded(data: bytes) -> object:
+    import io
+
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+# --- the channel --------------------------------------------------------------------------------------------
+
+
+def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
+    """A batch through the channel's actor, against a plain put and get in Ray's object store."""
+    import pyarrow as pa
+    import ray
+
+    from rollflow.storage.ray_channel import start_channel
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=uuid.uuid4().hex)
+    try:
+        run = LocalStore(folder / uuid.uuid4().hex)
+        through, rows, numbers = start_channel(run, 4, 0), list[Row](), iter(range(10**6))
+        done: list[int] = []
+        for size in sizes:
+            payload = pa.py_buffer(os.urandom(size))
+            file = folder / f"payload-{size}"
+            file.write_bytes(payload)
+            committed = iter([commit_small(run, next(numbers)) for _ in range(turns + 1)])
+
+            def ours(file: Path = file, size: int = size, committed: Iterator[int] = committed) -> None:
+                turn = next(committed)
+                asyncio.run(through.put(turn, file, 10.0))
+                done.append(turn)
+                assert through.lease(turn, 10.0).size == size
+
+            def theirs(payload: pa.Buffer = payload) -> None:
+                ray.get(ray.put(payload))
+
+            ours()  # connects
+            through.finish(done[-1], done[-1] + 1)
+            times = []
+            for _ in range(turns):
+                times.append((seconds(ours), seconds(theirs)))
+                through.finish(done[-1], done[-1] + 1)
+            rows += rows_of(f"channel, {size / 1e6:.2f} MB", medians(times), "ray.put + ray.get", 0.8)
+        return rows
+    finally:
+        ray.shutdown()
+
+
+def commit_small(run: LocalStore, number: int) -> int:
+    """Batch `number`, so that the channel hands out what is put for it."""
+    TrajectoryStore(run).commit(StagedBatch(number, groups(GROUP_SIZE), 0, (), ()), async_ratio=10**6)
+    return number
+
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+
+def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) -> list[Row]:
+    """Publish and pull of whole policies made of random tensors."""
+    rows = []
+    for count, dtype in sizes:
+        tensors = policy(count, dtype)
+        total = sum(t.nbytes for t in tensors.values())
+        case = f"{count / 1e6:g}M parameters, {total / 1e6:,.0f} MB"
+        run = LocalStore(folder / uuid.uuid4().hex)
+        versions = iter(range(10**6))
+
+        def published(run: LocalStore = run, tensors: dict[str, torch.Tensor] = tensors, versions=versions) -> None:  # type: ignore[no-untyped-def]
+            store, version = PolicyStore(run, Retention(keep_last=1, keep_every=10**6)), next(versions)
+            staged = store.stage(version, to_files("weights/model", tensors))
+            store.publish(Manifest(version, None, staged, (), None))
+
+        views = [t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values()]
+        plain = folder / f"plain-{count}"
+        rows += rows_of(
+            f"publish, {case}",
+            ratio(published, lambda views=views, plain=plain: write_synced(plain, views), turns),  # type: ignore[misc]
+            "durable write",
+            0.7,
+        )
+
+        def pulled(run: LocalStore = run) -> None:
+            store = PolicyStore(run)  # a new one, as a new process: nothing is checked yet
+            store.weights_folder(manifest := store.manifest(0), folder)
+            from_files({o.path: mapped_copy(run.local_path(o.path)) for o in manifest.weights})
+
+        found = ratio(pulled, lambda plain=plain: copied(plain, folder / "copy"), turns)  # type: ignore[misc]
+        rows += rows_of(f"pull, {case}", found, "durable copy", 0.7)
+        shutil.rmtree(run.root)
+    return rows
+
+
+def policy(count: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`count` parameters in 50 tensors."""
+    whole = torch.empty(count, dtype=dtype).uniform_(-1, 1)
+    return {f"layers.{n}.weight": part for n, part in enumerate(whole.tensor_split(50))}
+
+
+def mapped_copy(file: Path) -> memoryview:
+    from rollflow.storage.objects.disk import mapped
+
+    return mapped(file)
+
+
+def copied(source: Path, target: Path) -> None:
+    """A copy of a file, synced."""
+    shutil.copyfile(source, target.with_suffix(".new"))
+    with open(target.with_suffix(".new"), "rb") as file:
+        os.fsync(file.fileno())
+    named(target)
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one turn: shows that it runs")
+    parser.add_argument("--turns", type=int, default=5, help="of which the median is taken")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--only", choices=["batches", "serialisation", "channel", "weights"])
+    options = parser.parse_args()
+    turns = 1 if options.quick else options.turns
+    many, payloads = (QUICK["trajectories"], QUICK["payloads"]) if options.quick else (TRAJECTORIES, PAYLOADS)
+    sizes = QUICK_WEIGHTS if options.quick else WEIGHTS
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        sections: dict[str, Callable[[], list[Row]]] = {
+            "batches": lambda: batches(many, turns, folder),
+            "serialisation": lambda: serialisation(many, turns),
+            "channel": lambda: channel(payloads, turns, folder),
+            "weights": lambda: weights(sizes, turns, folder),
+        }
+        rows = [row for key, section in sections.items() if options.only in (None, key) for row in section()]
+    publish(rows, "data plane: ratios to the plain way, more is better", options.json)
+
+
+if __name__ == "__main__":
+    main()

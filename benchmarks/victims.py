@@ -1,0 +1,125 @@
+"""Where a run's processes are, by role: what chaos kills. Linux; finds only processes of one run home."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
+MODULES = {"reward worker": "rollflow.tasks.rewards.worker", "runner": "rollflow.flows.serve"}
+STAGES = {"rollout flow": "rollout of ", "reward flow": "reward of ", "train flow": "train of "}
+ROLES = (*ACTORS, "reward actor", *MODULES, *STAGES, "supervisor", "prefect server")
+VLLM_ROLES = ("engine", "vllm core", "scheduler", "learner")
+
+
+def mine(home: Path) -> Iterator[psutil.Process]:
+    """Living processes that were started with this run home."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("ROLLFLOW_HOME") == str(home):
+                yield process
+
+
+def find(home: Path, role: str) -> list[psutil.Process]:
+    """The processes of a role."""
+    return [process for process in mine(home) if _quietly(lambda one: _is(one, role), process)]
+
+
+def works(home: Path, role: str, process: psutil.Process) -> bool:
+    """Whether a process has come as far as doing its role's work (its imports take seconds)."""
+    if role == "prefect server":
+        return any(_get(f"{api}/health") for api in _apis(home))
+    if role == "runner":
+        return any(home.glob("cache/*/runner-ready"))
+    if role == "supervisor" or role in STAGES:
+        flow_run, api = (process.environ()[key] for key in ("PREFECT__FLOW_RUN_ID", "PREFECT_API_URL"))
+        return (_get(f"{api}/flow_runs/{flow_run}") or {}).get("state_type") == "RUNNING"
+    return True
+
+
+def _apis(home: Path) -> set[str]:
+    """Addresses of the Prefect API that the home's processes were given."""
+    found = set()
+    for process in mine(home):
+        with contextlib.suppress(psutil.Error):
+            found.add(process.environ().get("PREFECT_API_URL", ""))
+    return found - {""}
+
+
+def _get(url: str) -> Any:
+    """What a URL answers (JSON), None if it does not."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError):  # urllib's errors are OSErrors
+        return None
+
+
+def kill(process: psutil.Process) -> None:
+    """SIGKILL."""
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(signal.SIGKILL)
+
+
+def kill_everything(home: Path) -> None:
+    """SIGKILL to all processes of the home, the guards first, so that nobody ends in order."""
+    found = list(mine(home))
+    for process in sorted(found, key=lambda one: "guard.py" not in _line(one)):
+        kill(process)
+    psutil.wait_procs(found, timeout=10)
+
+
+def _is(process: psutil.Process, role: str) -> bool:
+    line = _line(process)
+    if "guard.py" in line or process.status() == psutil.STATUS_ZOMBIE:
+        return False
+    if role in ACTORS or role == "reward actor":
+        return line.startswith(f"ray::{ACTORS.get(role, 'RewardActor')}")
+    if role in MODULES:
+        return f"-m {MODULES[role]}" in line
+    match role:
+        case "vllm core":
+            return line.startswith("VLLM::EngineCore")
+        case "prefect server":
+            return "prefect server start" in line or "-m prefect server" in line
+        case "supervisor":
+            return _flow_name(process) not in ("", None) and " of " not in str(_flow_name(process))
+        case _:
+            return str(_flow_name(process)).startswith(STAGES[role])
+
+
+def _flow_name(process: psutil.Process) -> str | None:
+    """The name of the flow run that this process executes, if it is one."""
+    environment = process.environ()
+    flow_run, api = environment.get("PREFECT__FLOW_RUN_ID"), environment.get("PREFECT_API_URL")
+    if not flow_run or not api or "-m prefect.engine" not in _line(process):
+        return None
+    name = _names.get(flow_run)
+    if name is None:
+        found = _get(f"{api}/flow_runs/{flow_run}")
+        if found is None:
+            return None
+        name = _names[flow_run] = str(found["name"])
+    return name
+
+
+_names: dict[str, str] = {}
+
+
+def _line(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
+
+
+def _quietly(test: Callable[[psutil.Process], bool], process: psutil.Process) -> bool:
+    try:
+        return test(process)
+    except psutil.Error:
+        return False

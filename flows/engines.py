@@ -1,0 +1,147 @@
+"""The run's engine actors as the rollout stage keeps them: started, asked for their health, started again.
+
+    missing --> starting --> joining the scheduler --> serving --dead or silent--> missing
+
+Nothing here blocks on one engine: while one starts again, the others serve and take over its requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.flows import cluster
+from rollflow.flows.supervision import Budget, Chronicle, Pending, StageFailed, Status, first_line, gpu_share
+from rollflow.storage.errors import EngineFailed, RollflowError, Unreachable
+from rollflow.tasks.rollout.actor import ROLLOUT, engine_name, start_engine
+from rollflow.tasks.run import RunContext
+
+START_SECONDS = 900.0
+START_POLL_SECONDS = 0.1
+
+
+@dataclass
+class _Engine:
+    """One engine and the calls that are under way to it."""
+
+    number: int
+    actor: Any = None
+    new: bool = False  # started by this flow: the scheduler does not know it
+    starting: Any = None  # reference of its `start`
+    joining: Any = None  # reference of the scheduler's `join`
+    health: Any = None  # reference of the last question
+    asked: float = 0.0
+    not_before: float = 0.0  # monotonic: when it may be started again
+    pending: Pending | None = None
+
+    @property
+    def name(self) -> str:
+        return engine_name(self.number)
+
+
+class Engines:
+    """All engines of a run. See the module's docstring."""
+
+    def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
+        self.context, self._log = context, log
+        self._budget = Budget(context.config.recovery)
+        self._chronicle = Chronicle(context, log)
+        self._answer = context.config.recovery.answer_seconds
+        self._gpus = gpu_share(context.config)
+        self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
+
+    def start(self) -> None:
+        """Start the engines that do not live, side by side, and wait until all can be used."""
+        for engine in self._engines:
+            self._find(engine)
+        limit = time.monotonic() + START_SECONDS
+        while any(engine.actor is None or engine.starting is not None for engine in self._engines):
+            self.look(self._scheduler(), {"failed": {}})
+            if time.monotonic() > limit:
+                raise StageFailed(f"waited {START_SECONDS:g} s for the engines to start")
+            time.sleep(START_POLL_SECONDS)
+        self._log(f"{len(self._engines)} engine(s) ready")
+
+    def look(self, scheduler: Any, status: Status) -> None:
+        """Go on with every engine, one step at a time.
+
+        Raises:
+            StageFailed: an engine's budget of restarts is used up.
+        """
+        for engine in self._engines:
+            try:
+                self._step(engine, scheduler, status)
+            except RollflowError as error:
+                self._again(engine, first_line(error))
+
+    def _step(self, engine: _Engine, scheduler: Any, status: Status) -> None:
+        if engine.actor is None:
+            if time.monotonic() >= engine.not_before:
+                self._start(engine)
+        elif engine.starting is not None:
+            self._started(engine, scheduler)
+        elif engine.joining is not None:
+            self._joined(engine)
+        elif engine.number in status["failed"]:
+            raise EngineFailed(status["failed"][engine.number])
+        else:
+            self._ask(engine)
+
+    def _started(self, engine: _Engine, scheduler: Any) -> None:
+        if cluster.done(engine.starting, 0):
+            starting, engine.starting = engine.starting, None
+            cluster.call(starting, self._answer, f"{engine.name} to start")
+            if engine.pending:
+                engine.pending.seen(0.0)
+            if engine.new and scheduler is not None:
+                engine.joining = scheduler.join.remote(engine.number)
+
+    def _joined(self, engine: _Engine) -> None:
+        if not cluster.done(engine.joining, 0):
+            return
+        joining, engine.joining = engine.joining, None
+        try:
+            cluster.call(joining, self._answer, f"the scheduler to take {engine.name}")
+        except Unreachable as error:  # the scheduler died; its successor finds the engine by its name
+            self._log(f"{engine.name}: {first_line(error)}")
+        if engine.pending:
+            self._chronicle.write(engine.pending.done())
+            engine.pending = None
+
+    def _ask(self, engine: _Engine) -> None:
+        """Ask for its health, one question at a time."""
+        if engine.health is None:
+            engine.health, engine.asked = engine.actor.health.remote(), time.monotonic()
+        elif cluster.done(engine.health, 0):
+            answered, engine.health = engine.health, None
+            cluster.call(answered, self._answer, f"the health of {engine.name}")
+        elif time.monotonic() - engine.asked > self._answer:
+            raise EngineFailed(f"{engine.name} did not answer for {self._answer:g} s")
+
+    def _again(self, engine: _Engine, reason: str) -> None:
+        """Make sure of its end; it is started again when its pause is over."""
+        pause = self._budget.spend(engine.name, reason)
+        engine.pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
+        self._chronicle.noticed(engine.pending)
+        cluster.kill_named([engine.name], self.context.run_id)
+        engine.actor = engine.starting = engine.joining = engine.health = None
+        engine.not_before = time.monotonic() + pause
+
+    def _start(self, engine: _Engine) -> None:
+        engine.actor, engine.new = start_engine(self.context, engine.number, self._gpus), True
+        engine.starting = engine.actor.start.remote()
+
+    def _find(self, engine: _Engine) -> None:
+        """An engine that lives already, after a restart of this flow; it may still be starting."""
+        with contextlib.suppress(Unreachable):
+            engine.actor = cluster.actor(engine.name, self.context.run_id)
+            engine.starting = engine.actor.start.remote()
+
+    def _scheduler(self) -> Any:
+        try:
+            return cluster.actor(ROLLOUT, self.context.run_id)
+        except Unreachable:
+            return None

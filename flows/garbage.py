@@ -1,0 +1,51 @@
+"""`rollflow gc`: objects that no manifest, commit or retention rule needs any more, by age."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+from rich.table import Table
+
+from rollflow.flows.console import duration
+from rollflow.storage.collect import Orphan, collect, orphans, store_clock
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.run import RunContext
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
+    """Show the run's orphans that are older than `older_than`, and delete them unless `dry_run`.
+
+    Raises:
+        ConfigError: `older_than` is not an age, or there is no such run.
+    """
+    console = console or Console(highlight=False)
+    age, retention = age_of(older_than), context.policies().retention
+    found = orphans(context.store, retention, age, store_clock(context.store))
+    if not found:
+        console.print(f"run {context.run_id}: nothing to collect that is older than {older_than}")
+        return
+    console.print(_table(found))
+    freed = sum(orphan.size for orphan in found) if dry_run else collect(context.store, found)
+    console.print(f"{len(found)} objects, {freed:,} bytes {'would be deleted (--dry-run)' if dry_run else 'deleted'}")
+
+
+def age_of(text: str) -> float:
+    """Seconds of an age such as 90s, 30m, 1h or 2d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None:
+        raise ConfigError(f"--older-than {text!r} is not an age; write 90s, 30m, 1h or 2d")
+    return float(match[1]) * SECONDS[match[2]]
+
+
+def _table(found: list[Orphan]) -> Table:
+    table = Table(title="orphans", title_justify="left")
+    table.add_column("object", overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_column("age", justify="right")
+    table.add_column("why", overflow="fold")
+    for orphan in found:
+        table.add_row(orphan.path, f"{orphan.size:,}", duration(orphan.age), orphan.why)
+    return table

@@ -1,0 +1,140 @@
+"""The Prefect API as sessions and recoveries use it: a call ends within some twenty seconds, or raises `Unreachable`.
+
+A server that is down for a moment must not end a run: who watches skips a look, and looks again; who has to get
+through asks again (`insist`).
+
+Importing this module does not import Prefect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID
+
+from rollflow.storage.errors import Unreachable
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+T = TypeVar("T")
+CALL_SECONDS = 5.0
+RETRIES = 2  # after 2 and 4 s, where the server answers that it cannot (SQLite is locked) or not at all any more
+INSIST_SECONDS = 60.0
+PAGE = 200  # flow runs the server gives at once
+
+
+@contextmanager
+def api() -> Iterator[SyncPrefectClient]:
+    """A client that fails at once where nothing listens.
+
+    Raises:
+        Unreachable: the server did not answer, or answered that it cannot.
+    """
+    from httpx import HTTPError
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    try:
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
+            get_client(sync_client=True, httpx_settings={"timeout": CALL_SECONDS}) as client,
+        ):
+            yield client
+    except HTTPError as error:
+        raise Unreachable(f"the Prefect API: {type(error).__name__}: {error}") from error
+
+
+def insist(call: Callable[[], T]) -> T:
+    """The value of `call`, made again for `INSIST_SECONDS` while the server does not answer; it must be idempotent."""
+    limit = time.monotonic() + INSIST_SECONDS
+    while True:
+        try:
+            return call()
+        except Unreachable:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(1.0)
+
+
+def start(
+    client: SyncPrefectClient,
+    flow: str,
+    deployment: str,
+    parameters: dict[str, Any],
+    *,
+    name: str | None = None,
+    key: str | None = None,
+) -> UUID:
+    """Schedule a flow run of a deployment; with `key`, the same one however often it is asked for."""
+    served = client.read_deployment_by_name(f"{flow}/{deployment}")
+    made = client.create_flow_run_from_deployment(served.id, parameters=parameters, name=name, idempotency_key=key)
+    return made.id
+
+
+def flow_state(flow_run: UUID) -> Any:
+    """The state of a flow run."""
+    with api() as client:
+        return client.read_flow_run(flow_run).state
+
+
+def supervisors(client: SyncPrefectClient) -> list[FlowRun]:
+    """The newest flow runs of the supervisor, of every deployment, the newest first."""
+    from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    flow = FlowFilter(name=FlowFilterName(any_=["post-training"]))
+    found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=PAGE)
+    return sorted(found, key=created_at, reverse=True)
+
+
+def created_at(flow_run: FlowRun) -> float:
+    """When a flow run was made, in seconds since the epoch."""
+    return flow_run.created.timestamp() if flow_run.created else 0.0
+
+
+def going(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
+    """The flow runs of a deployment that have not ended."""
+    from prefect.client.schemas.filters import (
+        DeploymentFilter,
+        DeploymentFilterName,
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.client.schemas.objects import TERMINAL_STATES, StateType
+
+    open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
+    unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
+    here = DeploymentFilter(name=DeploymentFilterName(any_=[deployment]))
+    return client.read_flow_runs(flow_run_filter=unfinished, deployment_filter=here, limit=PAGE)
+
+
+def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:
+    """Say of a deployment's flow runs that they crashed: their processes ended with their runner, and nobody else will.
+
+    `scheduled` includes the flow runs that have not started, which otherwise are left for the next runner. Returns
+    the names of the flow runs.
+    """
+    from prefect.states import Crashed
+
+    with api() as client:
+        ended = [run for run in going(client, deployment) if scheduled or run.state_type != "SCHEDULED"]
+        for run in ended:
+            client.set_flow_run_state(run.id, Crashed(message=why), force=True)
+    return [run.name for run in ended]
+
+
+def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:
+    """An event on a flow run's page."""
+    from datetime import UTC, datetime
+
+    from prefect.events.schemas.events import Event, Resource
+
+    about = Resource({"prefect.resource.id": f"prefect.flow-run.{flow_run}"})
+    made = Event(occurred=datetime.now(UTC), event=event, resource=about, payload=payload)
+    with api() as client:
+        client.request("POST", "/events", json=[made.model_dump(mode="json")])

@@ -1,0 +1,70 @@
+"""A node of a private Ray cluster: the head (GCS and raylet) or one more node (a raylet) that joins it.
+
+It has the node's agents, but no dashboard, autoscaler, log monitor and client server, which take two thirds of Ray's
+usual start. The process ends as soon as one of those it started ends, whichever that is: a cluster without its GCS or
+a node without its raylet is no use to anybody, and its owner looks at this process only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from pathlib import Path
+
+WATCH_SECONDS = 0.2
+
+
+def serve(given: argparse.Namespace) -> str:
+    """Start the node's processes, write `ready`, and return what died first."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    class Bare(Node):  # type: ignore[misc]
+        def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+            """Not wanted: even with the dashboard off, its process costs a second of a core."""
+
+    parameters = RayParams(
+        node_ip_address="127.0.0.1",
+        num_cpus=given.cpus,
+        num_gpus=given.gpus,
+        resources=json.loads(given.resources),
+        object_store_memory=given.object_store_bytes,
+        temp_dir=given.temp,
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        dashboard_agent_listen_port=_free_port(),
+        **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
+    )
+    node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=False)
+    given.ready.write_text(node.gcs_address)
+    while node.remaining_processes_alive():
+        time.sleep(WATCH_SECONDS)
+    return ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in node.dead_processes())
+
+
+def _free_port() -> int:
+    # Ray's default port (52365) is one for all clusters of a machine.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a node of a private Ray cluster")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--port", type=int, help="start a head that listens here")
+    where.add_argument("--join", help="the address of the head to join")
+    parser.add_argument("--temp", required=True)
+    parser.add_argument("--cpus", type=int, required=True)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--resources", default="{}")
+    parser.add_argument("--object-store-bytes", type=int, required=True)
+    parser.add_argument("--ready", type=Path, required=True)
+    raise SystemExit(f"ended: {serve(parser.parse_args())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""A run's supervisor that crashed is started again, by whoever notices first: exactly once for each crash.
+
+    crashed flow run --> its run --> ended, or a newer flow run supervises it?  nothing to do
+                                 --> otherwise the same deployment, the same parameters, the same run
+
+Only the newest flow run of a run is followed up, and what follows it is named by its id (the idempotency key), so
+that a session, an automation and a person may all do this at once. The flow `recover` is what the automation starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from prefect import flow, get_run_logger
+
+from rollflow.flows.home import attach_run, context_of, run_id_of, store_uri
+from rollflow.flows.prefect_api import api, emit, flow_state, insist, supervisors
+from rollflow.flows.summary import SUMMARY
+from rollflow.flows.supervision import LONGEST_PAUSE, Pending, StageFailed
+from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.recoveries import RecoveryLog
+from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import RecoveryConfig, RunConfig
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+START_SECONDS = 120.0
+POLL_SECONDS = 0.5
+REDONE = "its start; the actors go on"
+
+
+@dataclass
+class Successor:
+    """The flow run that goes on with a run. `pending` is the recovery under way; None: somebody else started it."""
+
+    context: RunContext
+    flow_run: UUID
+    pending: Pending | None = None
+
+    def up(self) -> bool:
+        """Whether it runs (or has ended); the recovery is written down when that is first seen.
+
+        Raises:
+            Unreachable: the Prefect server or the storage does not answer.
+        """
+        state = flow_state(self.flow_run)
+        if state is None or not (state.is_running() or state.is_final()):
+            return False
+        if self.pending:
+            recovery, self.pending = self.pending.done(), None
+            RecoveryLog(self.context.store).append(recovery)
+            emit(self.flow_run, "rollflow.recovery", asdict(recovery))
+        return True
+
+
+@flow(name="recover", log_prints=False)
+def recover(flow_run_id: str) -> str | None:
+    """Start the run of a crashed post-training flow run again; returns the new flow run, if one was needed."""
+    crashed = insist(lambda: read(UUID(flow_run_id)))
+    successor = insist(lambda: start_again(crashed.id, run_of(crashed)))
+    if successor is None or successor.pending is None:
+        get_run_logger().info("run %s needs nothing", run_uri(crashed))
+        return None
+    get_run_logger().info("run %s goes on as flow run %s", run_uri(crashed), successor.flow_run)
+    limit = time.monotonic() + START_SECONDS
+    while not _is_up(successor):
+        if time.monotonic() > limit:
+            raise Unreachable(f"waited {START_SECONDS:g} s for a runner to start flow run {successor.flow_run}")
+        time.sleep(POLL_SECONDS)
+    return str(successor.flow_run)
+
+
+class PickUp:
+    """Follows up the crashed supervisors of one deployment, for as long as it is looked at."""
+
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
+        self._seen: set[UUID] = set()
+        self._starting: list[Successor] = []
+
+    def look(self, log: Callable[[str], None]) -> None:
+        """Follow up the crashes that are new; one that cannot be is told once and left."""
+        self._starting = [successor for successor in self._starting if not _is_up(successor)]
+        with contextlib.suppress(Unreachable), api() as client:
+            here = client.read_deployment_by_name(f"post-training/{self._deployment}").id
+            for run in supervisors(client):
+                if run.deployment_id == here and run.state_type == "CRASHED" and run.id not in self._seen:
+                    self._follow_up(run, log)
+                    self._seen.add(run.id)
+
+    def _follow_up(self, crashed: FlowRun, log: Callable[[str], None]) -> None:
+        try:
+            successor = start_again(crashed.id, run_of(crashed))
+        except Unreachable:
+            raise
+        except RollflowError as error:
+            log(f"run {crashed.name} is not started again: {error}")
+            return
+        if successor and successor.pending:
+            log(f"run {crashed.name} goes on: {successor.pending.reason}")
+            self._starting.append(successor)
+
+
+def _is_up(successor: Successor) -> bool:
+    try:
+        return successor.up()
+    except Unreachable:
+        return False
+
+
+def start_again(flow_run: UUID, context: RunContext, *, since: float = 0.0) -> Successor | None:
+    """Start the supervisor of `context` again after `flow_run` crashed, or find the one that follows it already.
+
+    None where nothing is to be done: the run has ended, or the flow run did not crash.
+
+    Crashes before `since` (seconds since the epoch) do not count against the budget.
+
+    Raises:
+        StageFailed: it crashed too often.
+        Unreachable: the Prefect server does not answer.
+    """
+    if not context.uri or context.store.exists(SUMMARY):
+        return None
+    with api() as client:
+        attempts = [run for run in supervisors(client) if run_uri(run) == context.uri]
+        if not attempts:
+            return None
+        crashed = attempts[0]
+        if crashed.id != flow_run:
+            return Successor(context, crashed.id)
+        if not (crashed.state and crashed.state.is_crashed() and crashed.deployment_id):
+            return None
+        crashes = [ended_at(run) for run in attempts if run.state and run.state.is_crashed()]
+        pause = _pause(client, crashed, [at for at in crashes if at >= since])
+        made = client.create_flow_run_from_deployment(
+            crashed.deployment_id,
+            parameters=crashed.parameters | {"run_id": context.uri.rpartition("/")[2]},
+            state=_scheduled(pause),
+            name=crashed.name,
+            idempotency_key=f"after:{crashed.id}",
+        )
+    return Successor(context, made.id, Pending("supervisor", crash_reason(crashed), len(crashes), REDONE))
+
+
+def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float]) -> float:
+    """The pause; over the budget the flow run is said to have failed: nobody is to follow it up any more."""
+    from prefect.states import Failed
+
+    limits = RunConfig.model_validate(crashed.parameters["config"]).recovery
+    try:
+        return pause_before(crashes, time.time(), limits)
+    except StageFailed as error:
+        client.set_flow_run_state(crashed.id, Failed(message=str(error)), force=True)
+        raise
+
+
+def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -> float:
+    """Seconds to wait before the next start, given when it crashed.
+
+    Raises:
+        StageFailed: too often within the window.
+    """
+    recent = sum(now - at < limits.window_seconds for at in crashes)
+    if recent > limits.restarts:
+        raise StageFailed(
+            f"the supervisor was started again {limits.restarts} times within {limits.window_seconds:g} s "
+            "(recovery.restarts) and died once more"
+        )
+    return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0 ** (recent - 2)) if recent > 1 else 0.0
+
+
+def crash_reason(crashed: FlowRun) -> str:
+    """What its flow run's page says of its end, in short."""
+    message = (crashed.state.message if crashed.state else None) or "its process ended"
+    return message.partition(". ")[0]
+
+
+def run_uri(flow_run: FlowRun) -> str:
+    """The storage of the run that a supervisor's flow run is about; "" where its parameters name none."""
+    given = flow_run.parameters
+    if given.get("storage"):
+        return str(given["storage"]).rstrip("/")
+    try:
+        config = RunConfig.model_validate(given.get("config"))
+    except ValueError:  # refused by the flow as well
+        return ""
+    run_id = given.get("run_id") or run_id_of(config.name, str(flow_run.id))
+    return context_of(store_uri(config), run_id).uri
+
+
+def run_of(flow_run: FlowRun) -> RunContext:
+    """The run that a supervisor's flow run is about."""
+    return attach_run(run_uri(flow_run))
+
+
+def read(flow_run: UUID) -> FlowRun:
+    """A flow run."""
+    with api() as client:
+        return client.read_flow_run(flow_run)
+
+
+def ended_at(flow_run: FlowRun) -> float:
+    """When a flow run ended, in seconds since the epoch."""
+    ended: Any = flow_run.end_time or (flow_run.state.timestamp if flow_run.state else None)
+    return float(ended.timestamp()) if ended else 0.0
+
+
+def _scheduled(pause_seconds: float) -> Any:
+    from datetime import UTC, datetime, timedelta
+
+    from prefect.states import Scheduled
+
+    return Scheduled(scheduled_time=datetime.now(UTC) + timedelta(seconds=pause_seconds))

@@ -1,0 +1,238 @@
+"""Requests to S3: each one is repeated until it is answered in full, within bounds.
+
+A request that was throttled, failed on the server's side, was cut off on the way or ran into its deadline is sent
+again after a random pause that doubles; so is one whose body arrived short. The repetition is here alone (botocore
+and s3fs are told to try once), so that a request has one deadline and one count. What is repeated must be
+idempotent, or recognise its own first try: that is the caller's part.
+
+An object larger than a part travels in parts, several at a time, never whole in memory on the way.
+
+The connection belongs to one process and one set of AWS variables. Credentials, region and endpoint
+(`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come by the usual AWS ways only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import botocore.exceptions  # type: ignore[import-untyped]
+import s3fs
+from fsspec.asyn import sync
+
+Answer = TypeVar("Answer")
+
+PART_BYTES = 8 * 2**20  # S3 takes no smaller part than 5 MiB, and no more than 10,000 of them
+AT_ONCE = 8  # parts on their way, per process
+
+WRONG = botocore.exceptions.FlexibleChecksumError  # a body that does not fit the service's own checksum
+LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError, TimeoutError, ConnectionError, WRONG)
+FAILURES = (OSError, botocore.exceptions.BotoCoreError, *LOST)
+REFUSED = {"PreconditionFailed", "412"}
+UNSERVED = {
+    "BadDigest",
+    "BandwidthLimitExceeded",
+    "ConditionalRequestConflict",
+    "IncompleteBody",
+    "InternalError",
+    "OperationAborted",
+    "RequestLimitExceeded",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "XAmzContentSHA256Mismatch",
+    "409",
+    "429",
+    "500",
+    "502",
+    "503",
+    "504",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often and how long a request is tried. `seconds` bounds the tries together, but for the last one."""
+
+    tries: int = 12
+    seconds: float = 180.0
+    try_seconds: float = 60.0  # one try, its whole body included
+    connect_seconds: float = 5.0
+    silence_seconds: float = 20.0  # from one byte to the next
+    pause_seconds: float = 0.2  # the longest pause after the first try
+    longest_pause_seconds: float = 10.0
+
+    def pause(self, tried: int) -> float:
+        """A random pause after `tried` failures, so that many clients do not come back together."""
+        return random.uniform(0.0, min(self.longest_pause_seconds, self.pause_seconds * 2.0 ** (tried - 1)))
+
+
+PATIENT = Patience()
+HASTY = Patience(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seconds=5.0)
+
+
+def connection(patience: Patience | None = None) -> Connection:
+    """This process's connection: one made before a fork has no thread behind it any more."""
+    variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
+    return _connection(os.getpid(), variables, patience or PATIENT)
+
+
+@functools.lru_cache(maxsize=8)
+def _connection(pid: int, variables: tuple[tuple[str, str], ...], patience: Patience) -> Connection:
+    return Connection(patience)
+
+
+class Connection:
+    """Answers of the service: in this thread (`call`, `wait`), or in the loop of the connection (the rest)."""
+
+    def __init__(self, patience: Patience) -> None:
+        self.patience = patience
+        timeouts = {"connect_timeout": patience.connect_seconds, "read_timeout": patience.silence_seconds}
+        self._filesystem = s3fs.S3FileSystem(
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            config_kwargs={
+                **timeouts,
+                "retries": {"mode": "standard", "total_max_attempts": 1},
+                "max_pool_connections": 4 * AT_ONCE,
+            },
+        )
+        self._filesystem.retries = 1
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    def wait(self, work: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any) -> Answer:
+        """Run `work` in the connection's loop; blocks this thread."""
+        found: Answer = sync(self._filesystem.loop, work, *arguments)
+        return found
+
+    def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """One request, answered; blocks this thread."""
+        return self.wait(functools.partial(self.ask, method, **arguments))
+
+    async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """One request, repeated until it is answered; a body is read into `Body`."""
+        tried, began = 0, time.monotonic()
+        while True:
+            tried += 1
+            try:
+                async with asyncio.timeout(self.patience.try_seconds):
+                    return await self._answer(method, arguments)
+            except FAILURES as error:
+                late = time.monotonic() - began > self.patience.seconds
+                if not passing(error) or late or tried == self.patience.tries:
+                    error.add_note(f"{tried} tries in {time.monotonic() - began:.0f} s")
+                    raise
+            await asyncio.sleep(self.patience.pause(tried))
+
+    async def _answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._filesystem._call_s3(method, **arguments)
+        if "Body" not in answer:
+            return answer
+        async with answer["Body"] as stream:
+            body = await stream.read()
+        if len(body) != answer["ContentLength"]:
+            raise ConnectionError(f"{len(body)} bytes came of {answer['ContentLength']}")
+        return {**answer, "Body": body}
+
+    async def upload(self, target: dict[str, str], parts: Sequence[memoryview], **described: Any) -> None:
+        """Write an object; `described` are arguments of the write (`Metadata`, `IfNoneMatch`)."""
+        condition = {name: value for name, value in described.items() if name != "Metadata"}
+        if sum(map(len, parts)) <= PART_BYTES:
+            await self.ask("put_object", **target, Body=b"".join(parts), **described)
+            return
+        begun = await self.ask("create_multipart_upload", **target, Metadata=described["Metadata"])
+        upload = {**target, "UploadId": begun["UploadId"]}
+        tasks = [asyncio.create_task(self._part(upload, n, cut)) for n, cut in enumerate(cuts(parts, PART_BYTES), 1)]
+        try:
+            listed = {"Parts": await asyncio.gather(*tasks)}
+            await self.ask("complete_multipart_upload", **upload, MultipartUpload=listed, **condition)
+        except FAILURES:
+            await _ended(tasks)
+            await self._abort(upload)
+            raise
+
+    async def _part(self, upload: dict[str, str], number: int, cut: list[memoryview]) -> dict[str, Any]:
+        async with self._gate:
+            answer = await self.ask("upload_part", **upload, PartNumber=number, Body=b"".join(cut))
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    async def _abort(self, upload: dict[str, str]) -> None:
+        """Best effort: the parts of an upload that is never aborted are for the bucket's lifecycle rules."""
+        try:
+            await self.ask("abort_multipart_upload", **upload)
+        except FAILURES:
+            return
+
+    async def download(self, target: dict[str, str], take: Callable[[bytes], object]) -> dict[str, str]:
+        """Hand the object's bytes to `take`, in order; returns its metadata."""
+        try:
+            first = await self.ask("get_object", **target, Range=f"bytes=0-{PART_BYTES - 1}")
+        except OSError as error:
+            if code_of(error) not in ("InvalidRange", "416"):
+                raise
+            first = await self.ask("get_object", **target)  # an empty object has no range
+        await asyncio.to_thread(take, first["Body"])
+        size = int(first.get("ContentRange", "/0").rpartition("/")[2])
+        rest = (self._range(target, start, size, first["ETag"]) for start in range(PART_BYTES, size, PART_BYTES))
+        ahead = deque(map(asyncio.create_task, islice(rest, AT_ONCE)))
+        try:
+            while ahead:
+                body = await ahead[0]
+                ahead.popleft()
+                ahead.extend(map(asyncio.create_task, islice(rest, 1)))
+                await asyncio.to_thread(take, body)
+        finally:
+            await _ended(ahead)
+            for unused in rest:
+                unused.close()
+        return dict(first["Metadata"])
+
+    async def _range(self, target: dict[str, str], start: int, size: int, etag: str) -> bytes:
+        """Bytes of the same object that the first part was of: a `put` in between is refused."""
+        stop = min(start + PART_BYTES, size)
+        async with self._gate:
+            answer = await self.ask("get_object", **target, Range=f"bytes={start}-{stop - 1}", IfMatch=etag)
+        return bytes(answer["Body"])
+
+
+async def _ended(tasks: Any) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def cuts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The bytes of `parts` in runs of `size` (the last one shorter), uncopied."""
+    run: list[memoryview] = []
+    room = size
+    for part in parts:
+        while len(part) >= room:
+            yield [*run, part[:room]]
+            part, run, room = part[room:], [], size
+        if len(part):
+            run.append(part)
+            room -= len(part)
+    if run:
+        yield run
+
+
+def code_of(error: BaseException | None) -> str:
+    """The service's own word for a failure, or "" where it gave no answer."""
+    response = getattr(getattr(error, "__cause__", None), "response", None)
+    return str(response["Error"].get("Code", "")) if response else ""
+
+
+def passing(error: Exception) -> bool:
+    """Whether the same request may well be answered a little later."""
+    return isinstance(error, LOST) or code_of(error) in UNSERVED

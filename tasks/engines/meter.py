@@ -1,0 +1,39 @@
+"""How busy an engine is; every change is told, so that nothing has to look at the clock in between."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counted since the start: tokens of ended generations, and seconds with a request running and not suspended."""
+
+    running: int
+    tokens: int
+    busy_seconds: float
+
+
+class Meter:
+    """Adds up `EngineStats`; told of every change."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._tokens = 0
+        self._busy = 0.0
+        self._suspended = False
+        self._since = time.monotonic()
+
+    def change(self, running: int = 0, tokens: int = 0, suspended: bool | None = None) -> None:
+        now = time.monotonic()
+        if self._running > 0 and not self._suspended:
+            self._busy += now - self._since
+        self._since = now
+        self._running += running
+        self._tokens += tokens
+        self._suspended = self._suspended if suspended is None else suspended
+
+    def read(self) -> EngineStats:
+        self.change()
+        return EngineStats(self._running, self._tokens, self._busy)

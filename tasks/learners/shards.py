@@ -1,0 +1,113 @@
+"""Safetensors files as pieces: a header and views of the tensors, so that publishing copies nothing.
+
+Files hold at most `shard_bytes` of tensors (a larger tensor has one of its own) and are named as Hugging Face names
+them: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The
+same tensors give the same bytes. Pieces of tensors on the CPU are views of them: valid until the tensors change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.objects.base import Data, pieces
+
+INDEX = ".index.json"
+SHARD_BYTES = 2**28
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+NAMES = {name: dtype for dtype, name in TYPES.items()}
+
+
+def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
+    """File name -> pieces, for files named after `stem` ("weights/model")."""
+    shards = _split(tensors, shard_bytes)
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": _pieces(shards[0])}
+    count, files, where = len(shards), dict[str, Data](), dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+        files[name] = _pieces(shard)
+        where |= dict.fromkeys(shard, name.rpartition("/")[2])
+    total = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return {**files, f"{stem}.safetensors{INDEX}": json.dumps(index, indent=2).encode()}
+
+
+def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
+    """The tensors of safetensors files by name, views of a file of one buffer; `Corrupt` if one is no such file."""
+    return {
+        name: tensor
+        for file, data in files.items()
+        if not file.endswith(INDEX)
+        for name, tensor in _tensors(file, _whole(data)).items()
+    }
+
+
+def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    """Shards in a fixed order of tensors: wide types first, so that each one is aligned."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
+        if shards[-1] and tensors[name].nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensors[name]
+        room -= tensors[name].nbytes
+    return shards
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
+    """One file: the header's length, the header, then the tensors one after the other."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        described[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return [memoryview(len(header).to_bytes(8, "little") + header), *map(_bytes, tensors.values())]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The tensor's memory; of one on another device, a copy."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _whole(data: Data) -> memoryview:
+    parts = pieces(data)
+    return parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+
+
+def _tensors(file: str, data: memoryview) -> dict[str, Tensor]:
+    try:
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(bytes(data[8:start]))
+        return {name: _tensor(data[start:], entry) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Corrupt(f"{file} is not a safetensors file: {error}") from error
+
+
+def _tensor(data: memoryview, entry: Mapping[str, Any]) -> Tensor:
+    dtype, (start, end) = NAMES[entry["dtype"]], entry["data_offsets"]
+    if start == end:
+        return torch.empty(entry["shape"], dtype=dtype)
+    part = data[start:end]
+    raw = torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8)
+    return raw.view(dtype).reshape(entry["shape"])

@@ -1,0 +1,114 @@
+"""SIGKILL of anything, at random, on whole runs: they go on by themselves and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import EVERYTHING, Victim, one_run
+from benchmarks.victims import ROLES, kill_everything
+from rollflow.storage.audit import audit
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.objects import open_store
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.recoveries import RecoveryLog
+from rollflow.storage.trajectories import TrajectoryStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SYNCHRONOUS = """
+name = "small"
+versions = 40
+async_ratio = 0
+groups = 8
+group_size = 4
+
+[policy.cold_start]
+hidden_size = 32
+layers = 2
+heads = 2
+target_accuracy = 0.02
+evaluate_every = 5
+
+[engine]
+kind = "transformers"
+replicas = 2
+max_new_tokens = 6
+slots = 16
+
+[evaluation]
+prompts = 8
+every = 0
+
+[recovery]
+restarts = 100
+backoff_seconds = 0.1
+"""
+KILLED = ("scheduler", "learner", "engine", "channel", "reward worker", "reward actor", "train flow", EVERYTHING)
+
+
+def test_every_role_is_killed_and_then_everything(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    order = random.Random().sample(ROLES, len(ROLES))
+    outcome = one_run(home, "timed", [*order, EVERYTHING], seed=random.randrange(10**6), versions=400)
+    assert outcome.violations == []
+    assert [kill.role for kill in outcome.kills] == [*order, EVERYTHING]
+    assert outcome.right
+    assert (outcome.lost, outcome.doubled) == (0, 0)
+    store = open_store(str(home / "store/runs/chaos"))
+    recovered = Counter(recovery.role for recovery in RecoveryLog(store).read())
+    for role in ("learner", "rollout", "reward", "channel", "rollout stage", "train stage", "reward stage"):
+        assert recovered[role] >= 1, recovered
+    for role in ("supervisor", "runner", "prefect server"):
+        assert recovered[role] >= 1, recovered
+    summary = json.loads(store.get("summary.json"))
+    assert summary["recoveries"] == dict(recovered)
+    assert_in_mlflow(home, sum(recovered.values()))
+
+
+def assert_in_mlflow(home: Path, recoveries: int) -> None:
+    """Each recovery is counted, each version logged once."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
+    [experiment] = [e for e in client.search_experiments() if e.name == "rollflow"]
+    [found] = client.search_runs([experiment.experiment_id])
+    assert found.data.metrics["recoveries"] == recoveries
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "reward")] == list(range(1, 401))
+
+
+def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:
+    """What a run trained on and what came of it: hashes of all weights, every trajectory but for its times."""
+    store = open_store(str(run))
+    assert audit(store).clean
+    policies, batches = PolicyStore(store), TrajectoryStore(store)
+    weights = [[stored.sha256 for stored in policies.manifest(v).weights] for v in range(versions + 1)]
+    tables = [TrajectoryBatch.from_bytes(batches.read(n)[1]).table for n in range(versions)]
+    return weights, [table.drop(["generation_seconds", "reward_seconds"]).to_pylist() for table in tables]
+
+
+def test_a_synchronous_run_killed_ten_times_is_bit_identical(tmp_path: Path) -> None:
+    quiet = Victim(tmp_path / "quiet", SYNCHRONOUS)
+    assert quiet.finish([], 400).right
+    draw = random.Random()
+    killed = Victim(tmp_path / "killed", SYNCHRONOUS)
+    try:
+        killed.wait_version(0, 300)
+        for number in range(10):
+            time.sleep(draw.uniform(0.0, 1.0))
+            role = draw.choice(KILLED)
+            kill = killed.strike_everything() if role == EVERYTHING else killed.strike(role, draw)
+            print(f"kill {number} at version {killed.newest}: {kill}")
+            if killed.version() >= 39:
+                break
+        outcome = killed.finish([], 400)
+    finally:
+        kill_everything(killed.home)
+    assert outcome.right, outcome
+    runs = "store/runs/chaos"
+    assert sampled(tmp_path / "killed" / runs, 40) == sampled(tmp_path / "quiet" / runs, 40)

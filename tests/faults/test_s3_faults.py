@@ -1,0 +1,108 @@
+"""S3 as it is: whole runs and the store's operations while six requests of ten go wrong, each kind one in ten."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.audit import audit
+from rollflow.storage.errors import Conflict
+from rollflow.storage.objects import s3_requests
+from rollflow.storage.objects.s3 import S3Store
+from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
+from rollflow.storage.policies import PolicyStore
+from rollflow.tasks.rollout.proxy import Probe
+from tests.contracts.faulty_proxy import Fault, FaultyProxy
+from tests.support.pipeline import Pipeline
+from tests.support.s3_server import s3_server, use
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+BUCKET = "faults"
+KINDS = (Fault.THROTTLE, Fault.ERROR, Fault.RESET, Fault.LOST, Fault.TRUNCATED, Fault.SLOW)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server(BUCKET) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """Between two tries stores wait little here; they try longer than by default, for six kinds come together."""
+    monkeypatch.setattr(s3_requests, "PATIENT", Patience(tries=25, pause_seconds=0.01, longest_pause_seconds=0.1))
+    with FaultyProxy(server, dict.fromkeys(KINDS, 0.1), seed=7) as made:
+        use(made.endpoint, monkeypatch)
+        yield made
+
+
+@pytest.fixture
+def store() -> S3Store:
+    return S3Store(f"{BUCKET}/{uuid.uuid4().hex}")
+
+
+def test_every_operation_does_what_it_does_without_faults(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
+    contents = {f"a/{n}": os.urandom(size) for n, size in enumerate([0, 1, 1000, PART_BYTES, 3 * PART_BYTES + 5])}
+    for path, data in contents.items():
+        assert store.put(f"put/{path}", data) == hashlib.sha256(data).hexdigest()
+        store.create(f"create/{path}", data)
+        with pytest.raises(Conflict):
+            store.create(f"create/{path}", data)
+    for n, (path, data) in enumerate(contents.items()):
+        assert store.get(f"put/{path}") == store.get(f"create/{path}") == data
+        assert store.fetch(f"put/{path}", tmp_path / str(n)) == hashlib.sha256(data).hexdigest()
+        assert store.stat(f"put/{path}").size == len(data)
+    assert list(store.list()) == sorted(f"{write}/{path}" for write in ("put", "create") for path in contents)
+    for path in contents:
+        store.delete(f"put/{path}")
+        assert not store.exists(f"put/{path}")
+        assert store.exists(f"create/{path}")
+    assert all(proxy.faults[kind] for kind in KINDS)
+
+
+def test_exactly_one_of_racing_writers_creates(store: S3Store, proxy: FaultyProxy) -> None:
+    """Whatever is lost on the way: one writer knows that it won, and what is read is what it wrote."""
+
+    def won(path: str, me: bytes) -> bool:
+        try:
+            store.create(path, me)
+        except Conflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        for turn in range(10):
+            racers = [b"%d" % n for n in range(6)]
+            outcome = list(pool.map(won, [f"{turn}"] * 6, racers))
+            assert [me for me, first in zip(racers, outcome, strict=True) if first] == [store.get(f"{turn}")]
+
+
+class Fetching(Pipeline):
+    """A pipeline whose engines fetch the weights of each version, as real ones do."""
+
+    cache: Path
+
+    async def fetch(self, version: int) -> tuple[Path, Probe]:
+        manifest = await asyncio.to_thread(self.policies.manifest, version)
+        folder = await asyncio.to_thread(self.policies.weights_folder, manifest, self.cache)
+        assert (folder / "model.safetensors").read_bytes() == f"weights {version}".encode()
+        return await super().fetch(version)
+
+
+def test_a_run_ends_and_its_audit_is_clean(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
+    pipeline = Fetching(store, versions=8, train_seconds=0.05)  # type: ignore[arg-type]
+    pipeline.cache = tmp_path
+    asyncio.run(pipeline.run())
+    assert PolicyStore(store).latest() == 8
+    report = audit(store)
+    assert report.violations == []
+    assert report.trajectories == 8 * 4 * 2
+    assert all(proxy.faults[kind] > 5 for kind in KINDS)

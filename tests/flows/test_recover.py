@@ -1,0 +1,358 @@
+"""What died is brought back once: services by their session, supervisors by whoever sees it first, nodes noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelled, Crashed, Failed, Running
+
+from rollflow.flows.automation import install
+from rollflow.flows.home import attach_run, context_of
+from rollflow.flows.prefect_api import api, crash_orphans, going, insist, start, supervisors
+from rollflow.flows.ray_head import RayHead, RayNode
+from rollflow.flows.recover import PickUp, pause_before, run_uri, start_again
+from rollflow.flows.services import PrefectServer, Runner, start_together, stop_together
+from rollflow.flows.session import Session, read_status
+from rollflow.flows.status import RunStatus
+from rollflow.flows.supervision import StageFailed
+from rollflow.flows.upkeep import RUNNER, SERVER, Upkeep
+from rollflow.storage.recoveries import Recovery, RecoveryLog
+from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import RecoveryConfig, RunConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "name": "tiny",
+    "policy": {"path": "somewhere"},
+    "prompts": [{"kind": "reasoning-gym", "family": "chain_sum"}],
+    "recovery": {"restarts": 2, "backoff_seconds": 0.5, "answer_seconds": 20.0},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
+    """One Prefect server for the module; each test has deployments and runs of its own."""
+    server = PrefectServer(tmp_path_factory.mktemp("prefect"))
+    with server, temporary_settings({PREFECT_API_URL: server.api_url}):
+        yield server
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """A run that is prepared, with nothing but its description."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    context = context_of(str(tmp_path / "store"), f"run-{uuid.uuid4().hex[:6]}")
+    described = {
+        "format": 1,
+        "run_id": context.uri.rpartition("/")[2],
+        "config": RunConfig.model_validate(CONFIG).model_dump(mode="json"),
+        "created_at": time.time(),
+        "probe_tokens": [],
+    }
+    context.store.create("run.json", json.dumps(described).encode())
+    return context
+
+
+@pytest.fixture
+def deployment(server: PrefectServer) -> str:
+    """A deployment of "post-training" that nobody serves."""
+    name = f"d-{uuid.uuid4().hex[:6]}"
+    with api() as client:
+        client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=name)
+    return name
+
+
+def crashed(deployment: str, parameters: dict[str, Any]) -> UUID:
+    with api() as client:
+        flow_run = start(client, "post-training", deployment, parameters, name="it")
+        client.set_flow_run_state(flow_run, Running(), force=True)
+        client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
+    return flow_run
+
+
+def of(context: RunContext) -> list[UUID]:
+    """The run's supervisor flow runs, the newest first."""
+    with api() as client:
+        return [one.id for one in supervisors(client) if run_uri(one) == context.uri]
+
+
+def given(context: RunContext) -> dict[str, Any]:
+    return {"config": CONFIG, "storage": context.uri}
+
+
+def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) -> None:
+    first = crashed(deployment, given(run))
+    with ThreadPoolExecutor(4) as pool:  # a session, an automation, persons
+        asked = [pool.submit(copy_context().run, insist, lambda: start_again(first, run)) for _ in range(4)]
+        second = {found.flow_run for one in asked if (found := one.result())}
+    assert len(second) == 1
+    assert of(run) == [*second, first]
+    with api() as client:
+        client.set_flow_run_state(second.copy().pop(), Running(), force=True)
+    late = start_again(first, run)
+    assert late is not None
+    assert (late.flow_run, late.pending) == (*second, None)
+    assert of(run) == [*second, first]
+
+
+def test_a_run_that_ended_or_was_ended_is_left_alone(deployment: str, run: RunContext) -> None:
+    for state in (Failed(), Cancelled(), Running()):
+        flow_run = crashed(deployment, given(run))
+        with api() as client:
+            client.set_flow_run_state(flow_run, state, force=True)
+        assert start_again(flow_run, run) is None
+    flow_run = crashed(deployment, given(run))
+    run.store.put("summary.json", b"{}")
+    assert start_again(flow_run, run) is None
+    assert len(of(run)) == 4
+
+
+def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run: RunContext) -> None:
+    flow_run = crashed(deployment, given(run))
+    for attempt in (1, 2):
+        successor = start_again(flow_run, run)
+        assert successor is not None
+        assert successor.pending is not None
+        assert (successor.pending.attempt, successor.pending.reason) == (attempt, "killed")
+        flow_run = successor.flow_run
+        with api() as client:
+            client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
+    with pytest.raises(StageFailed, match="started again 2 times within 600 s"):
+        start_again(flow_run, run)
+    with api() as client:
+        state = client.read_flow_run(flow_run).state
+    assert state is not None
+    assert state.is_failed()
+    assert "2 times" in str(state.message)
+    assert start_again(flow_run, run) is None  # and it stays so
+
+
+def test_the_pause_doubles_and_only_what_is_recent_counts() -> None:
+    limits = RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1)
+    now = 1000.0
+    assert [pause_before([now] * n, now, limits) for n in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]
+    assert pause_before([now - 100] * 9 + [now], now, limits) == 0.0
+    with pytest.raises(StageFailed):
+        pause_before([now] * 5, now, limits)
+
+
+def test_a_run_started_without_a_name_is_found_again_by_its_flow_run(deployment: str, run: RunContext) -> None:
+    flow_run = crashed(deployment, {"config": CONFIG})
+    with api() as client:
+        unnamed = attach_run(run_uri(client.read_flow_run(flow_run)))
+    assert unnamed.uri.rpartition("/")[2].startswith("tiny-")
+    successor = start_again(flow_run, unnamed)
+    assert successor is not None
+    assert of(unnamed) == [successor.flow_run, flow_run]
+
+
+def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
+    flow_run = crashed(deployment, given(run))
+    told: list[str] = []
+    pick_up = PickUp(deployment)
+    for _ in range(2):
+        pick_up.look(told.append)
+    assert told == ["run it goes on: killed"]
+    newest, *older = of(run)
+    assert older == [flow_run]
+    with api() as client:
+        client.set_flow_run_state(newest, Running(), force=True)
+    pick_up.look(told.append)
+    assert [one.role for one in RecoveryLog(run.store).read()] == ["supervisor"]
+
+
+def test_flow_runs_that_ended_with_their_runner_are_said_to_have_crashed(deployment: str, run: RunContext) -> None:
+    with api() as client:
+        waiting, running = (start(client, "post-training", deployment, given(run), name=n) for n in ("w", "r"))
+        client.set_flow_run_state(running, Running(), force=True)
+    assert crash_orphans(deployment, "the runner died") == ["r"]
+    with api() as client:
+        assert [one.id for one in going(client, deployment)] == [waiting]
+    assert crash_orphans(deployment, "its session died", scheduled=True) == ["w"]
+
+
+def test_automations_are_installed_once(deployment: str) -> None:
+    with api() as client:
+        supervisor = client.read_deployment_by_name(f"post-training/{deployment}").id
+        recover = client.create_deployment(flow_id=client.create_flow_from_name("recover"), name=deployment)
+    seen = []
+    for ids in ({"post-training": supervisor, "recover": recover},) * 2 + (
+        {"post-training": recover, "recover": recover},
+    ):
+        install(deployment, ids)
+        with api() as client:
+            seen.append(
+                {one.name: (one.id, one.description) for one in client.read_automations() if deployment in one.name}
+            )
+    assert len(seen[0]) == 2
+    assert seen[0] == seen[1]
+    assert {name: id for name, (id, _) in seen[0].items()} == {name: id for name, (id, _) in seen[2].items()}
+    assert seen[0] != seen[2]
+
+
+def test_a_service_that_keeps_dying_ends_the_session_with_the_reason(tmp_path: Path) -> None:
+    service = Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"])
+    limits = RecoveryConfig(restarts=2, backoff_seconds=0.01)
+    upkeep, recovered = Upkeep("none", {"files": service}, limits), list[Recovery]()
+    with service:
+        for attempt in (1, 2):
+            service.kill()
+            until(lambda attempt=attempt: upkeep.look(recovered.append) or len(recovered) == attempt)  # type: ignore[misc]
+            assert service.running
+        service.kill()
+        with pytest.raises(StageFailed, match="files was started again 2 times"):
+            upkeep.look(recovered.append)
+    assert [(one.role, one.reason, one.attempt) for one in recovered] == [
+        ("files", "its process ended", n) for n in (1, 2)
+    ]
+
+
+def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
+    limit = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def runner(server: PrefectServer, tmp_path: Path, run: RunContext) -> Iterator[Runner]:
+    """Serves the trivial supervisor."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = server.env | {"ROLLFLOW_HOME": str(tmp_path), "ROLLFLOW_DEPLOYMENT": "trivial", "PYTHONPATH": path}
+    ready, module = tmp_path / "ready", "tests.support.trivial_supervisor"
+    arguments = ["--ready", str(ready), "--automations"]
+    with Runner(tmp_path / "runner.log", env, module=module, arguments=arguments, ready=ready) as runner:
+        yield runner
+
+
+def test_a_session_outlives_its_supervisor_its_server_and_its_runner(
+    server: PrefectServer, runner: Runner, run: RunContext
+) -> None:
+    session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
+
+    def kill(pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    todo: list[tuple[str, Callable[[RunStatus], None]]] = [
+        ("supervisor", lambda status: kill([int(status.messages[-1])])),
+        ("prefect server", lambda status: kill(server.processes)),
+        ("runner", lambda status: kill(runner.processes[:1])),
+    ]
+    log = RecoveryLog(run.store)
+    expected, phases = 0, []
+    for status in session.follow(run, session.submit(run)):
+        phases.append(status.phase)
+        if status.phase != "training" or len(log.read()) < expected:
+            continue
+        if todo:
+            role, act = todo.pop(0)
+            act(status)
+            expected += 2 if role == "runner" else 1  # the supervisor goes with it
+        else:
+            run.store.put("go", b"")
+    assert phases[-1] == "done"
+    assert "failed" not in phases
+    assert sorted(one.role for one in log.read()) == ["prefect server", "runner", "supervisor", "supervisor"]
+    assert len(of(run)) == 3
+
+
+def test_a_supervisor_that_raises_ends_the_run(server: PrefectServer, runner: Runner, run: RunContext) -> None:
+    session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
+    run.store.put("fail", b"")
+    *_, last = session.follow(run, session.submit(run))
+    assert last.phase == "failed"
+    assert last.messages[-1] == "ValueError: told to fail"
+    assert len(of(run)) == 1
+
+
+def test_without_a_session_an_automation_brings_the_supervisor_back(
+    server: PrefectServer, runner: Runner, run: RunContext
+) -> None:
+    Session("trivial", server.ui_url, {}).submit(run)
+    until(lambda: read_status(run, 0.0))
+    status = read_status(run, 0.0)
+    assert status is not None
+    os.kill(int(status.messages[-1]), signal.SIGKILL)
+    until(lambda: RecoveryLog(run.store).read(), 90)
+    run.store.put("go", b"")
+    until(lambda: run.store.exists("summary.json"))
+    assert [one.role for one in RecoveryLog(run.store).read()] == ["supervisor"]
+    assert len(of(run)) == 2
+
+
+NODE_CLIENT = """
+import sys, time
+import ray
+from rollflow.flows import cluster
+from rollflow.storage.errors import EngineFailed
+cluster.attach(sys.argv[1], "test")
+
+@ray.remote(num_cpus=0, resources={"second": 1}, lifetime="detached", name="far")
+class Far:
+    def hang(self):
+        time.sleep(600)
+
+far = Far.remote()
+waiting = far.hang.remote()
+cluster.done(waiting, 1.0)
+print("up", flush=True)
+sys.stdin.readline()
+try:
+    cluster.call(waiting, 15, "an answer from afar", died=EngineFailed)
+except EngineFailed:
+    limit = time.monotonic() + 15
+    while len([node for node in ray.nodes() if node["Alive"]]) > 1 and time.monotonic() < limit:
+        time.sleep(0.1)
+    print("dead", len([node for node in ray.nodes() if node["Alive"]]))
+"""
+
+
+def test_the_death_of_a_node_is_noticed_and_the_node_comes_back(tmp_path: Path) -> None:
+    head = RayHead(tmp_path, cpus=1)
+    node = RayNode(head, resources={"second": 1})
+    head.start()
+    try:
+        for _ in range(2):
+            node.restart()
+            command = [sys.executable, "-c", NODE_CLIENT, head.address]
+            pipe = subprocess.PIPE
+            client = subprocess.Popen(command, env=os.environ | head.env, stdin=pipe, stdout=pipe, text=True)
+            assert client.stdout is not None
+            assert client.stdout.readline() == "up\n"
+            names = {pid: Path("/proc", str(pid), "cmdline").read_bytes() for pid in node.processes}
+            os.kill(next(pid for pid, name in names.items() if b"/raylet/raylet" in name), signal.SIGKILL)
+            output, _ = client.communicate("go\n", timeout=40)
+            assert "dead 1" in output.splitlines(), output[-2000:]  # Ray says more
+            assert head.running
+            until(lambda: not node.running, 10)  # the rest of the node goes with its raylet
+        os.kill(next(pid for pid in head.processes if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()), 9)
+        until(lambda: not head.running, 15)
+        head.restart()
+    finally:
+        stop_together(head, node)
+
+
+def test_all_services_can_be_started_together_again(tmp_path: Path) -> None:
+    head = RayHead(tmp_path, cpus=1)
+    start_together(head)
+    token = (head.folder / "token").read_text()
+    head.restart()
+    assert (head.folder / "token").read_text() == token
+    head.stop()

@@ -1,0 +1,120 @@
+"""Retention and garbage collection, against a model that follows the rules word by word."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.collect import collect, orphans, store_clock
+from rollflow.storage.objects import ObjectStore
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.policies import Manifest, PolicyStore, Retention, manifest_path
+
+RETENTIONS = st.builds(Retention, st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
+DAY = 24 * 3600.0
+
+
+def publish(store: PolicyStore, version: int) -> None:
+    weights = store.stage(version, {"weights/model.safetensors": b"w%d" % version})
+    state = store.stage(version, {"learner/state.safetensors": b"s"} if store.retention.stores_state(version) else {})
+    store.publish(Manifest(version, None, weights, state, None, writer=store.writer))
+
+
+def required(retention: Retention, latest: int) -> set[int]:
+    """The versions whose objects must be there: kept ones, and from where each of them, and the next, is trained."""
+    kept = {v for v in range(latest + 1) if v > latest - retention.keep_last or v % retention.keep_every == 0}
+    bases = set()
+    for version in (*kept, latest + 1):
+        parent = version - 1
+        while parent >= 0 and parent % retention.state_every:
+            parent -= 1
+        bases |= {parent} - {-1}
+    return kept | bases
+
+
+def present(run: ObjectStore, latest: int) -> set[int]:
+    manifests = [PolicyStore(run).manifest(v) for v in range(latest + 1)]
+    whole = {m.version for m in manifests if all(run.exists(o.path) for o in (*m.weights, *m.learner))}
+    partial = {m.version for m in manifests if any(run.exists(o.path) for o in (*m.weights, *m.learner))}
+    assert whole == partial
+    return whole
+
+
+@given(RETENTIONS, st.integers(1, 40))
+@settings(deadline=None)
+def test_exactly_what_is_needed_stays(retention: Retention, versions: int) -> None:
+    """After every publish; and what was needed once and is not needed now is never needed again."""
+    run = MemoryStore(uuid.uuid4().hex)
+    store = PolicyStore(run, retention)
+    for latest in range(versions):
+        publish(store, latest)
+        assert present(run, latest) == required(retention, latest)
+        assert {v for v in range(latest + 1) if retention.needed(v, latest)} == required(retention, latest)
+
+
+@given(RETENTIONS, st.lists(st.booleans(), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_what_a_killed_learner_did_not_remove_is_collected(retention: Retention, killed: list[bool]) -> None:
+    """Killed between the publish and the pruning, as often as one likes: the collection leaves what is needed."""
+    run = MemoryStore(uuid.uuid4().hex)
+    store = PolicyStore(run, retention)
+    for version, dies in enumerate(killed):
+        store._prune = (lambda latest: None) if dies else PolicyStore._prune.__get__(store)  # type: ignore[method-assign]
+        publish(store, version)
+    latest = len(killed) - 1
+    assert present(run, latest) >= required(retention, latest)
+    freed = collect(run, orphans(run, retention, 0.0, store_clock(run)))
+    assert present(run, latest) == required(retention, latest)
+    assert all(run.exists(manifest_path(version)) for version in range(latest + 1))
+    assert orphans(run, retention, 0.0, store_clock(run)) == []
+    assert freed == 0 or any(killed)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+def age(run: LocalStore, path: str, seconds: float) -> None:
+    then = store_clock(run) - seconds
+    os.utime(run.local_path(path), (then, then))
+
+
+def test_only_unnamed_objects_of_that_age_are_orphans(run: LocalStore) -> None:
+    """A loser's shards, a killed upload, a batch file whose commit never came; not what is new, named or the ledger."""
+    publish(PolicyStore(run), 0)
+    [loser] = PolicyStore(run, writer="loser").stage(0, {"weights/model.safetensors": b"lost"})
+    [killed, new] = PolicyStore(run, writer="killed").stage(1, {"weights/a": b"half", "weights/b": b"new"})
+    run.put("trajectories/00000000-named.arrow", b"batch")
+    run.put("trajectories/00000000-lost.arrow", b"batch")
+    run.put("trajectories/00000000.json", b'{"file": "trajectories/00000000-named.arrow"}')
+    run.put("trajectories/00000000.1.json", b'{"file": ""}')
+    run.put("trajectories/voids/00000000.json", b'{"batch": 0}')
+    run.put("run.json", b"{}")
+    before = set(run.list())
+    for path in before - {new.path}:
+        age(run, path, 2 * DAY)
+    found = orphans(run, Retention(), DAY, store_clock(run))
+    assert {o.path: o.why for o in found} == {
+        loser.path: "no manifest names it",
+        killed.path: "no manifest names it",
+        "trajectories/00000000-lost.arrow": "no batch commit names it",
+    }
+    assert all(DAY < o.age < 3 * DAY for o in found)
+    assert collect(run, found) == sum(o.size for o in found) == 4 + 4 + 5
+    assert set(run.list()) == before - {o.path for o in found}
+
+
+def test_nothing_goes_on_the_word_of_an_unreadable_record(run: LocalStore) -> None:
+    publish(PolicyStore(run), 0)
+    run.put(manifest_path(0), b"not JSON")
+    run.put("trajectories/00000003-aa.arrow", b"batch")
+    run.put("trajectories/00000003.json", b"not JSON")
+    run.put("trajectories/00000004-aa.arrow", b"batch")
+    assert [o.path for o in orphans(run, Retention(), 0.0, store_clock(run))] == ["trajectories/00000004-aa.arrow"]

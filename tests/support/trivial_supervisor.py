@@ -1,0 +1,63 @@
+"""A runner that serves a "post-training" of its own: it counts until `go` lies in the run's storage, then ends the run.
+
+Its status carries its process id, so that a test can kill it; `fail` in the storage makes it raise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.types.entrypoint import EntrypointType
+
+from rollflow.flows.home import attach_run
+from rollflow.flows.status import STATUS, Phase, RunStatus
+
+NAME = "trivial"
+
+
+@flow(name="post-training")
+def post_training(config: dict[str, Any], run_id: str | None = None, storage: str | None = None) -> None:
+    """Count versions."""
+    assert storage is not None
+    context = attach_run(storage)
+    began, version = float(context.described["created_at"]), 0
+
+    def tell(phase: Phase) -> None:
+        seconds, pid = time.time() - began, str(os.getpid())
+        status = RunStatus(context.run_id, phase, version=version, seconds=seconds, messages=(pid,))
+        context.store.put(STATUS, status.to_json().encode())
+
+    while not context.store.exists("go"):
+        version += 1
+        tell("training")
+        if context.store.exists("fail"):
+            raise ValueError("told to fail")
+        time.sleep(0.2)
+    context.store.put("summary.json", b"{}")
+    tell("done")
+
+
+def main() -> None:
+    from rollflow.flows.recover import recover
+    from rollflow.flows.serve import serve
+    from tests.support.trivial_supervisor import (
+        post_training,  # not the one of `__main__`: flow processes import it by name
+    )
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ready", type=Path)
+    parser.add_argument("--automations", action="store_true")
+    given = parser.parse_args()
+    by_module = EntrypointType.MODULE_PATH
+    made: Any = [one.to_deployment(name=NAME, entrypoint_type=by_module) for one in (post_training, recover)]
+    asyncio.run(serve(made, given.ready, automations=given.automations))
+
+
+if __name__ == "__main__":
+    main()

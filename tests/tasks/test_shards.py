@@ -1,0 +1,101 @@
+"""Shards: ordinary safetensors files to everybody else, the same bytes for the same tensors, no copy on the way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.objects import open_store
+from rollflow.storage.objects.base import pieces
+from rollflow.storage.policies import Manifest, PolicyStore
+from rollflow.tasks.learners.shards import NAMES, from_files, to_files
+from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.settings import ColdStart, TrainConfig
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3)
+
+
+def joined(files):  # type: ignore[no-untyped-def]
+    return {name: b"".join(pieces(data)) for name, data in files.items()}
+
+
+@given(
+    named=st.dictionaries(st.text("abc.", min_size=1), st.tuples(st.sampled_from(sorted(NAMES)), SHAPES), min_size=1),
+    shard_bytes=st.integers(1, 400),
+    writable=st.booleans(),
+)
+@settings(deadline=None)
+def test_what_goes_out_comes_back_bit_for_bit(
+    named: dict[str, tuple[str, list[int]]], shard_bytes: int, writable: bool
+) -> None:
+    """Every type and shape, read by safetensors itself and by `from_files`; small tensors share a shard."""
+    tensors = {
+        name: torch.randint(0, 2, (*shape, 8), dtype=torch.uint8).view(NAMES[kind])
+        if shape
+        else torch.ones((), dtype=NAMES[kind])
+        for name, (kind, shape) in named.items()
+    }
+    files = joined(to_files("weights/model", tensors, shard_bytes))
+    shards = {name: data for name, data in files.items() if name.endswith(".safetensors")}
+    for data in shards.values():
+        theirs = safetensors.torch.load(data)
+        assert len(theirs) == 1 or sum(t.nbytes for t in theirs.values()) <= shard_bytes
+    theirs = {name: tensor for data in shards.values() for name, tensor in safetensors.torch.load(data).items()}
+    ours = from_files({name: memoryview(bytearray(data) if writable else data) for name, data in files.items()})
+    for found in (theirs, ours):
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert found[name].shape == tensor.shape
+            assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    if len(shards) > 1:
+        index = json.loads(files["weights/model.safetensors.index.json"])
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+        assert {f"weights/{file}" for file in index["weight_map"].values()} == shards.keys()
+        assert all(name in safetensors.torch.load(shards[f"weights/{f}"]) for name, f in index["weight_map"].items())
+    else:
+        assert [*files] == ["weights/model.safetensors"]
+
+
+def test_pieces_are_views_of_the_tensors() -> None:
+    tensor = torch.zeros(4, dtype=torch.bfloat16)
+    [parts] = to_files("model", {"a": tensor}).values()
+    before = b"".join(parts)
+    tensor.fill_(1.0)
+    assert b"".join(parts) != before
+
+
+@pytest.mark.parametrize("damage", [b"", b"abc", b"\xff" * 40, (5).to_bytes(8, "little") + b"[1,2]"])
+def test_what_is_no_safetensors_file_is_corrupt(damage: bytes) -> None:
+    with pytest.raises(Corrupt, match="w is not a safetensors file"):
+        from_files({"w": damage})
+
+
+@pytest.mark.parametrize("uri", ["local", "memory://shards"])
+def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> None:
+    """Published in shards and fetched: transformers and another learner read the same policy, in bfloat16, too."""
+    for name, data in build_cold_folder(ColdStart(hidden_size=32, layers=2, heads=2), ["1 + 1 = 2"] * 10).items():
+        (tmp_path / name).write_bytes(data)
+
+    def learner(seed: int, *, trained: bool = False) -> TorchLearner:
+        model = load_model(tmp_path, "bfloat16", trained=trained)
+        return TorchLearner(model, TrainConfig(), temperature=1.0, versions=1, seed=seed, shard_bytes=9000)
+
+    made = learner(0)
+    store = PolicyStore(open_store(str(tmp_path / "run") if uri == "local" else uri))
+    manifest = Manifest(0, None, store.stage(0, made.weights()), store.stage(0, made.state()), None)
+    assert len(manifest.weights) > 3
+    for file in (folder := store.weights_folder(manifest, tmp_path / "cache")).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert (folder / "model.safetensors.index.json").exists()
+    again, other = learner(0, trained=True), learner(1)
+    other.load(store.read_all(manifest.weights), store.read_all(manifest.learner))
+    assert again.logprobs([3, 4, 5, 6]) == other.logprobs([3, 4, 5, 6]) == made.logprobs([3, 4, 5, 6])
