@@ -39,7 +39,7 @@ def new_run_id(name: str) -> str:
 
 def run_id_of(name: str, flow_run: str) -> str:
     """The run id of a run that was started without one: whoever takes over from its supervisor finds the same run."""
-    return f"{name}-{flow_run.replace('-', '')[:10]}"
+    return f"{name}-{flow_run.replace('-', '')[-10:]}"  # the tail: the head of a flow run's id may be a time
 
 
 def find_run(name: str | None, store: str | None = None) -> RunContext:

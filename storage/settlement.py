@@ -12,6 +12,7 @@ like any other: what only it knew of counts as corrupt, or as never issued.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -43,10 +44,8 @@ def settled(batches: TrajectoryStore, trained: int) -> BatchCommit | None:
             return newest
         if newest is None and batches.next_number() == 0:
             return None
-        try:
+        with contextlib.suppress(Conflict):  # another scheduler settled or committed first: read again
             _settle(batches, trained)
-        except Conflict:
-            continue  # another scheduler settled or committed first: read again
 
 
 def newest_commit(batches: TrajectoryStore) -> BatchCommit | None:
@@ -87,10 +86,10 @@ def _settle(batches: TrajectoryStore, trained: int) -> None:
     history = _history(batches)
     last = max((c for c in history.values() if c), key=lambda commit: commit.order, default=None)
     known = last.voids if last else 0
-    unused = {(v.batch, v.edition) for n, v in enumerate(voids) if n < known or v.batch >= trained}
+    # A voided edition that was trained on all the same is the last of its batch: nothing came after it.
+    unused = {(v.batch, v.edition) for v in voids if v.batch >= trained or (v.batch, v.edition + 1) in history}
     account = _account(batches, history, unused, trained)
-    # Where the last commit's scheduler would commit next, without knowing of the new voids.
-    number, edition = next(iter(missing(batches, trained, known)), (batches.next_number(), 0))
+    number, edition = _next_name(history, {(v.batch, v.edition) for v in voids[:known]}, trained)
     commit = BatchCommit(
         number=number,
         edition=edition,
@@ -108,6 +107,8 @@ def _settle(batches: TrajectoryStore, trained: int) -> None:
         discards=tuple(account.corrupt),
         writer=batches.writer,
     )
+    if committed_editions(batches.run) != list(history):
+        raise Conflict("another scheduler committed while this one read")
     batches.run.create(commit.path, commit.to_json())
 
 
@@ -118,6 +119,22 @@ def _void_unreadable(batches: TrajectoryStore, number: int) -> None:
         return
     except Corrupt as error:
         batches.void(number, str(error))
+
+
+def _next_name(history: History, gone: set[tuple[int, int]], trained: int) -> tuple[int, int]:
+    """Where the last commit's scheduler, which knows only of the voids `gone`, would commit next.
+
+    From the history alone: a commit that came after it was read must not move the name, but be met there.
+    """
+    number = 0
+    while (number, 0) in history:
+        edition = 0
+        while (name := (number, edition)) in gone or ((seen := history.get(name)) and not seen.groups):
+            edition += 1
+        if number >= trained and name not in history:
+            return name
+        number += 1
+    return number, 0
 
 
 def _history(batches: TrajectoryStore) -> History:

@@ -229,6 +229,7 @@ class RayEngine:
         return self._actor
 
     async def start(self) -> None:
+        await self._attach(START_SECONDS)
         await self._ask(START_SECONDS, "start")
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -359,10 +360,13 @@ class RayEngine:
 
     async def _own(self, seconds: float, method: str, *arguments: Any) -> Any:
         """Ask for what only the owner may."""
+        await self._attach(seconds)
+        return await self._ask(seconds, method, self._owner, *arguments)
+
+    async def _attach(self, seconds: float) -> None:
         if self._attached is None:
             self._attached = asyncio.ensure_future(self._ask(seconds, "attach", self._owner))
         await asyncio.shield(self._attached)
-        return await self._ask(seconds, method, self._owner, *arguments)
 
     async def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
         self.check()

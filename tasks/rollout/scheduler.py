@@ -121,7 +121,8 @@ class RolloutScheduler:
         self.counts = Counts()
         self._missing = deque(place for place in beginning.missing if place[0] < plan.batches)
         self._formed = beginning.number - len(beginning.missing)
-        self._order, self._voids = beginning.order, beginning.voids
+        self.voids = beginning.voids  # once the run has more, this scheduler is to be replaced by one that knows
+        self._order = beginning.order
         self._cursor = beginning.cursor
         self._again = deque(beginning.again)
         self._running: set[GroupKey] = set()
@@ -251,7 +252,7 @@ class RolloutScheduler:
             return None
         discards, self._discards = tuple(self._discards), []
         in_flight = (*sorted(self._running), *self.buffer.keys, *self._again)
-        staged = StagedBatch(number, taken.groups, self._cursor, in_flight, discards, edition, self._order, self._voids)
+        staged = StagedBatch(number, taken.groups, self._cursor, in_flight, discards, edition, self._order, self.voids)
         self._advance()
         return staged
 

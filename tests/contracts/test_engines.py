@@ -290,7 +290,13 @@ async def test_a_prefix_stays_and_the_answer_goes_on_from_it(case: Case) -> None
     length, now = len(whole.tokens), case.engine.version
     for cut in (1, length // 2, length - 1):
         old = replace(beginning(whole, cut), versions=(now - 1,) * (cut // 2) + (now,) * (cut - cut // 2))
-        generation = await case.engine.generate(replace(request, id=f"cut-{cut}", prefix=old))
+        task = asyncio.create_task(case.engine.generate(replace(request, id=f"cut-{cut}", prefix=old)))
+        shown: list[Partial] = []
+        while not task.done():
+            shown += case.engine.progress({f"cut-{cut}": 0}).values()
+            await asyncio.sleep(0.002)
+        generation = task.result()
+        assert all(partial == beginning(generation, len(partial)) for partial in shown)
         check(generation)
         assert beginning(generation, cut) == old
         assert len(generation.tokens) > cut

@@ -36,7 +36,7 @@ def race(root: Path, step: Step, rounds: int, racers: int = 2) -> list[list[str]
         child.start()
     won: list[list[str]] = [[] for _ in range(rounds)]
     for _ in children:
-        for number, wrote in results.get(timeout=200):
+        for number, wrote in results.get(timeout=90):
             won[number].append(wrote)
     for child in children:
         child.join()
@@ -70,7 +70,7 @@ def scheduler(root: Path, number: int, _: int) -> str:
 
 def supervisor(root: Path, _: int, racer: int) -> str:
     """Claim the run."""
-    claim = Claim.take(LocalStore(root), f"racer {racer}")
+    claim = Claim.take(LocalStore(root), f"racer {racer}", "here")
     return str(claim.epoch)
 
 
@@ -118,7 +118,7 @@ def test_a_settlement_and_a_commit_race_for_one_name(tmp_path: Path) -> None:
     """Either the commit comes first and the settlement counts it in, or it fails: no dispatch gets two fates."""
     for number in range(20):
         store = LocalStore(tmp_path / str(number))
-        record, _ = TrajectoryStore(store).commit(StagedBatch(0, (group(0),), 1, (GroupKey(1, 0),), ()), 0)
+        record, _ = TrajectoryStore(store).commit(StagedBatch(0, (group(0),), 2, (GroupKey(1, 0),), ()), 0)
         store.delete(record.file)
         TrajectoryStore(store).void(0, "gone")
     won = race(tmp_path, settle_or_commit, 20)

@@ -110,10 +110,9 @@ class Pipeline:
     async def _schedule(self) -> None:
         """Form batches; whenever one is voided, begin again from storage."""
         while True:
-            voided = self.batches.voided()
             async with asyncio.TaskGroup() as tasks:
                 forming = tasks.create_task(self.scheduler.run())
-                while self.batches.voided() == voided:
+                while self.batches.voided() == self.scheduler.voids:
                     await asyncio.sleep(LOOK_SECONDS)
                 forming.cancel()
             self.scheduler = self._scheduler()
