@@ -96,7 +96,7 @@ class Outcome:
 class Victim:
     """A whole run by the command line."""
 
-    def __init__(self, home: Path, recipe: str) -> None:
+    def __init__(self, home: Path, recipe: str, *options: str) -> None:
         self.home, parsed = home, tomllib.loads(recipe)
         self.engine, self.versions = parsed["engine"]["kind"], parsed["versions"]
         home.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class Victim:
         self.recipe.write_text(recipe)
         self.store = open_store(str(home / "store/runs/chaos"))
         self.policies = PolicyStore(self.store)
-        self.process = self._start("run", str(self.recipe), "--run-id", "chaos")
+        self.process = self._start("run", str(self.recipe), "--run-id", "chaos", *options)
         self.newest = 0
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:

@@ -89,7 +89,8 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
     config = context.config
     options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "num_gpus": gpus, "max_concurrency": 1024}
-    remote = ray.remote(EngineActor).options(name=engine_name(number), **options)
+    # Over as many nodes as there are: one that is lost takes few engines with it.
+    remote = ray.remote(EngineActor).options(name=engine_name(number), scheduling_strategy="SPREAD", **options)
     return remote.remote(config.engine, context.policy_folder, config.policy.dtype)
 
 
