@@ -58,7 +58,10 @@ class ChannelActor:
     async def put(self, number: int, payload: pa.Buffer | Path, deadline: float, edition: int) -> None:
         """See `Channel.put`. Nothing is checked here: who leases a batch compares it with its commit."""
         if isinstance(payload, Path):
-            payload = pa.memory_map(str(payload)).read_buffer()
+            try:
+                payload = pa.memory_map(str(payload)).read_buffer()
+            except OSError:
+                return  # a lease will look for it in the store, and tell what is wrong with it
         await self.channel.put(number, ray.put(payload), deadline, edition)
 
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> list[Any]:

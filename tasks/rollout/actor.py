@@ -169,10 +169,9 @@ class RolloutActor:
     async def _schedule(self) -> None:
         """Form batches until the last is trained; when one is voided, begin again from storage."""
         while True:
-            voided = await asyncio.to_thread(self.batches.voided)
             forming = asyncio.create_task(self.scheduler.run())
             try:
-                if await self._trained(forming, voided):
+                if await self._trained(forming, self.scheduler.voids):
                     return
             finally:
                 forming.cancel()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -92,6 +93,7 @@ async def never_a_voided_one(channel: RayChannel, store: ObjectStore) -> None:
     """What was voided is not handed out again; the next edition is."""
     batches = TrajectoryStore(store)
     record, data = batches.commit(replace(staged(6), order=3), 6)
+    await channel.put(6, Path("gone.arrow"), 5)  # not fatal: it is found in the store
     await channel.put(6, data, 5)
     assert await blocking(channel.lease, 6, 5) == data
     store.put(record.file, b"something else")
