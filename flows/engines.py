@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.flows import cluster
-from rollflow.flows.supervision import Budget, Chronicle, Pending, StageFailed, Status, first_line, gpu_share
-from rollflow.storage.errors import EngineFailed, RollflowError, Unreachable
+from rollflow.flows.supervision import Budget, Chronicle, Pending, Status, first_line, gpu_share
+from rollflow.storage.errors import EngineFailed, Unreachable
 from rollflow.tasks.rollout.actor import ROLLOUT, engine_name, start_engine
 from rollflow.tasks.run import RunContext
 
@@ -33,6 +33,7 @@ class _Engine:
     starting: Any = None  # reference of its `start`
     joining: Any = None  # reference of the scheduler's `join`
     health: Any = None  # reference of the last question
+    began: float = 0.0  # monotonic: when `start` was called
     asked: float = 0.0
     not_before: float = 0.0  # monotonic: when it may be started again
     pending: Pending | None = None
@@ -54,14 +55,11 @@ class Engines:
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
 
     def start(self) -> None:
-        """Start the engines that do not live, side by side, and wait until all can be used."""
+        """Start the engines that do not live, side by side, and wait until all can be used: before any scheduler."""
         for engine in self._engines:
             self._find(engine)
-        limit = time.monotonic() + START_SECONDS
         while any(engine.actor is None or engine.starting is not None for engine in self._engines):
             self.look(self._scheduler(), {"failed": {}})
-            if time.monotonic() > limit:
-                raise StageFailed(f"waited {START_SECONDS:g} s for the engines to start")
             time.sleep(START_POLL_SECONDS)
         self._log(f"{len(self._engines)} engine(s) ready")
 
@@ -74,7 +72,7 @@ class Engines:
         for engine in self._engines:
             try:
                 self._step(engine, scheduler, status)
-            except RollflowError as error:
+            except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                 self._again(engine, first_line(error))
 
     def _step(self, engine: _Engine, scheduler: Any, status: Status) -> None:
@@ -91,13 +89,18 @@ class Engines:
             self._ask(engine)
 
     def _started(self, engine: _Engine, scheduler: Any) -> None:
-        if cluster.done(engine.starting, 0):
-            starting, engine.starting = engine.starting, None
-            cluster.call(starting, self._answer, f"{engine.name} to start")
-            if engine.pending:
-                engine.pending.seen(0.0)
-            if engine.new and scheduler is not None:
-                engine.joining = scheduler.join.remote(engine.number)
+        if not cluster.done(engine.starting, 0):
+            if time.monotonic() - engine.began > START_SECONDS:
+                raise EngineFailed(f"{engine.name} did not start within {START_SECONDS:g} s")
+            return
+        starting, engine.starting = engine.starting, None
+        cluster.call(starting, self._answer, f"{engine.name} to start")
+        if engine.pending:
+            engine.pending.seen(0.0)
+        if engine.new and scheduler is not None:
+            engine.joining = scheduler.join.remote(engine.number)
+        else:  # a scheduler to come finds the engine by its name
+            self._recovered(engine)
 
     def _joined(self, engine: _Engine) -> None:
         if not cluster.done(engine.joining, 0):
@@ -107,6 +110,9 @@ class Engines:
             cluster.call(joining, self._answer, f"the scheduler to take {engine.name}")
         except Unreachable as error:  # the scheduler died; its successor finds the engine by its name
             self._log(f"{engine.name}: {first_line(error)}")
+        self._recovered(engine)
+
+    def _recovered(self, engine: _Engine) -> None:
         if engine.pending:
             self._chronicle.write(engine.pending.done())
             engine.pending = None
@@ -132,13 +138,14 @@ class Engines:
 
     def _start(self, engine: _Engine) -> None:
         engine.actor, engine.new = start_engine(self.context, engine.number, self._gpus), True
-        engine.starting = engine.actor.start.remote()
+        engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
 
     def _find(self, engine: _Engine) -> None:
-        """An engine that lives already, after a restart of this flow; it may still be starting."""
+        """An engine that lives already, after a restart of this flow or of the scheduler; it may still be starting."""
+        engine.actor = engine.starting = engine.joining = engine.health = None
         with contextlib.suppress(Unreachable):
             engine.actor = cluster.actor(engine.name, self.context.run_id)
-            engine.starting = engine.actor.start.remote()
+            engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
 
     def _scheduler(self) -> Any:
         try:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5
-REDONE = "its start; the actors go on"
+REDONE = "its start; the actors that live go on"
 
 
 @dataclass

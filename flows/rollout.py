@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
@@ -17,10 +19,14 @@ def rollout(run: str, ray_address: str) -> None:
     context, log = attach_run(run), get_run_logger().info
     with cluster.attached(ray_address, context.run_id):
         engines = Engines(context, log)
-        engines.start()
+
+        def start() -> Any:
+            engines.start()
+            return start_rollout(context)
+
         ward = Ward(
             name=ROLLOUT,
-            start=lambda: start_rollout(context),
+            start=start,
             made=lambda status: float(status["trajectories"]),
             redone=lambda status: _redone(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.chaos import EVERYTHING, Victim, one_run
 from benchmarks.victims import ROLES, kill_everything
+from rollflow.flows.cli import main
 from rollflow.storage.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import open_store
@@ -110,3 +111,4 @@ def test_a_synchronous_run_killed_ten_times_is_bit_identical(tmp_path: Path) -> 
     assert outcome.right, outcome
     runs = "store/runs/chaos"
     assert sampled(tmp_path / "killed" / runs, 100) == sampled(tmp_path / "quiet" / runs, 100)
+    assert main(["replay", str(tmp_path / "killed" / runs), "--all"]) == 0  # every version, from its recorded batch

@@ -1,0 +1,37 @@
+"""Two supervisors for one run: the older one stops with `Conflict`, and the run loses nothing by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import RECIPE, TIMING, Victim
+from benchmarks.victims import kill_everything
+from rollflow.storage.audit import audit
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
+    """As after a partition: the old supervisor, its learner and its scheduler are alive when the new ones begin."""
+    recipe = RECIPE.format(seed=3, versions=150, engine="timed", timing=TIMING["timed"])
+    old = Victim(tmp_path / "old", recipe)
+    elsewhere = tmp_path / "elsewhere"
+    try:
+        old.wait_version(5, 300)
+        environment = {**os.environ, "ROLLFLOW_HOME": str(elsewhere), "PREFECT_API_URL": ""}
+        command = [sys.executable, "-m", "rollflow.flows.cli", "resume", old.policies.run.uri]
+        new = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        assert old.process.wait(60) == 1
+        assert "Conflict: this run has another supervisor now" in old.tail()
+        assert new.returncode == 0, new.stdout[-2000:] + new.stderr[-2000:]
+    finally:
+        kill_everything(tmp_path / "old")
+        kill_everything(elsewhere)
+    report = audit(old.store)
+    assert report.clean, report.violations
+    assert report.versions == 150
