@@ -113,9 +113,10 @@ def _follow(board: Board, claim: Claim) -> None:
 def _give_up(board: Board, claim: Claim, error: BaseException) -> None:
     """End the stages, unless they are another supervisor's now, and say why."""
     newer = claim.newer() if isinstance(error, Conflict) else None
-    if newer is not None and newer["cluster"] == board.stages.address:
-        return
-    board.stages.abandon()
+    if newer is None or newer["cluster"] != board.stages.address:
+        board.stages.abandon()
+    if newer is not None:
+        return  # status and tracking are another's, too
     board.failure = f"{type(error).__name__}: {error}"
     with contextlib.suppress(RollflowError):  # the store may be what failed; the error itself must come through
         board.refresh("failed")
