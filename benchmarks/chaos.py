@@ -292,7 +292,7 @@ def main() -> None:
     rows: list[Row] = []
     right = True
     for engine, kills, roles, a_run, versions in (
-        ("timed", options.timed, (*ROLES, EVERYTHING), 28, 600),
+        ("timed", options.timed, (*ROLES, EVERYTHING), 50, 760),
         ("vllm", options.vllm, VLLM_ROLES, 20, 1200),
     ):
         if not kills:
