@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import Row, arguments
-from benchmarks.victims import ROLES, VLLM_ROLES, find, kill, kill_everything, works
+from benchmarks.victims import FLOWS, ROLES, VLLM_ROLES, find, kill, kill_everything, works
 from rollflow.storage.audit import audit
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
@@ -143,6 +143,11 @@ class Victim:
         self.wait_version(now + 1, LIMIT_SECONDS)
         return Kill(role, (first or time.monotonic()) - began, max(time.monotonic(), lives) - began)
 
+    def settle(self) -> None:
+        """Wait until every flow runs again, so that the next death has a witness."""
+        for role in FLOWS:
+            self._wait_role(role, set())
+
     def strike_everything(self) -> Kill:
         """Kill all of it at once; then `resume`."""
         began = time.monotonic()
@@ -196,14 +201,21 @@ class Victim:
         )
 
 
-def one_run(home: Path, engine: str, roles: Sequence[str], seed: int, versions: int) -> Outcome:
-    """A run with these kills, in this order, at random moments; then to its end."""
+def one_run(
+    home: Path, engine: str, roles: Sequence[str], seed: int, versions: int, *, settled: bool = False
+) -> Outcome:
+    """A run with these kills, in this order, at random moments; then to its end.
+
+    `settled`: each death waits until the flows are back from the one before.
+    """
     draw = random.Random(seed)
     victim = Victim(home, RECIPE.format(seed=seed, versions=versions, engine=engine, timing=TIMING[engine]))
     kills: list[Kill] = []
     try:
         victim.wait_version(2, 300)
         for role in roles:
+            if settled:
+                victim.settle()
             time.sleep(draw.uniform(0.0, 1.5))
             kills.append(victim.strike_everything() if role == EVERYTHING else victim.strike(role, draw))
             made = kills[-1]

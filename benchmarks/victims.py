@@ -16,6 +16,7 @@ import psutil
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
 MODULES = {"reward worker": "rollflow.tasks.rewards.worker", "runner": "rollflow.flows.serve"}
 STAGES = {"rollout flow": "rollout of ", "reward flow": "reward of ", "train flow": "train of "}
+FLOWS = (*STAGES, "supervisor")
 ROLES = (*ACTORS, "reward actor", *MODULES, *STAGES, "supervisor", "prefect server")
 VLLM_ROLES = ("engine", "vllm core", "scheduler", "learner")
 
