@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.ray_channel import RayChannel
@@ -90,15 +89,9 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
     config = context.config
     options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "num_gpus": gpus, "max_concurrency": 1024}
-    where = "SPREAD" if gpus else _node_of(number)
-    remote = ray.remote(EngineActor).options(name=engine_name(number), scheduling_strategy=where, **options)
+    # Over the nodes as far as Ray can: one that is lost takes few engines with it.
+    remote = ray.remote(EngineActor).options(name=engine_name(number), scheduling_strategy="SPREAD", **options)
     return remote.remote(config.engine, context.policy_folder, config.policy.dtype)
-
-
-def _node_of(number: int) -> NodeAffinitySchedulingStrategy:
-    """Engines by turns over the nodes: one that is lost takes few with it. (Ray itself spreads only what needs CPUs.)"""
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    return NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)
 
 
 def engine_name(number: int) -> str:

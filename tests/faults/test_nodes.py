@@ -28,9 +28,10 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
         yield head, node
 
 
-def engines_on(node: RayNode) -> list[int]:
-    """Processes of engine actors on a node."""
-    return [pid for pid in node.processes if " ".join(psutil.Process(pid).cmdline()).startswith("ray::EngineActor")]
+def actors_on(node: RayNode) -> list[str]:
+    """The run's actors on a node."""
+    titles = (" ".join(psutil.Process(pid).cmdline()).strip() for pid in node.processes)
+    return [title for title in titles if title.startswith("ray::") and "Actor" in title]
 
 
 def test_the_other_node_goes_on(tmp_path: Path, two_nodes: tuple[RayHead, RayNode]) -> None:
@@ -39,23 +40,16 @@ def test_the_other_node_goes_on(tmp_path: Path, two_nodes: tuple[RayHead, RayNod
     victim = Victim(tmp_path / "home", recipe, "--set", f"cluster.address={head.address}")
     try:
         victim.wait_version(3, 300)
-        assert len(engines_on(node)) == 1
+        lost = actors_on(node)
+        assert lost
         began = time.monotonic()
         node.kill()
-        victim.wait_version(victim.version() + 3, 120)  # by then the engine of the dead node is missed
-        print(f"three versions after {time.monotonic() - began:.1f} s")
-        wait_recovered(tmp_path / "home")
+        victim.wait_version(victim.version() + 3, 120)  # the channel's and scheduler's last work is used up by then
+        print(f"without {lost}: three versions after {time.monotonic() - began:.1f} s")
         outcome = victim.finish([], 400)
     finally:
         kill_everything(victim.home)
     assert outcome.right, outcome
     assert (outcome.lost, outcome.doubled) == (0, 0)
-
-
-def wait_recovered(home: Path) -> None:
-    """Wait until the engine of the lost node was started again."""
-    limit = time.monotonic() + 120
-    log = RecoveryLog(open_store(str(home / "store/runs/chaos")))
-    while not any(one.role.startswith("engine-") for one in log.read()):
-        assert time.monotonic() < limit, log.read()
-        time.sleep(0.2)
+    recovered = [one.role for one in RecoveryLog(open_store(str(victim.home / "store/runs/chaos"))).read()]
+    assert len(recovered) >= len(lost), recovered
