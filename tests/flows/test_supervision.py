@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from rollflow.flows import cluster
-from rollflow.flows.ray_head import RayHead
 from rollflow.flows.supervision import Budget, Keeper, StageFailed, Ward
 from rollflow.storage.claims import Claim
 from rollflow.storage.errors import Conflict
@@ -46,15 +46,11 @@ def test_the_newest_claim_holds(tmp_path: Path) -> None:
     assert newer["cluster"] == "b:1"
 
 
-@pytest.fixture(scope="module")
-def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    before = dict(os.environ)
-    head = RayHead(tmp_path_factory.mktemp("home"), cpus=2)
-    os.environ.update(head.env)
-    with head:
-        yield head.address
-    os.environ.clear()
-    os.environ.update(before)
+@pytest.fixture(scope="module", autouse=True)
+def cluster_of_one() -> Iterator[None]:
+    ray.init(num_cpus=2, namespace="kept", include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 class Worker:
@@ -84,32 +80,29 @@ class Worker:
         return {"made": self.made, "seconds": time.monotonic()}
 
 
-def keep(tmp_path: Path, ray_address: str, lives: str, restarts: int = 5) -> tuple[RunContext, Any]:
+def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any]:
     """Keep a worker with these lives; returns what its run returned."""
-    import ray
-
     (tmp_path / "lives").write_text(lives)
     config = RunConfig(recovery=RecoveryConfig(restarts=restarts, backoff_seconds=0.01))
     described = {"format": FORMAT, "run_id": "kept", "config": config.model_dump(mode="json")}
     open_store(str(tmp_path)).put("run.json", json.dumps(described).encode())
     context = RunContext(str(tmp_path), tmp_path / "cache")
-    with cluster.attached(ray_address, "kept"):
-        options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
-        ward = Ward(
-            name="worker",
-            start=lambda: ray.remote(Worker).options(**options).remote(tmp_path),
-            made=lambda status: float(status["made"]),
-            redone=lambda status: (f"{status['made']} pieces", 3),
-            patience=2.0,
-        )
-        try:
-            return context, Keeper(context, ward, print).run()
-        finally:
-            cluster.kill_named(["worker"], "kept")
+    options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
+    ward = Ward(
+        name="worker",
+        start=lambda: ray.remote(Worker).options(**options).remote(tmp_path),
+        made=lambda status: float(status["made"]),
+        redone=lambda status: (f"{status['made']} pieces", 3),
+        patience=2.0,
+    )
+    try:
+        return context, Keeper(context, ward, print).run()
+    finally:
+        cluster.kill_named(["worker"], "kept")
 
 
-def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path, ray_address: str) -> None:
-    context, result = keep(tmp_path, ray_address, "die raise hang work")
+def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
+    context, result = keep(tmp_path, "die raise hang work")
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()  # one end after another, before there was any progress: one recovery
     assert recovery.role == "worker"
@@ -121,6 +114,6 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path, ray_address:
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 
 
-def test_over_the_budget_the_reason_is_told(tmp_path: Path, ray_address: str) -> None:
+def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"worker was started again 2 times .* somebody else published version 3"):
-        keep(tmp_path, ray_address, "raise", restarts=2)
+        keep(tmp_path, "raise", restarts=2)
