@@ -25,10 +25,7 @@ from rollflow.flows.cli import main
 from rollflow.flows.ray_head import RayHead
 from rollflow.flows.services import PrefectServer, free_port, start_together, stop_together
 from rollflow.storage.audit import audit
-from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import open_store
-from rollflow.storage.policies import PolicyStore
-from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.settings import ColdStart
@@ -338,17 +335,3 @@ def test_services_that_are_given_are_used_and_left_clean(tmp_path: Path, service
         assert states[name] == "COMPLETED", states
     storage = str(tmp_path / "home/store/runs/fifth")
     subprocess.run([sys.executable, "-c", USED, services.address, storage], check=True, timeout=120)
-
-
-def test_synchronous_runs_are_bit_identical(tmp_path: Path) -> None:
-    """At alpha = 0 on the transformers engine a recipe and a seed determine every trajectory and every weight."""
-    found = []
-    for name in ("once", "again"):
-        command = Command(tmp_path / name, SMALL.format(versions=3, alpha=0, engine="transformers"))
-        command.run("run", str(command.recipe), "--run-id", "same")
-        store = open_store(str(tmp_path / name / "store/runs/same"))
-        weights = [[stored.sha256 for stored in PolicyStore(store).manifest(v).weights] for v in range(4)]
-        batches = [TrajectoryBatch.from_bytes(TrajectoryStore(store).read(n)[1]).table for n in range(3)]
-        sampled = [batch.drop(["generation_seconds", "reward_seconds"]).to_pylist() for batch in batches]
-        found.append((weights, sampled))
-    assert found[0] == found[1]
