@@ -47,7 +47,7 @@ groups = 8
 group_size = 4
 
 [policy.cold_start]
-hidden_size = 32
+hidden_size = 64
 layers = 1
 heads = 2
 target_accuracy = 0.01
@@ -305,7 +305,7 @@ def main() -> None:
     right = True
     for engine, kills, roles, a_run, versions in (
         ("timed", options.timed, (*ROLES, EVERYTHING), 50, 760),
-        ("vllm", options.vllm, VLLM_ROLES, 20, 400),
+        ("vllm", options.vllm, VLLM_ROLES, 20, 250),
     ):
         if not kills:
             continue

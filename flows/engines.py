@@ -15,7 +15,7 @@ from typing import Any
 
 from rollflow.flows import cluster
 from rollflow.flows.supervision import Budget, Chronicle, Pending, Status, first_line, gpu_share
-from rollflow.storage.errors import EngineFailed, Unreachable
+from rollflow.storage.errors import ConfigError, EngineFailed, Unreachable
 from rollflow.tasks.rollout.actor import ROLLOUT, engine_name, start_engine
 from rollflow.tasks.run import RunContext
 
@@ -68,10 +68,13 @@ class Engines:
 
         Raises:
             StageFailed: an engine's budget of restarts is used up.
+            ConfigError: no restart would help.
         """
         for engine in self._engines:
             try:
                 self._step(engine, scheduler, status)
+            except ConfigError:
+                raise
             except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                 self._again(engine, first_line(error))
 
