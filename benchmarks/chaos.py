@@ -19,7 +19,7 @@ import tempfile
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -137,11 +137,16 @@ class Victim:
         for process in find(self.home, role):
             if process.pid == victim:
                 kill(process)
-        self._wait_role(role, {victim}, len(before))
-        lives, now = time.monotonic(), self.version()
-        first = lives if now > version else None
-        self.wait_version(now + 1, LIMIT_SECONDS)
-        return Kill(role, (first or time.monotonic()) - began, max(time.monotonic(), lives) - began)
+        first: list[float] = []  # when a version was seen that was not there at the kill
+
+        def watch() -> None:
+            if not first and self.version() > version:
+                first.append(time.monotonic())
+
+        self._wait_role(role, {victim}, len(before), watch)
+        self.wait_version(self.version() + 1, LIMIT_SECONDS)
+        now = time.monotonic()
+        return Kill(role, (first or [now])[0] - began, now - began)
 
     def settle(self) -> None:
         """Wait until every flow runs again, so that the next death has a witness."""
@@ -158,9 +163,12 @@ class Victim:
         self.wait_version(version + 1, LIMIT_SECONDS)
         return Kill(EVERYTHING, time.monotonic() - began, time.monotonic() - began)
 
-    def _wait_role(self, role: str, gone: set[int], count: int = 1) -> list[psutil.Process]:
+    def _wait_role(
+        self, role: str, gone: set[int], count: int = 1, watch: Callable[[], None] = lambda: None
+    ) -> list[psutil.Process]:
         limit = time.monotonic() + LIMIT_SECONDS
         while True:
+            watch()
             found = [process for process in find(self.home, role) if process.pid not in gone]
             if len(found) >= count and all(self._works(role, process) for process in found):
                 return found
