@@ -313,7 +313,7 @@ def main() -> None:
     right = True
     for engine, kills, roles, a_run, versions in (
         ("timed", options.timed, (*ROLES, EVERYTHING), 50, 760),
-        ("vllm", options.vllm, VLLM_ROLES, 20, 250),
+        ("vllm", options.vllm, VLLM_ROLES, 20, 1500),
     ):
         if not kills:
             continue
