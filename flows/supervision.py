@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollflow.flows import cluster
-from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed
 from rollflow.storage.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
@@ -159,8 +159,8 @@ class Keeper:
         while True:
             try:
                 return self._watch(self.ward.start(), tick)
-            except (ConfigError, StageFailed):
-                raise
+            except (ConfigError, StoreFailed, StageFailed):
+                raise  # a person must act first
             except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                 self._again(first_line(error))
 

@@ -15,7 +15,7 @@ import ray
 from rollflow.flows import cluster
 from rollflow.flows.supervision import Budget, Keeper, StageFailed, Ward
 from rollflow.storage.claims import Claim
-from rollflow.storage.errors import Conflict
+from rollflow.storage.errors import Conflict, StoreFailed
 from rollflow.storage.objects import open_store
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.run import FORMAT, RunContext
@@ -54,7 +54,7 @@ def cluster_of_one() -> Iterator[None]:
 
 
 class Worker:
-    """An actor whose lives end as the file `lives` says: "die", "raise", "hang", "work"."""
+    """An actor whose lives end as the file `lives` says: "die", "full", "raise", "hang", "work"."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,6 +67,8 @@ class Worker:
         if self.life == "die":
             time.sleep(0.5)
             os._exit(1)
+        if self.life == "full":
+            raise StoreFailed("the disk is full: free space, then resume the run")
         if self.life == "raise":
             raise Conflict("somebody else published version 3")
         while self.life == "hang":
@@ -117,3 +119,8 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
 def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"worker was started again 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
+
+
+def test_what_a_person_must_mend_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(StoreFailed, match="free space, then resume"):
+        keep(tmp_path, "full work")  # a second life would end well
