@@ -80,6 +80,8 @@ class Board:
             rewards=rewards,
             accuracy=self.accuracy,
             staleness=dict(progress.staleness),
+            domains={domain: progress.domains[domain] for domain in config.shares},
+            shares=config.shares,
             tokens_per_second=progress.tokens_per_second(RECENT),
             tokens_per_second_total=progress.tokens_per_second(),
             buffer_groups=int(rollout.get("buffered", 0) + rollout.get("waiting", 0) * config.groups),

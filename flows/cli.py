@@ -67,7 +67,10 @@ def parser() -> argparse.ArgumentParser:
 
     _storage_commands(commands)
 
+    _simulation_commands(commands)
+
     keys = commands.add_parser("keys", help="every key of a recipe, with its default and meaning")
+    keys.add_argument("--hardware", action="store_true", help="those of a hardware file for `simulate`")
     keys.set_defaults(command=keys_command)
 
     serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
@@ -97,6 +100,48 @@ def _storage_commands(commands: Any) -> None:
     gc.add_argument("--dry-run", action="store_true", help="show them, delete nothing")
     gc.add_argument("--older-than", default="1h", metavar="AGE", help="e.g. 30m, 1h (the default), 2d")
     gc.set_defaults(command=gc_command)
+
+
+def _simulation_commands(commands: Any) -> None:
+    """What runs on a virtual clock."""
+    simulate = commands.add_parser("simulate", help="what a recipe would do on other hardware, in virtual time")
+    simulate.add_argument("recipe", type=Path)
+    simulate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    where = simulate.add_mutually_exclusive_group(required=True)
+    where.add_argument("--hardware", type=Path, metavar="FILE", help="a TOML file, or the name of a shipped one")
+    where.add_argument("--from-run", metavar="RUN", help="a recorded run: its own latencies, and how well they predict")
+    simulate.add_argument("--store", help="the store that holds RUN; default: the one in the run home")
+    simulate.add_argument("--versions", type=_positive, metavar="N", help="default: the recipe's")
+    simulate.add_argument("--plot", type=Path, metavar="OUT", help="draw the timeline: OUT.png, OUT.html; OUT: both")
+    simulate.add_argument("--save-hardware", type=Path, metavar="FILE", help="with --from-run: write what was fitted")
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    simulate.set_defaults(command=simulate_command)
+    _plan_command(commands)
+
+
+def _plan_command(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="the best split between rollout and training, and alpha, by simulation")
+    plan.add_argument("recipe", type=Path)
+    plan.add_argument("--gpus", type=_positive, required=True, metavar="N", help="all of them, to be divided")
+    plan.add_argument("--hardware", type=Path, required=True, metavar="FILE", help="as for `simulate`")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    plan.add_argument("--alpha", type=float, default=8.0, metavar="MAX", help="largest alpha tried (default: 8)")
+    plan.add_argument("--quick", action="store_true", help="at most 40 shorter simulations instead of 80")
+    plan.add_argument("--best", type=_positive, default=6, metavar="N", help="rows of the table (default: 6)")
+    plan.add_argument(
+        "--max-bias", type=float, default=0.02, metavar="SHARE", help="of the mean length (default: 0.02)"
+    )
+    plan.add_argument("--max-waste", type=float, default=0.15, metavar="SHARE", help="of all tokens (default: 0.15)")
+    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe, and FILE-hardware.toml beside it")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    plan.set_defaults(command=plan_command)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a number above 0")
+    return number
 
 
 def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -200,13 +245,45 @@ def check_command(options: argparse.Namespace) -> int:
     return OK
 
 
-def keys_command(_: argparse.Namespace) -> int:
+def keys_command(options: argparse.Namespace) -> int:
     """`rollflow keys`."""
     from rollflow.flows.config import describe_keys
+    from rollflow.tasks.settings import RunConfig
+    from rollflow.tasks.simulation.hardware import Hardware
 
-    for line in describe_keys():
+    for line in describe_keys(Hardware if options.hardware else RunConfig):
         print(line)
     return OK
+
+
+def simulate_command(options: argparse.Namespace) -> int:
+    """`rollflow simulate RECIPE`."""
+    from rollflow.flows.config import load_hardware, load_recipe
+    from rollflow.flows.simulate import Outputs, run_simulation
+
+    config, outputs = load_recipe(options.recipe, options.set), Outputs.of(options.plot, options.json)
+    if options.from_run:
+        from rollflow.flows.home import find_run
+        from rollflow.flows.recorded import compare
+
+        compare(config, find_run(options.from_run, options.store), options.versions, outputs, options.save_hardware)
+    else:
+        run_simulation(config, load_hardware(options.hardware), options.versions, outputs)
+    return OK
+
+
+def plan_command(options: argparse.Namespace) -> int:
+    """`rollflow plan RECIPE`."""
+    from rollflow.flows.config import load_hardware, load_recipe
+    from rollflow.flows.plan import Asked, run_plan
+    from rollflow.tasks.simulation.candidates import Limits
+
+    limits = Limits(options.max_bias, options.max_waste)
+    asked = Asked(
+        options.recipe, options.gpus, options.alpha, options.best, options.quick, limits, options.write, options.json
+    )
+    planned = run_plan(load_recipe(options.recipe, options.set), load_hardware(options.hardware), asked)
+    return OK if planned.recommended else FAILED
 
 
 def serve_command(_: argparse.Namespace) -> int:
@@ -260,7 +337,7 @@ def audit_command(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"run {options.run!r}: there is no run.json in {context.uri}; check the run id or --store"
         ) from None
-    print_report(report)
+    print_report(report, context.config.shares)
     return OK if report.clean else FAILED
 
 

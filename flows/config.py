@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -17,6 +17,11 @@ from pydantic_core import ErrorDetails
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.settings import RunConfig, Section
 
+if TYPE_CHECKING:
+    from rollflow.tasks.simulation.hardware import Hardware
+
+SHIPPED_HARDWARE = Path(__file__).parent / "hardware"
+
 
 def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a recipe, apply `key.path=value` overrides, check it.
@@ -24,17 +29,38 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with one sentence for the first thing a person must change.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"recipe {str(path)!r} cannot be read ({error.strerror}); give the path of a TOML file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}; correct that line") from None
+    tree = _read(path, "recipe")
     for override in overrides:
         _override(tree, override)
     return parse(tree)
+
+
+def load_hardware(path: Path) -> Hardware:
+    """Read a hardware file, or the one of that name that comes with rollflow, and check it.
+
+    Raises:
+        ConfigError: with one sentence for the first thing a person must change.
+    """
+    from rollflow.tasks.simulation.hardware import Hardware
+
+    shipped = SHIPPED_HARDWARE / f"{path.name}.toml"
+    if len(path.parts) == 1 and not path.suffix and shipped.exists():
+        path = shipped
+    try:
+        return Hardware.model_validate(_read(path, "hardware file"))
+    except ValidationError as error:
+        raise ConfigError(f"hardware file {str(path)!r}: {sentence(error.errors()[0], Hardware)}") from None
+
+
+def _read(path: Path, what: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{what} {str(path)!r} cannot be read ({error.strerror}); give the path of a TOML file"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}; correct that line") from None
 
 
 def parse(tree: Mapping[str, Any]) -> RunConfig:
@@ -86,31 +112,32 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def sentence(error: ErrorDetails) -> str:
-    """One pydantic error as one sentence: the key, the value, the cure."""
+def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
+    """One pydantic error of `section` as one sentence: the key, the value, the cure."""
     if error["type"] == "rollflow":
         return error["msg"]
     unions = {"vllm", "transformers", "timed", "reasoning-gym", "jsonl", "grpo", "decoupled-ppo"}
     key = ".".join(str(part) for part in error["loc"] if part not in unions)
     if error["type"] == "extra_forbidden":
-        return f"{key} = {error['input']!r}: there is no such key{_nearest(key)}"
+        return f"{key} = {error['input']!r}: there is no such key{_nearest(key, section)}"
     message = error["msg"]
     return f"{key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, section: type[Section]) -> str:
     """A hint towards the key that was probably meant."""
     import difflib
 
-    known = sorted(set(_keys(RunConfig)))
+    known = sorted(set(_keys(section)))
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else "; remove it; `rollflow keys` lists all"
+    lists = "`rollflow keys`" if section is RunConfig else "`rollflow keys --hardware`"
+    return f"; did you mean {close[0]}?" if close else f"; remove it; {lists} lists all"
 
 
-def describe_keys() -> list[str]:
+def describe_keys(section: type[Section] = RunConfig) -> list[str]:
     """One line per key: its name, its default, what it means."""
     lines = []
-    for name, info in _fields(RunConfig):
+    for name, info in _fields(section):
         if list(_sections(info.annotation)):
             continue
         default = "" if info.is_required() else f" = {info.get_default(call_default_factory=True)!r}"

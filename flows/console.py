@@ -26,6 +26,7 @@ from rollflow.flows.status import RunStatus, StageStatus
 BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
+WORTH_SAYING = 0.02  # share of a run
 STATE_MARKS = {"running": ("●", "green"), "waiting": ("◌", "yellow"), "idle": ("◌", "yellow"), "done": ("✓", "green")}
 BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
@@ -125,6 +126,8 @@ def _numbers(status: RunStatus, width: int) -> Table:
     table.add_row("reward", _reward(status, width))
     table.add_row("held-out", _accuracy(status.accuracy))
     table.add_row("staleness", staleness_bar(status.staleness, width - 24))
+    if len(status.domains) > 1:
+        table.add_row("domains", _domains(status))
     speed = Text(f"{status.tokens_per_second:,.0f}", style="bold") + Text(
         f" tokens/s   {status.tokens_per_second_total:,.0f} over the run", style="dim"
     )
@@ -150,6 +153,15 @@ def _accuracy(points: Sequence[tuple[int, float]]) -> Text:
         if position:
             text.append(" ⋯ " if position == 1 and len(points) > len(shown) else " → ", style="dim")
         text.append(f"{accuracy:.1%}", style="bold").append(f" v{version}", style="dim")
+    return text
+
+
+def _domains(status: RunStatus) -> Text:
+    """What was trained of each domain so far, beside what was asked for."""
+    total, text = max(sum(status.domains.values()), 1), Text()
+    for domain, groups in status.domains.items():
+        text.append("  " if text else "").append(f"{domain} ").append(f"{groups / total:.0%}", style="bold")
+        text.append(f" of {status.shares.get(domain, 0.0):.0%}", style="dim")
     return text
 
 
@@ -264,8 +276,14 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         counts = {int(key): int(count) for key, count in summary["staleness"].items()}
         bound = Text(f"  (bound {summary['async_ratio']})", style="dim") if "async_ratio" in summary else Text()
         rows.append(("staleness", staleness_bar(counts, 24) + bound))
+    if len(domains := summary.get("domains") or {}) > 1:
+        shown = (f"{name} {d['share']:.1%} (asked {d['asked']:.1%})" for name, d in domains.items())
+        rows.append(("domains", Text("   ".join(shown))))
     if summary.get("idle"):
         rows.append(("idle", Text("   ".join(f"{name} {share:.0%}" for name, share in summary["idle"].items()))))
+    if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
+        held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"
+        rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
     if summary.get("recoveries"):
         rows.append(("recoveries", Text("   ".join(f"{role} {n}" for role, n in summary["recoveries"].items()))))
     if "audit" in summary:

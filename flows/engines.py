@@ -1,8 +1,9 @@
 """The run's engine actors as the rollout stage keeps them: started, asked for their health, started again.
 
-    missing --> starting --> joining the scheduler --> serving --dead or silent--> missing
+    missing --> starting --> ready --> joining the scheduler --> serving --dead or silent--> missing
 
-Nothing here blocks on one engine: while one starts again, the others serve and take over its requests.
+Nothing here blocks on one engine: the scheduler begins with the first that is ready, the others join it; while one
+starts again, the others serve and take over its requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from rollflow.flows import cluster
 from rollflow.flows.supervision import Budget, Chronicle, Pending, Status, first_line, gpu_share
 from rollflow.storage.errors import ConfigError, EngineFailed, Unreachable
-from rollflow.tasks.rollout.actor import ROLLOUT, engine_name, start_engine
+from rollflow.tasks.rollout.actor import engine_name, start_engine
 from rollflow.tasks.run import RunContext
 
 START_SECONDS = 900.0
@@ -29,7 +30,7 @@ class _Engine:
 
     number: int
     actor: Any = None
-    new: bool = False  # started by this flow: the scheduler does not know it
+    joined: bool = False  # the scheduler of this moment uses it
     starting: Any = None  # reference of its `start`
     joining: Any = None  # reference of the scheduler's `join`
     health: Any = None  # reference of the last question
@@ -41,6 +42,15 @@ class _Engine:
     @property
     def name(self) -> str:
         return engine_name(self.number)
+
+    @property
+    def ready(self) -> bool:
+        return self.actor is not None and self.starting is None
+
+    def forget(self) -> None:
+        """Nothing is known of it."""
+        self.actor = self.starting = self.joining = self.health = None
+        self.joined = False
 
 
 class Engines:
@@ -55,13 +65,12 @@ class Engines:
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
 
     def start(self) -> None:
-        """Start the engines that do not live, side by side, and wait until all can be used: before any scheduler."""
+        """Start the engines that do not live, side by side; returns once one can be used: before any scheduler."""
         for engine in self._engines:
             self._find(engine)
-        while any(engine.actor is None or engine.starting is not None for engine in self._engines):
-            self.look(self._scheduler(), {"failed": {}})
+        while not any(engine.ready for engine in self._engines):
+            self.look(None, {"failed": {}})
             time.sleep(START_POLL_SECONDS)
-        self._log(f"{len(self._engines)} engine(s) ready")
 
     def look(self, scheduler: Any, status: Status) -> None:
         """Go on with every engine, one step at a time.
@@ -83,27 +92,26 @@ class Engines:
             if time.monotonic() >= engine.not_before:
                 self._start(engine)
         elif engine.starting is not None:
-            self._started(engine, scheduler)
+            self._started(engine)
         elif engine.joining is not None:
             self._joined(engine)
+        elif scheduler is not None and not engine.joined:
+            engine.joining = scheduler.join.remote(engine.number)
         elif engine.number in status["failed"]:
             raise EngineFailed(status["failed"][engine.number])
         else:
             self._ask(engine)
 
-    def _started(self, engine: _Engine, scheduler: Any) -> None:
+    def _started(self, engine: _Engine) -> None:
         if not cluster.done(engine.starting, 0):
             if time.monotonic() - engine.began > START_SECONDS:
                 raise EngineFailed(f"{engine.name} did not start within {START_SECONDS:g} s")
             return
         starting, engine.starting = engine.starting, None
         cluster.call(starting, self._answer, f"{engine.name} to start")
+        self._log(f"{engine.name} is ready")
         if engine.pending:
             engine.pending.seen(0.0)
-        if engine.new and scheduler is not None:
-            engine.joining = scheduler.join.remote(engine.number)
-        else:  # a scheduler to come finds the engine by its name
-            self._recovered(engine)
 
     def _joined(self, engine: _Engine) -> None:
         if not cluster.done(engine.joining, 0):
@@ -111,11 +119,10 @@ class Engines:
         joining, engine.joining = engine.joining, None
         try:
             cluster.call(joining, self._answer, f"the scheduler to take {engine.name}")
-        except Unreachable as error:  # the scheduler died; its successor finds the engine by its name
+        except Unreachable as error:  # the scheduler died; its successor is asked anew
             self._log(f"{engine.name}: {first_line(error)}")
-        self._recovered(engine)
-
-    def _recovered(self, engine: _Engine) -> None:
+            return
+        engine.joined = True
         if engine.pending:
             self._chronicle.write(engine.pending.done())
             engine.pending = None
@@ -136,22 +143,16 @@ class Engines:
         engine.pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
         self._chronicle.noticed(engine.pending)
         cluster.kill_named([engine.name], self.context.run_id)
-        engine.actor = engine.starting = engine.joining = engine.health = None
+        engine.forget()
         engine.not_before = time.monotonic() + pause
 
     def _start(self, engine: _Engine) -> None:
-        engine.actor, engine.new = start_engine(self.context, engine.number, self._gpus), True
+        engine.actor = start_engine(self.context, engine.number, self._gpus)
         engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
 
     def _find(self, engine: _Engine) -> None:
         """An engine that lives already, after a restart of this flow or of the scheduler; it may still be starting."""
-        engine.actor = engine.starting = engine.joining = engine.health = None
+        engine.forget()
         with contextlib.suppress(Unreachable):
             engine.actor = cluster.actor(engine.name, self.context.run_id)
             engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
-
-    def _scheduler(self) -> Any:
-        try:
-            return cluster.actor(ROLLOUT, self.context.run_id)
-        except Unreachable:
-            return None

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollflow.flows.audit_table import domains_table
 from rollflow.flows.console import staleness_bar
 from rollflow.flows.progress import Progress
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.lineage import Consumed, Discarded, Fate, InFlight, Lineage, Waiting
 from rollflow.storage.policies import Manifest
-from rollflow.storage.records import Discard, GroupKey, Trajectory
+from rollflow.storage.records import Cursor, Discard, GroupKey, Trajectory
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.restore import name_of
@@ -64,8 +65,10 @@ def _run(context: RunContext, console: Console) -> None:
     table.add_row("staleness", staleness_bar(progress.staleness, 24))
     flying = [key for key, fate in lineage.fates.items() if isinstance(fate, InFlight)]
     table.add_row("in flight", _keys(flying))
-    table.add_row("next prompt", str(lineage.cursor))
+    table.add_row("next prompt", _upcoming(lineage.cursor))
     console.print(table)
+    if len(shares := context.config.shares) > 1:
+        console.print(domains_table(progress.domains, shares))
     lost = [fate.discard for fate in lineage.fates.values() if isinstance(fate, Discarded)]
     console.print(_discards(lost) if lost else "discards: none")
     _quarantined(batches, console)
@@ -141,7 +144,7 @@ def _trained_on(batches: TrajectoryStore, manifest: Manifest, table: Table) -> N
     lost = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
     keys = _keys([d.key for d in manifest.discarded])
     table.add_row("discarded", f"{lost}: {keys}" if lost else "none")
-    table.add_row("next prompt", str(manifest.cursor))
+    table.add_row("next prompt", _upcoming(manifest.cursor))
 
 
 def _tokens_by(batches: TrajectoryStore, number: int) -> str:
@@ -190,14 +193,15 @@ def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | No
         console.print(below)
 
 
-def _check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: int) -> None:
+def _check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> None:
     if key in attempts:
         return
     if attempts:
         issued = ", ".join(str(k.attempt) for k in attempts)
         raise ConfigError(f"prompt {key.prompt} has no attempt {key.attempt}; it was issued as attempt {issued}")
     raise ConfigError(
-        f"prompt {key.prompt} was not dispatched when the newest batch was committed; the next prompt is {cursor}"
+        f"prompt {key.prompt} was not dispatched when the newest batch was committed; "
+        f"the next prompt is {_upcoming(cursor)}"
     )
 
 
@@ -265,6 +269,11 @@ def _keys(keys: Sequence[GroupKey]) -> str:
     named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return f"{named}{more}" if keys else "none"
+
+
+def _upcoming(cursor: Cursor) -> str:
+    """The next prompt of each source."""
+    return " or ".join(map(str, cursor.upcoming)) or "0"
 
 
 def _clock(at: float) -> str:

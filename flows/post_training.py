@@ -128,7 +128,8 @@ def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = tracker.page if context.config.tracking.uri else "rollflow serve"
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
-    summary = summarize(context, idle, pages)
+    held = float(stages.all["rollout"].seen.get("held", 0.0))
+    summary = summarize(context, idle, held, pages)
     plot = home() / "cache" / context.run_id / "reward.png"
     tracker.log_reward_plot(board.curves, plot)
     tracker.finish("FINISHED")

@@ -79,7 +79,7 @@ def _check_policy(config: RunConfig, files: dict[str, bytes]) -> list[int]:
             )
         order = open_order(config, tokenizer)
         order.held_out()
-        for index in range(min(config.groups, 64)):
+        for index in range(max(min(config.groups, 64), len(config.prompts))):
             order.prompt(index)
         return probe_tokens(order)
 

@@ -18,13 +18,16 @@ class Progress:
     context: RunContext
     manifests: list[Manifest] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trajectories trained on
+    domains: Counter[str] = field(default_factory=Counter)  # domain -> groups trained on
 
     def advance(self) -> list[Manifest]:
         """The manifests published since the last call."""
         policies = self.context.policies()
         newest = policies.latest(max(self.version, 0))
         new = [policies.manifest(version) for version in range(self.version + 1, newest + 1)]
+        sources = self.context.config.prompts
         for manifest in new:
+            self.domains.update(sources[key.prompt % len(sources)].domain for key in manifest.consumed)
             for name, count in manifest.metrics.items():
                 age = name.removeprefix("staleness_")
                 if age != name and age.isdigit():

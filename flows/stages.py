@@ -33,6 +33,7 @@ STATE_SECONDS = 1.0  # how often the states of the child runs are read
 STATUS_SECONDS = 10.0
 START_SECONDS = 300.0
 END_SECONDS = 120.0
+WORTH_SAYING = 0.02  # share of the time in which free engines waited for alpha
 UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is what the rollout stage does first
 
 
@@ -263,7 +264,8 @@ def note_of(role: str, seen: Mapping[str, Any]) -> str:
         case "rollout":
             discards = sum(seen["discards"].values())
             lost = f", {discards} discarded" if discards else ""
-            return f"version {seen['version']}, {seen['trajectories']} trajectories{lost}"
+            held = f", held back by alpha {seen['held']:.0%}" if seen["held"] > WORTH_SAYING else ""
+            return f"version {seen['version']}, {seen['trajectories']} trajectories{lost}{held}"
         case "reward":
             late = f", {seen['timeouts']} timed out" if seen["timeouts"] else ""
             return f"{seen['scored']} scored{late}"

@@ -30,8 +30,9 @@ class RunStatus:
     """One moment of a run.
 
     `reward` is the recent mean training reward, `rewards` its course (oldest first), `accuracy` the held-out points
-    `(version, accuracy)`, `staleness` trained trajectories by staleness, `tokens_per_second` recent and
-    `tokens_per_second_total` over the whole run, `buffer_groups` of `buffer_capacity` groups ready for the learner.
+    `(version, accuracy)`, `staleness` trained trajectories by staleness, `domains` trained groups by domain (`shares`:
+    what was asked for), `tokens_per_second` recent and `tokens_per_second_total` over the whole run, `buffer_groups` of
+    `buffer_capacity` groups ready for the learner.
     """
 
     run_id: str
@@ -42,6 +43,8 @@ class RunStatus:
     rewards: tuple[float, ...] = ()
     accuracy: tuple[tuple[int, float], ...] = ()
     staleness: Mapping[int, int] = field(default_factory=dict)
+    domains: Mapping[str, int] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     tokens_per_second: float = 0.0
     tokens_per_second_total: float = 0.0
     buffer_groups: int = 0

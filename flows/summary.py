@@ -17,8 +17,14 @@ from rollflow.tasks.run import RunContext
 SUMMARY = "summary.json"
 
 
-def summarize(context: RunContext, idle: Mapping[str, float], pages: Mapping[str, str]) -> dict[str, Any]:
-    """Write and return the summary. `idle` is each stage's idle share, `pages` where to look (prefect, mlflow)."""
+def summarize(context: RunContext, idle: Mapping[str, float], held: float, pages: Mapping[str, str]) -> dict[str, Any]:
+    """Write and return the summary.
+
+    Args:
+        idle: each stage's idle share.
+        held: share of the time in which engines had free slots and alpha let nothing start.
+        pages: where to look (prefect, mlflow).
+    """
     progress = Progress(context)
     progress.advance()
     points = {e.version: e.accuracy for e in evaluations(context.store)}
@@ -37,8 +43,11 @@ def summarize(context: RunContext, idle: Mapping[str, float], pages: Mapping[str
         "staleness": {str(age): count for age, count in sorted(report.staleness.items())},
         "async_ratio": context.config.async_ratio,
         "fates": dict(report.fates),
+        "domains": domains(report.domains, context.config.shares),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
+        "held_back_by_alpha": round(held, 3),
+        "discarded_tokens": report.discarded_tokens,
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,
         "seed": context.config.seed,
@@ -47,3 +56,12 @@ def summarize(context: RunContext, idle: Mapping[str, float], pages: Mapping[str
     }
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
     return summary
+
+
+def domains(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Each domain's trained groups and their share, beside the share that was asked for."""
+    total = max(sum(trained.values()), 1)
+    return {
+        domain: {"groups": trained.get(domain, 0), "share": round(trained.get(domain, 0) / total, 4), "asked": asked}
+        for domain, asked in shares.items()
+    }

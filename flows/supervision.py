@@ -210,9 +210,12 @@ def gpu_share(config: RunConfig) -> float:
 
 def progress_of(status: Status) -> dict[str, Any]:
     """The part of a status that only changes when something was done."""
-    return {k: v for k, v in status.items() if k not in ("idle", "seconds")}
+    return {k: v for k, v in status.items() if k not in ("idle", "held", "seconds")}
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line: what a person should read of it."""
+    """An error's first line: what a person should read of it; of one that an actor raised, its cause's."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):
+        return f"{type(cause).__name__}: {first_line(cause)}"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -29,7 +29,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention, StoredObject, manifest_path
-from rollflow.storage.records import DiscardReason, GroupKey
+from rollflow.storage.records import Cursor, DiscardReason, GroupKey
 from rollflow.storage.trajectories import (
     BatchCommit,
     TrajectoryStore,
@@ -62,8 +62,10 @@ class AuditReport:
     trajectories: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trajectories
     staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)
+    domains: Counter[str] = field(default_factory=Counter)  # domain -> groups trained on
     fates: Counter[str] = field(default_factory=Counter)  # fate -> dispatched groups
     discarded_tokens: int = 0
+    surplus_tokens: int = 0  # of responses beyond those that the trained groups needed
     trained_tokens: int = 0
     objects: int = 0
     quarantined: list[str] = field(default_factory=list)  # what was voided, and why
@@ -192,8 +194,10 @@ def _check_batch(run: ObjectStore, commit: BatchCommit, report: AuditReport, *, 
     if trained:
         report.trajectories += len(batch)
         report.staleness.update(staleness)
+        report.domains.update(batch.domains)
         report.staleness_by_version[commit.number + 1] = staleness
         report.trained_tokens += sum(commit.response_tokens)
+        report.surplus_tokens += commit.surplus_tokens
 
 
 def _check_tokens(batch: TrajectoryBatch, number: int, report: AuditReport) -> None:
@@ -250,7 +254,7 @@ def _sha256(run: ObjectStore, path: str) -> str:
 def _check_fates(
     batches: TrajectoryStore, manifests: dict[int, Manifest], commits: Commits, report: AuditReport
 ) -> None:
-    """Every dispatch has exactly one fate, and every prompt below the cursor is accounted for."""
+    """Every dispatch has exactly one fate, and every prompt below its source's cursor is accounted for."""
     if not commits:
         return
     newest = max(commits.values(), key=lambda commit: commit.order)
@@ -268,6 +272,11 @@ def _check_fates(
         fates[key].append("in flight")
     _check_once(fates, report)
     _check_all_there(fates, newest.cursor, report)
+    _check_filtered(fates, newest.cursor, report)
+    for commit in commits.values():
+        if commit.cursor.sources not in (0, newest.cursor.sources):
+            what = f"its cursor has {commit.cursor.sources} sources, the newest one {newest.cursor.sources}"
+            report.add("lineage", f"batch {commit.number}", what)
     for found in fates.values():
         report.fates.update(found)
 
@@ -283,17 +292,28 @@ def _check_once(fates: dict[GroupKey, list[str]], report: AuditReport) -> None:
             report.add("duplicate", f"prompt {index}", f"is in {times} training batches")
 
 
-def _check_all_there(fates: dict[GroupKey, list[str]], cursor: int, report: AuditReport) -> None:
-    """Each index below the cursor ends trained, waiting, in flight, or discarded for good."""
+def _check_all_there(fates: dict[GroupKey, list[str]], cursor: Cursor, report: AuditReport) -> None:
+    """Each index below its source's cursor ends trained, waiting, in flight, or discarded for good."""
     last_attempt: dict[int, int] = {}
     for key in fates:
         last_attempt[key.prompt] = max(key.attempt, last_attempt.get(key.prompt, -1))
-    for index in range(cursor):
+    for index in cursor.indices():
         attempts = last_attempt.get(index, -1)
         lost = [a for a in range(attempts + 1) if GroupKey(index, a) not in fates]
         if attempts < 0 or lost:
             report.add("missing", f"prompt {index}", "was dispatched and has no fate")
         elif fates[GroupKey(index, attempts)][-1] in ISSUED_AGAIN:
             report.add("missing", f"prompt {index}", "was discarded and never issued again")
-    for index in sorted(i for i in last_attempt if i >= cursor):
-        report.add("lineage", f"prompt {index}", f"has a fate but lies beyond the cursor ({cursor})")
+    for index in sorted(i for i in last_attempt if not cursor.covers(i)):
+        report.add("lineage", f"prompt {index}", f"has a fate but lies beyond its source's cursor {cursor.upcoming}")
+
+
+def _check_filtered(fates: dict[GroupKey, list[str]], cursor: Cursor, report: AuditReport) -> None:
+    """The cursor counts the groups that were filtered: by it the sources keep their shares."""
+    filtered = f"discarded: {DiscardReason.FILTERED}"
+    gone = [key.prompt for key, found in fates.items() if filtered in found and cursor.covers(key.prompt)]
+    found = Counter(index % cursor.sources for index in gone)
+    for source, counted in enumerate(cursor.filtered):
+        if counted != found[source]:
+            what = f"{found[source]} of its groups were filtered, the cursor counts {counted}"
+            report.add("lineage", f"source {source}", what)

@@ -7,17 +7,14 @@ zero-copy: columns are views of the buffer the batch was opened from.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate, groupby
-from operator import attrgetter
-from typing import Any
+from itertools import groupby
 
-import numpy as np
 import pyarrow as pa
 
+from rollflow.storage.columns import Packed, joined, parts_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
 
@@ -44,8 +41,6 @@ SCHEMA = pa.schema(
     metadata={b"rollflow.schema": str(SCHEMA_VERSION).encode()},
 )
 
-CODES = {pa.int32(): "i", pa.float32(): "f"}  # of `struct`
-
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
@@ -56,18 +51,21 @@ class TrajectoryBatch:
     @classmethod
     def from_groups(cls, groups: Sequence[TrajectoryGroup]) -> TrajectoryBatch:
         """The table of R rows for R trajectories; groups that are packed already are not copied."""
-        if groups and all(group.table is not None for group in groups):
-            return cls(pa.concat_tables([group.table for group in groups]))
-        return cls(_table(groups))
+        packs = [group.packed.parts for group in groups if group.packed is not None]
+        if len(packs) < len(groups) or not groups:
+            packs = [parts_of(groups, SCHEMA)]
+        return cls(joined(packs, SCHEMA))
+
+    def to_pieces(self) -> list[memoryview]:
+        """The Arrow IPC file of this batch: its headers and views of the columns, one after the other."""
+        pieces = _Pieces()
+        with pa.ipc.new_file(pa.PythonFile(pieces, mode="w"), SCHEMA) as writer:
+            writer.write_table(self.table.combine_chunks())
+        return pieces.found
 
     def to_bytes(self) -> pa.Buffer:
         """The Arrow IPC file of this batch."""
-        whole = self.table.combine_chunks()
-        measure = pa.MockOutputStream()
-        _write(measure, whole)
-        data = pa.allocate_buffer(measure.size())  # a stream that grows would copy it again and again
-        _write(pa.FixedSizeBufferWriter(data), whole)
-        return data
+        return pa.py_buffer(b"".join(self.to_pieces()))
 
     @classmethod
     def from_bytes(cls, data: bytes | pa.Buffer) -> TrajectoryBatch:
@@ -100,13 +98,11 @@ class TrajectoryBatch:
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return [GroupKey(*pair) for pair, _ in groupby(pairs)]
 
-    def response_tokens(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Tokens the policy chose, for each group; `sizes` are the groups' rows."""
-        mask = self.table["loss_mask"].combine_chunks()
-        before = np.cumsum([0, *sizes])[:-1]
-        chosen = np.concatenate([[0], np.cumsum(mask.flatten().to_numpy(zero_copy_only=False))])
-        of_rows = np.diff(chosen[mask.offsets.to_numpy()])
-        return tuple(np.add.reduceat(of_rows, before).tolist()) if len(of_rows) else ()
+    @property
+    def domains(self) -> Counter[str]:
+        """Groups by domain."""
+        pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
+        return Counter(dict(zip(pairs, self.table["domain"].to_pylist(), strict=True)).values())
 
     def groups(self) -> list[TrajectoryGroup]:
         """The groups as records (copies; for tools and tests, the learner reads columns)."""
@@ -120,47 +116,27 @@ class TrajectoryBatch:
         return found
 
 
-def _write(sink: pa.NativeFile, table: pa.Table) -> None:
-    with pa.ipc.new_file(sink, SCHEMA) as writer:
-        writer.write_table(table)
+class _Pieces:
+    """What Arrow writes into it, uncopied."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.found: list[memoryview] = []
+
+    def write(self, piece: bytes | pa.Buffer) -> None:
+        self.found.append(memoryview(piece))
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def packed(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group with its rows as Arrow: made when it is complete, so that a commit only has to join tables."""
-    return group if group.table is not None else replace(group, table=_table([group]))
-
-
-def _table(groups: Sequence[TrajectoryGroup]) -> pa.Table:
-    rows = [trajectory for group in groups for trajectory in group.trajectories]
-    same: dict[str, list[Any]] = {
-        "index": [g.key.prompt for g in groups for _ in g.trajectories],
-        "attempt": [g.key.attempt for g in groups for _ in g.trajectories],
-        "prompt_id": [g.prompt_id for g in groups for _ in g.trajectories],
-        "domain": [g.domain for g in groups for _ in g.trajectories],
-    }
-
-    def column(field: pa.Field) -> pa.Array:
-        values: list[Any] = same.get(field.name) or list(map(attrgetter(field.name), rows))
-        return _lists(values, field.type) if pa.types.is_list(field.type) else pa.array(values, field.type)
-
-    return pa.table([column(field) for field in SCHEMA], schema=SCHEMA)
-
-
-def _lists(rows: Sequence[Sequence[float]], kind: pa.ListType) -> pa.Array:
-    """A column of lists; packing them in C takes half the time of Arrow's own reading of tuples."""
-    offsets = pa.array(accumulate(map(len, rows), initial=0), pa.int32())
-    if kind.value_type == pa.bool_():
-        values = pa.array(np.frombuffer(b"".join(map(bytes, rows)), np.bool_))  # type: ignore[arg-type]
-    else:
-        code = CODES[kind.value_type]
-        data = b"".join([_packer(len(row), code)(*row) for row in rows])
-        values = pa.Array.from_buffers(kind.value_type, len(data) // 4, [None, pa.py_buffer(data)])
-    return pa.ListArray.from_arrays(offsets, values, type=kind)
-
-
-@cache
-def _packer(count: int, code: str) -> Callable[..., bytes]:
-    return struct.Struct(f"{count}{code}").pack
+    """The group with its rows as columns: made when it is complete, so that a commit only has to join them."""
+    if group.packed is not None:
+        return group
+    return replace(group, packed=Packed(parts_of([group], SCHEMA), group.started_version, group.response_tokens))
 
 
 def _trajectory(row: dict[str, object]) -> Trajectory:

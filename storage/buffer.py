@@ -24,7 +24,7 @@ class TrajectoryBuffer:
     """Scored groups of one run. Freshness is per group: its oldest trajectory counts."""
 
     def __init__(self) -> None:
-        self._groups: list[TrajectoryGroup] = []
+        self._groups: list[tuple[int, TrajectoryGroup]] = []  # with the number of its issue
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -32,17 +32,27 @@ class TrajectoryBuffer:
     @property
     def keys(self) -> tuple[GroupKey, ...]:
         """What is waiting."""
-        return tuple(g.key for g in self._groups)
+        return tuple(group.key for _, group in self._groups)
 
-    def add(self, group: TrajectoryGroup) -> None:
-        """Put a scored group in line."""
-        self._groups.append(group)
+    def add(self, group: TrajectoryGroup, issue: int = 0) -> None:
+        """Put a scored group in line; it was the `issue`-th to be started."""
+        self._groups.append((issue, group))
 
-    def take(self, count: int, oldest_allowed: float) -> Taken:
-        """Remove stale groups, then `count` groups if there are so many (else none of them)."""
-        stale = [g for g in self._groups if g.started_version < oldest_allowed]
-        fresh = [g for g in self._groups if g.started_version >= oldest_allowed]
-        fresh.sort(key=lambda g: (g.started_version, g.key))
+    def before(self, issue: int) -> int:
+        """How many of the groups were started before the `issue`-th."""
+        return sum(other < issue for other, _ in self._groups)
+
+    def take(self, count: int, oldest_allowed: float, *, in_order: bool = False) -> Taken:
+        """Remove stale groups, then `count` groups if there are so many (else none of them).
+
+        Args:
+            in_order: take the first that were issued, whatever version they were started under. Within the batch they
+                stand as ever: at alpha = 0 the order of issue may depend on what was filtered when.
+        """
+        stale = [group for _, group in self._groups if group.started_version < oldest_allowed]
+        fresh = [(issue, group) for issue, group in self._groups if group.started_version >= oldest_allowed]
+        fresh.sort(key=lambda one: (one[0] if in_order else one[1].started_version, one[1].key))
         taken = fresh[:count] if len(fresh) >= count else []
         self._groups = fresh[len(taken) :]
-        return Taken(tuple(taken), tuple(stale))
+        chosen = sorted((group for _, group in taken), key=lambda group: (group.started_version, group.key))
+        return Taken(tuple(chosen), tuple(stale))

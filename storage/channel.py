@@ -145,6 +145,8 @@ class Channel(Generic[Payload]):
 
     async def _until(self, condition: Callable[[], bool], deadline: float, what: str) -> None:
         """Wait for `condition` under the lock, at most `deadline` seconds."""
+        if condition():
+            return
         try:
             await asyncio.wait_for(self._changed.wait_for(condition), deadline)
         except TimeoutError:

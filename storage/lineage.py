@@ -11,7 +11,7 @@ import contextlib
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.records import Discard, GroupKey
+from rollflow.storage.records import Cursor, Discard, GroupKey
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, committed_editions
 
 
@@ -79,7 +79,7 @@ class Lineage:
 
     commits: tuple[BatchCommit, ...]
     fates: dict[GroupKey, Fate]
-    cursor: int  # the next prompt never dispatched
+    cursor: Cursor
 
     @classmethod
     def read(cls, batches: TrajectoryStore, latest: int) -> Lineage:
@@ -88,7 +88,7 @@ class Lineage:
         counting = tuple(c for c in every if c.groups and c.edition == batches.edition(c.number))
         newest = max(every, key=lambda c: c.order, default=None)
         if newest is None:
-            return cls((), {}, 0)
+            return cls((), {}, Cursor())
         fates: dict[GroupKey, Fate] = {}
         for commit in every:
             fates |= dict.fromkeys(commit.groups, Quarantined(commit.number))

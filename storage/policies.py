@@ -2,7 +2,7 @@
 
 Publishing version v is one atomic create of `policies/<v>/manifest.json`, after every object it names is up.
 The manifest commits together the weights, the learner's state, the batch that was trained on, the dispatches
-consumed and discarded, the prompt cursor and the sha256 of its parent's manifest. Two learners cannot both
+consumed and discarded, the prompt sources' cursors and the sha256 of its parent's manifest. Two learners cannot both
 publish v: the second gets `Conflict`.
 
 Objects lie under a name of their writer's own (`policies/<v>/<writer>/...`), so that a learner that loses the
@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 from rollflow.storage.errors import Corrupt, Missing, StoreFailed, Unreachable
 from rollflow.storage.objects.base import Data, ObjectStore, first_missing, pieces
 from rollflow.storage.objects.disk import explained, mapped
-from rollflow.storage.records import Discard, DiscardReason, GroupKey
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-FORMAT = 1
+FORMAT = 2
 MOVERS = 4  # objects that are hashed and moved at a time
 FETCHED_KEPT = 3  # versions a cache of fetched weights holds
 FETCHING = ".fetching-"  # what a folder of that cache is called until it is whole
@@ -103,7 +103,7 @@ class Manifest:
     batch: str | None  # sha256 of the commit of batch `version - 1`; None for version 0
     consumed: tuple[GroupKey, ...] = ()
     discarded: tuple[Discard, ...] = ()
-    cursor: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
     probe: tuple[float, ...] = ()  # the learner's log-probs (nats) of the run's probe tokens under these weights
     metrics: Mapping[str, float] = field(default_factory=dict)
     config_sha256: str = ""
@@ -117,6 +117,7 @@ class Manifest:
         body["weights"] = [asdict(o) for o in self.weights]
         body["learner"] = [asdict(o) for o in self.learner]
         body["metrics"] = dict(self.metrics)
+        body["cursor"] = asdict(self.cursor)
         body["discarded"] = [[*d.key, d.reason.value, d.started_version, d.response_tokens] for d in self.discarded]
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
@@ -132,6 +133,7 @@ class Manifest:
                 )
             body["weights"] = tuple(StoredObject(**o) for o in body["weights"])
             body["learner"] = tuple(StoredObject(**o) for o in body["learner"])
+            body["cursor"] = Cursor.of(body["cursor"])
             body["consumed"] = tuple(GroupKey(*k) for k in body["consumed"])
             body["discarded"] = tuple(
                 Discard(GroupKey(i, a), DiscardReason(why), started, tokens)
@@ -257,8 +259,11 @@ class PolicyStore:
 
 def _each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`work` on all items, several at a time, in order."""
+    listed = list(items)
+    if len(listed) < 2:
+        return [work(item) for item in listed]
     with ThreadPoolExecutor(MOVERS) as pool:
-        return list(pool.map(work, items))
+        return list(pool.map(work, listed))
 
 
 def _check(stored: StoredObject, size: int, sha256: str) -> None:

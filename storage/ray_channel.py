@@ -1,8 +1,9 @@
 """The channel in a Ray actor: one per run, named, owner of the batches it holds.
 
-Payloads cross as Arrow buffers, or as the names of local files. The actor puts them into Ray's object store itself (an
-object put by a process that exits would be lost), and hands out references, so that the learner reads shared memory
-without a copy. A file is copied once, from the page cache; a buffer twice, on its way to the actor and into the store.
+A payload is an Arrow buffer or the name of a local file. Of a file only the name crosses, and the learner maps it: it
+lies in the page cache, which is shared memory already. A learner on a machine that has no such file asks for the bytes.
+A buffer is put into Ray's object store by the actor itself (an object put by a process that exits would be lost), which
+hands out a reference, so that the learner reads shared memory without a copy.
 
 Its clients outlive it: a call that meets a dead actor is repeated at the one that took over its name. All calls
 may be repeated, so nothing is lost or doubled; what the new actor does not hold it reads from the store.
@@ -35,9 +36,12 @@ class StoredBatches:
 
     def __init__(self, run: ObjectStore) -> None:
         self._store = TrajectoryStore(run)
+        self._local = run.local_path("trajectories") is not None
 
     async def edition(self, number: int) -> int | None:
-        """See `Source`."""
+        """See `Source`. Where a probe is a look into a folder, a thread would take longer than it."""
+        if self._local:
+            return self._store.current_edition(number)
         return await asyncio.to_thread(self._store.current_edition, number)
 
     async def read(self, number: int) -> Any:
@@ -47,7 +51,7 @@ class StoredBatches:
 
 
 class ChannelActor:
-    """`Channel` over references to Arrow buffers that this actor owns."""
+    """`Channel` over names of files, and over references to Arrow buffers that this actor owns."""
 
     def __init__(self, run: ObjectStore, capacity: int, version: int) -> None:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
@@ -55,18 +59,15 @@ class ChannelActor:
     async def ping(self) -> None:
         """Answers while the actor lives."""
 
-    async def put(self, number: int, payload: pa.Buffer | Path, deadline: float, edition: int) -> None:
-        """See `Channel.put`. Nothing is checked here: who leases a batch compares it with its commit."""
-        if isinstance(payload, Path):
-            try:
-                payload = pa.memory_map(str(payload)).read_buffer()
-            except OSError:
-                return  # a lease will look for it in the store, and tell what is wrong with it
-        await self.channel.put(number, ray.put(payload), deadline, edition)
+    async def put(self, number: int, payload: pa.Buffer | str, deadline: float, edition: int) -> None:
+        """See `Channel.put`; a string is a file's name. Who leases a batch compares it with its commit."""
+        held = payload if isinstance(payload, str) else ray.put(payload)
+        await self.channel.put(number, held, deadline, edition)
 
-    async def lease(self, number: int, deadline: float, *, afresh: bool) -> list[Any]:
-        """See `Channel.lease`; a list, so that Ray passes the reference and not the bytes."""
-        return [await self.channel.lease(number, deadline, afresh=afresh)]
+    async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
+        """See `Channel.lease`; a file's name, or a list, so that Ray passes the reference and not the bytes."""
+        held = await self.channel.lease(number, deadline, afresh=afresh)
+        return held if isinstance(held, str) else [held]
 
     async def finish(self, number: int, version: int) -> None:
         """Acknowledge batch `number` and announce the version it made."""
@@ -99,8 +100,9 @@ class RayChannel:
         self._actor = actor
 
     async def put(self, number: int, payload: object, deadline: float, edition: int = 0) -> None:
-        """See `Channel.put`."""
-        await self._wait(lambda a, left: a.put.remote(number, payload, left, edition), deadline, f"take batch {number}")
+        """See `Channel.put`; of a `Path`, only the name is sent."""
+        sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes strings without pickling
+        await self._wait(lambda a, left: a.put.remote(number, sent, left, edition), deadline, f"take batch {number}")
 
     async def wait_version(self, after: int, deadline: float) -> int:
         """See `Channel.wait_version`."""
@@ -115,11 +117,21 @@ class RayChannel:
         patience = _Patience(deadline, f"lease batch {number}")
         while True:
             with patience.answered():
-                wanted = self.actor.lease.remote(number, patience.own, afresh=afresh)
-                [ref] = ray.get(wanted, timeout=patience.left)
-                return ray.get(ref, timeout=patience.left)
+                while isinstance(leased := self._lease(number, patience, afresh=afresh), str):
+                    afresh = True  # this machine has no such file, or not any more
+                return leased
             self._actor, afresh = None, True  # its copy may be what was lost
             time.sleep(AGAIN_SECONDS)
+
+    def _lease(self, number: int, patience: _Patience, *, afresh: bool) -> pa.Buffer | str:
+        """The bytes of a batch, or the name of a file that cannot be mapped here."""
+        held = ray.get(self.actor.lease.remote(number, patience.own, afresh=afresh), timeout=patience.left)
+        if isinstance(held, str):
+            try:
+                return pa.memory_map(held).read_buffer()
+            except OSError:
+                return held
+        return ray.get(held[0], timeout=patience.left)
 
     def finish(self, number: int, version: int) -> None:
         """Acknowledge batch `number` and announce the version it made; blocks."""

@@ -5,14 +5,20 @@ All are frozen. Shapes: T tokens of one trajectory (prompt and response), G traj
 A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one fate:
 trained in one version, or discarded with a reason. A discarded prompt that is still wanted is issued again
 under the next attempt.
+
+Prompts come from D sources. The prompt at `position` of source s has the index `position * D + s`, so that an index
+tells its source and every source can be issued at a pace of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rollflow.storage.columns import Packed
 
 
 class Ending(StrEnum):
@@ -44,6 +50,46 @@ class GroupKey(NamedTuple):
 
     prompt: int
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far each of D sources was issued: the prompts below `issued[s]`, of which `filtered[s]` went for good.
+
+    The cursor of a new run names no source and covers nothing.
+    """
+
+    issued: tuple[int, ...] = ()  # source -> its first position that was never dispatched
+    filtered: tuple[int, ...] = ()  # source -> its groups that were discarded as filtered
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a cursor."""
+        if len(self.issued) != len(self.filtered):
+            raise ValueError(f"a cursor of {len(self.issued)} sources counts what {len(self.filtered)} had filtered")
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Cursor:
+        """From JSON, where it is the lists of `issued` and `filtered`."""
+        return cls(**{name: tuple(counts) for name, counts in body.items()})
+
+    @property
+    def sources(self) -> int:
+        """D."""
+        return len(self.issued)
+
+    @property
+    def upcoming(self) -> tuple[int, ...]:
+        """The index that each source would be issued at next."""
+        return tuple(position * self.sources + source for source, position in enumerate(self.issued))
+
+    def covers(self, index: int) -> bool:
+        """Whether the prompt at `index` was issued."""
+        return self.sources > 0 and index < self.upcoming[index % self.sources]
+
+    def indices(self) -> Iterator[int]:
+        """All prompts that were issued, source by source."""
+        for source, end in enumerate(self.upcoming):
+            yield from range(source, end, self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +139,21 @@ class TrajectoryGroup:
     prompt_id: str
     domain: str
     trajectories: tuple[Trajectory, ...]
-    table: Any = field(default=None, compare=False, repr=False)  # the same as Arrow rows, once `batch.packed` made them
+    packed: Packed | None = field(default=None, compare=False, repr=False)  # the same as columns, by `batch.packed`
+    surplus_tokens: int = field(default=0, compare=False)  # of responses that were started beyond G and not needed
 
     @property
     def started_version(self) -> int:
         """The oldest version any of its trajectories was started under."""
+        if self.packed is not None:
+            return self.packed.started_version
         return min(t.started_version for t in self.trajectories)
 
     @property
     def response_tokens(self) -> int:
         """Tokens the policy chose, over all trajectories."""
+        if self.packed is not None:
+            return self.packed.response_tokens
         return sum(t.response_tokens for t in self.trajectories)
 
 

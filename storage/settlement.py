@@ -7,19 +7,22 @@ that of all schedulers which do not know of the void yet none can commit anythin
     ... batch 6 | batch 7 | void of 6 | settlement, as 8 | batch 6, edition 1 | batch 8, edition 1 | batch 9 ...
 
 What is in flight is worked out from the fates of all dispatches, so a commit that is itself unreadable can be settled
-like any other: what only it knew of counts as corrupt, or as never issued.
+like any other: what only it knew of counts as corrupt, or as never issued. So are the cursors: how far a source was
+issued is the most that any commit says, and how many of its groups were filtered is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from rollflow.storage.errors import Conflict, Corrupt, Missing
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Discard, DiscardReason, GroupKey
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.storage.trajectories import (
     BatchCommit,
     TrajectoryStore,
@@ -153,15 +156,24 @@ def _history(batches: TrajectoryStore) -> History:
 class _Account:
     """The fates of all dispatches: whether each one's prompt is to be issued again after it."""
 
-    cursor: int = 0
+    issued: tuple[int, ...] = ()  # of each source
+    filtered: set[int] = field(default_factory=set)  # prompts
     fates: dict[GroupKey, bool] = field(default_factory=dict)
     corrupt: list[Discard] = field(default_factory=list)  # fates that are still to be committed
 
-    def add(self, used: tuple[GroupKey, ...], discards: tuple[Discard, ...], cursor: int) -> None:
+    def add(self, used: tuple[GroupKey, ...], discards: tuple[Discard, ...], cursor: Cursor) -> None:
         """What a commit says."""
         self.fates.update(dict.fromkeys(used, False))
         self.fates.update({d.key: d.reason.issued_again for d in discards})
-        self.cursor = max(self.cursor, cursor)
+        self.filtered |= {d.key.prompt for d in discards if d.reason is DiscardReason.FILTERED}
+        self.issued = tuple(map(max, zip_longest(self.issued, cursor.issued, fillvalue=0)))
+
+    @property
+    def cursor(self) -> Cursor:
+        """How far each source was issued, and how much of it was filtered."""
+        sources = range(len(self.issued))
+        gone = Counter(prompt % len(sources) for prompt in self.filtered)
+        return Cursor(self.issued, tuple(gone[source] for source in sources))
 
     def discard(self, key: GroupKey, started: int, tokens: int) -> None:
         """Give a dispatch the fate of being corrupt, unless it has one."""
@@ -171,7 +183,7 @@ class _Account:
 
     def attempts(self) -> dict[int, int]:
         """Prompt -> its newest attempt that has a fate, or -1."""
-        newest = dict.fromkeys(range(self.cursor), -1)
+        newest = dict.fromkeys(self.cursor.indices(), -1)
         for key in self.fates:
             newest[key.prompt] = max(newest.get(key.prompt, -1), key.attempt)
         return newest

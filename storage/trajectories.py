@@ -4,7 +4,7 @@ A commit has two writes: the Arrow file under a name of its own, then the atomic
 which names the file, its rows, bytes and sha256. Before the second write nothing happened; after it the batch exists
 for ever. Two schedulers cannot both commit batch b: the second gets `Conflict`.
 
-The commit also remembers the rollout side at that moment: the prompt cursor, the dispatches still in flight
+The commit also remembers the rollout side at that moment: the prompt sources' cursors, the dispatches still in flight
 and the ones discarded since the commit before. A restarted scheduler continues from the newest commit alone.
 
 A batch whose file or commit cannot be read any more is quarantined by a *void*, `trajectories/voids/<n>.json`, which
@@ -20,24 +20,27 @@ import json
 import re
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
-from rollflow.storage.batch import SCHEMA_VERSION, TrajectoryBatch
+from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Stale
 from rollflow.storage.objects.base import ObjectStore, first_missing
-from rollflow.storage.records import Discard, DiscardReason, GroupKey, TrajectoryGroup
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, TrajectoryGroup
+
+COMMIT_SCHEMA = 2  # of a batch commit; its file has one of its own
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Groups chosen for batch `number`, not yet durable. `cursor` is the next prompt index never dispatched."""
+    """Groups chosen for batch `number`, not yet durable. `cursor`, `in_flight`, `discards` are of one moment."""
 
     number: int
     groups: tuple[TrajectoryGroup, ...]
-    cursor: int
+    cursor: Cursor
     in_flight: tuple[GroupKey, ...]
     discards: tuple[Discard, ...]
     edition: int = 0
@@ -69,10 +72,11 @@ class BatchCommit:
     groups: tuple[GroupKey, ...]
     started_versions: tuple[int, ...]
     response_tokens: tuple[int, ...]
-    cursor: int
+    cursor: Cursor
     in_flight: tuple[GroupKey, ...]
     discards: tuple[Discard, ...]
     writer: str
+    surplus_tokens: int = 0  # of responses that were started beyond what the groups needed
 
     @property
     def path(self) -> str:
@@ -81,7 +85,8 @@ class BatchCommit:
 
     def to_json(self) -> bytes:
         """The object that is committed."""
-        body: dict[str, Any] = {"schema": SCHEMA_VERSION, **{name: getattr(self, name) for name in self.__slots__}}
+        body: dict[str, Any] = {"schema": COMMIT_SCHEMA, **{name: getattr(self, name) for name in self.__slots__}}
+        body["cursor"] = asdict(self.cursor)
         body["discards"] = [[*d.key, d.reason.value, d.started_version, d.response_tokens] for d in self.discards]
         return _sealed(body)
 
@@ -90,9 +95,10 @@ class BatchCommit:
         """Parse a commit; `Corrupt` if it is not one this version reads."""
         try:
             body = _opened(data)
-            if body.pop("schema") != SCHEMA_VERSION:
+            if body.pop("schema") != COMMIT_SCHEMA:
                 raise Corrupt(f"{name} was written by another version of rollflow; use that one to read it")
             body["groups"] = tuple(GroupKey(*k) for k in body["groups"])
+            body["cursor"] = Cursor.of(body["cursor"])
             body["in_flight"] = tuple(GroupKey(*k) for k in body["in_flight"])
             body["started_versions"] = tuple(body["started_versions"])
             body["response_tokens"] = tuple(body["response_tokens"])
@@ -134,18 +140,19 @@ class Void:
 
 def _sealed(body: dict[str, Any]) -> bytes:
     """JSON that can tell whether it was altered: its last member is the sha256 of the others."""
-    return json.dumps({**body, "seal": _seal(body)}, separators=(",", ":")).encode()
+    plain = json.dumps(body)
+    return f'{plain[:-1]}, "seal": "{_seal(plain)}"}}'.encode()
 
 
 def _opened(data: bytes) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(data)
-    if body.pop("seal") != _seal(body):
+    if body.pop("seal") != _seal(json.dumps(body)):
         raise ValueError("it was altered")
     return body
 
 
-def _seal(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+def _seal(plain: str) -> str:
+    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def commit_path(number: int, edition: int = 0) -> str:
@@ -181,28 +188,34 @@ class TrajectoryStore:
         """
         staged.check_fresh(async_ratio)
         batch = TrajectoryBatch.from_groups(staged.groups)
-        data = batch.to_bytes()
+        pieces = batch.to_pieces()
         # A name of this very call: a repeated one must not touch what the first may have committed.
         file = f"trajectories/{staged.number:08d}-{self.writer}-{uuid.uuid4().hex[:8]}.arrow"
-        record = BatchCommit(
+        draft = BatchCommit(
             number=staged.number,
             edition=staged.edition,
             order=staged.order,
             voids=staged.voids,
             file=file,
             rows=len(batch),
-            size=data.size,
-            sha256=self.run.put(file, memoryview(data)),
+            size=sum(map(len, pieces)),
+            sha256="",  # until the pieces are hashed, while they are written
             groups=tuple(g.key for g in staged.groups),
             started_versions=tuple(g.started_version for g in staged.groups),
-            response_tokens=batch.response_tokens([len(g.trajectories) for g in staged.groups]),
+            response_tokens=tuple(g.response_tokens for g in staged.groups),
+            surplus_tokens=sum(g.surplus_tokens for g in staged.groups),
             cursor=staged.cursor,
             in_flight=staged.in_flight,
             discards=staged.discards,
             writer=self.writer,
         )
-        self.run.create(record.path, record.to_json())
-        return record, data
+        sha256 = self.run.create_naming(draft.path, lambda found: replace(draft, sha256=found).to_json(), file, pieces)
+        return replace(draft, sha256=sha256), self._bytes(file, pieces)
+
+    def _bytes(self, file: str, pieces: Iterable[memoryview]) -> pa.Buffer:
+        """What was just written to `file`: mapped where it lies on this machine, else joined."""
+        local = self.run.local_path(file)
+        return pa.memory_map(str(local)).read_buffer() if local else pa.py_buffer(b"".join(pieces))
 
     def committed(self, number: int) -> bool:
         """Whether batch `number` exists."""

@@ -18,7 +18,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.settings import RunConfig
 
-FORMAT = 1
+FORMAT = 2  # raised with that of any record, so that no older run is touched
 PROBE_TOKENS = 32
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -55,10 +56,17 @@ class ReasoningGymPrompts(Section):
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     family: str = "chain_sum"
-    share: float = Field(1.0, gt=0, description="weight of this source among the run's sources")
+    share: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="weight of this source's groups among all that are trained on"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="the family's own options, e.g. {min_digits = 2}")
     chat: bool = Field(False, description="put the question through the tokenizer's chat template")
     system: str | None = Field(None, description="system message, with chat = true")
+
+    @property
+    def domain(self) -> str:
+        """What its prompts are called in counts."""
+        return self.family
 
 
 class JsonlPrompts(Section):
@@ -66,10 +74,15 @@ class JsonlPrompts(Section):
 
     kind: Literal["jsonl"] = "jsonl"
     path: str
-    share: float = Field(1.0, gt=0)
+    share: float = Field(1.0, gt=0, allow_inf_nan=False)
     held_out: float = Field(0.1, ge=0, lt=1, description="part of the lines kept for evaluation")
     chat: bool = False
     system: str | None = None
+
+    @property
+    def domain(self) -> str:
+        """What its prompts are called in counts."""
+        return Path(self.path).stem
 
 
 PromptConfig = Annotated[ReasoningGymPrompts | JsonlPrompts, Field(discriminator="kind")]
@@ -126,20 +139,72 @@ class TimedEngineConfig(EngineBase):
     kind: Literal["timed"] = "timed"
     median_tokens: float = Field(16.0, gt=0, description="median response length")
     sigma: float = Field(1.0, ge=0, description="spread of the lognormal response length")
+    correlation: float = Field(0.0, ge=0, le=1, description="of the lengths of responses to one prompt")
+    lengths: tuple[int, ...] = Field((), description="measured response lengths, in place of the lognormal ones")
     seconds_per_token: float = Field(0.002, ge=0)
     prefill_seconds: float = Field(0.0, ge=0)
     update_seconds: float = Field(0.05, ge=0)
+    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1))")
+    speed: float = Field(1.0, gt=0, description="of this engine, relative to the seconds above")
+    grain: int = Field(1, gt=0, description="real tokens that one simulated token, as in max_new_tokens, stands for")
 
 
 EngineConfig = Annotated[VllmEngineConfig | TransformersEngineConfig | TimedEngineConfig, Field(discriminator="kind")]
 
 
+Routing = Literal["least-work", "prefix", "group"]
+
+
+class FilterConfig(Section):
+    """Dynamic sampling: groups that carry no signal are counted, and replaced by groups of other prompts."""
+
+    min_mean: float | None = Field(None, description="groups with a mean reward at or below it are not trained on")
+    max_mean: float | None = Field(None, description="groups with a mean reward at or above it are not trained on")
+    min_std: float | None = Field(None, ge=0, description="nor those whose rewards have this deviation or less")
+    most: int = Field(1000, gt=0, description="groups filtered in a row before the run fails: nothing would be left")
+
+
 class RolloutConfig(Section):
     """How generation runs ahead and what it waits for."""
 
-    depth: int | None = Field(
-        None, gt=0, description="prompt groups in flight at a time; default: as many as the engines have slots for"
+    mode: Literal["queue", "batch"] = Field(
+        "queue", description="batch: whole batches, rewards after the last response; the baseline, slower"
     )
+    routing: Routing = Field(
+        "least-work",
+        description="which engine a request goes to: the one that would be done first; prefix: one that runs the same "
+        "prompt; group: a prompt holds the slots of one engine until its slowest response ends, a baseline",
+    )
+    depth: int | None = Field(
+        None, gt=0, description="most prompt groups in flight; default: as many as keep all slots of the engines busy"
+    )
+    ahead: float | None = Field(
+        None,
+        ge=0,
+        description="batches that generation may run ahead of training, at most async_ratio (the default): how much is "
+        "in flight, where async_ratio is how old it may get",
+    )
+    extra_groups: int = Field(
+        0, ge=0, description="groups started beyond a batch; those left over are issued again, later"
+    )
+    extra_responses: int = Field(0, ge=0, description="responses started beyond group_size; the first to end are kept")
+    tail_batching: bool = Field(
+        False, description="collect prompts that were too slow, and give them a batch of their own that waits for all"
+    )
+    tail_after: int = Field(
+        1, gt=0, description="with tail_batching: times a prompt is left behind before it goes into such a batch"
+    )
+    at_bound: Literal["drop", "wait"] = Field(
+        "drop",
+        description="a group that would be too old for the next batch is issued again, or the batch waits for it",
+    )
+    order: Literal["finished", "started"] = Field(
+        "finished", description="which groups make a batch: the first to finish, or the first that were started"
+    )
+    staleness: Literal["started", "oldest-token"] = Field(
+        "started", description="a response's age counts from its request, or from its oldest token"
+    )
+    filter: FilterConfig | None = None
     attempts: int = Field(3, gt=0, description="times a failed group is issued before the run fails")
     patience_seconds: float = Field(600.0, gt=0, description="longest wait without any progress before the stage fails")
 
@@ -276,20 +341,27 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         """What only the whole tree can tell."""
         if self.train.baseline == "group" and self.group_size < 2:
-            _refuse("group_size", self.group_size, 'a group baseline needs 2 or more; or set train.baseline = "none"')
+            refuse("group_size", self.group_size, 'a group baseline needs 2 or more; or set train.baseline = "none"')
         if self.groups % self.train.minibatches:
             cure = f"it must divide groups = {self.groups}; choose a divisor"
-            _refuse("train.minibatches", self.train.minibatches, cure)
+            refuse("train.minibatches", self.train.minibatches, cure)
         if (self.policy.path is None) == (self.policy.cold_start is None):
-            _refuse("policy.path", self.policy.path, "give either policy.path or [policy.cold_start], one of the two")
+            refuse("policy.path", self.policy.path, "give either policy.path or [policy.cold_start], one of the two")
+        rollout = self.rollout
+        if rollout.extra_groups and (rollout.at_bound == "wait" or rollout.order == "started"):
+            cure = 'extra groups are left behind: set rollout.at_bound = "drop" and rollout.order = "finished"'
+            refuse("rollout.extra_groups", rollout.extra_groups, cure)
+        if rollout.ahead is not None and rollout.ahead > self.async_ratio:
+            cure = f"it must not be above async_ratio = {self.async_ratio:g}: what runs further ahead gets too old"
+            refuse("rollout.ahead", rollout.ahead, cure)
         if not self.prompts:
-            _refuse("prompts", [], "give at least one [[prompts]] source")
+            refuse("prompts", [], "give at least one [[prompts]] source")
         cold = self.policy.cold_start
         if cold and cold.hidden_size % cold.heads:
-            _refuse("policy.cold_start.heads", cold.heads, f"it must divide hidden_size = {cold.hidden_size}")
+            refuse("policy.cold_start.heads", cold.heads, f"it must divide hidden_size = {cold.hidden_size}")
         if cold and cold.context <= self.engine.max_new_tokens:
             cure = f"it must be below policy.cold_start.context = {cold.context}"
-            _refuse("engine.max_new_tokens", self.engine.max_new_tokens, cure)
+            refuse("engine.max_new_tokens", self.engine.max_new_tokens, cure)
         return self
 
     @property
@@ -297,10 +369,20 @@ class RunConfig(Section):
         """Batches the channel may hold: what alpha lets generation run ahead."""
         return math.floor(self.async_ratio) + 1
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Domain -> its share of the groups that are trained on, which the scheduler holds."""
+        total = sum(source.share for source in self.prompts)
+        shares: dict[str, float] = {}
+        for source in self.prompts:
+            shares[source.domain] = shares.get(source.domain, 0.0) + source.share / total
+        return shares
+
     def sha256(self) -> str:
         """Hash of the canonical JSON of the tree."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
-def _refuse(key: str, value: object, cure: str) -> None:
+def refuse(key: str, value: object, cure: str) -> None:
+    """What a validator raises: the key, its value, and what to do."""
     raise PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})

@@ -86,6 +86,22 @@ class ObjectStore(ABC):
             StoreFailed: the store takes no more writes; there is no such object.
         """
 
+    def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
+        """Write `file`, then `create` the object `path` that names it; returns the sha256 of `data`.
+
+        `path` is never there without the whole `file`, not after a power cut either.
+
+        Args:
+            content: what `path` holds, from the sha256 of `data`.
+            file: a name that was never used before; a call that fails may leave something of it behind.
+
+        Raises:
+            Conflict, StoreFailed: as `create`.
+        """
+        sha256 = self.put(file, data)
+        self.create(path, content(sha256))
+        return sha256
+
     @abstractmethod
     def get(self, path: str) -> bytes:
         """The whole object.
@@ -117,7 +133,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove an object; removing a missing one does nothing."""
+        """Remove an object; removing a missing one does nothing. After a power cut it may be there again."""
 
     @abstractmethod
     def check(self) -> None:

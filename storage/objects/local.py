@@ -10,6 +10,7 @@ A name is an object or a folder of objects, not both.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -17,14 +18,13 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError, Conflict, Missing, StoreFailed
-from rollflow.storage.objects.base import CHUNK, Data, ObjectStore, Stat, checked, digest, pieces
-from rollflow.storage.objects.disk import Later, explained
+from rollflow.storage.objects.base import CHUNK, Data, ObjectStore, Stat, checked, pieces
+from rollflow.storage.objects.disk import explained, hashed, write_out
 
 SCRATCH = ".tmp"
 ABANDONED_SECONDS = 24 * 3600.0
@@ -52,21 +52,37 @@ class LocalStore(ObjectStore):
         return self.root / path
 
     def put(self, path: str, data: Data) -> str:
-        target = self.local_path(path)
-        with explained(target), self._written(data) as (temporary, sha256):
+        target, parts = self.local_path(path), pieces(data)
+        with explained(target), hashed(parts) as sha256, self._written(parts) as (temporary, file):
+            os.fsync(file)
             self._make_room(target)
             os.replace(temporary, target)
-            self._sync_above(target)
-        return sha256
+            _sync_all(self._above(target))
+            return sha256()
 
     def create(self, path: str, data: Data) -> None:
-        target = self.local_path(path)
-        if target.exists():
-            raise Conflict(f"{target} exists")
-        with explained(target), self._written(data) as (temporary, _):
+        target = self._free(path)
+        with explained(target), self._written(pieces(data)) as (temporary, file):
+            os.fsync(file)
             self._make_room(target)
             self._name_once(temporary, target)
-            self._sync_above(target)
+            _sync_all(self._above(target))
+
+    def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
+        """See the contract. `file` has its name before it is synced, which tells nobody anything: one wait for both."""
+        target, named, parts = self._free(path), self.local_path(file), pieces(data)
+        with explained(target), hashed(parts) as sha256, self._written(parts) as (body, body_file):
+            self._make_room(named)
+            self._make_room(target)
+            os.replace(body, named)
+            with self._written(pieces(content(sha256()))) as (naming, naming_file):
+                os.fsync(body_file)
+                os.fsync(naming_file)
+                above = self._above(named)
+                _sync_all(above)
+                self._name_once(naming, target)
+                _sync_all(folder for folder in self._above(target) if folder == target.parent or folder not in above)
+            return sha256()
 
     def get(self, path: str) -> bytes:
         target = self.local_path(path)
@@ -98,12 +114,8 @@ class LocalStore(ObjectStore):
 
     def delete(self, path: str) -> None:
         target = self.local_path(path)
-        try:
-            with explained(target):
-                target.unlink()
-        except NO_FILE:
-            return
-        _sync_folder(target.parent)
+        with contextlib.suppress(*NO_FILE), explained(target):
+            target.unlink()
 
     def check(self) -> None:
         probe = f"probe-{uuid.uuid4().hex}"
@@ -128,27 +140,27 @@ class LocalStore(ObjectStore):
         _make_folder(self.root)
         target.parent.mkdir(parents=True, exist_ok=True)
 
-    def _sync_above(self, target: Path) -> None:
-        """Sync every folder up to the root, whoever made it: that is cheap where nothing is new."""
-        folder = target.parent
-        _sync_folder(folder)
-        while folder != self.root:
-            folder = folder.parent
-            _sync_folder(folder)
+    def _above(self, target: Path) -> Sequence[Path]:
+        """The folders above `target`, up to the root. All are synced, whoever made them: cheap where nothing is new."""
+        depth = len(target.relative_to(self.root).parts)
+        return target.parents[:depth]
 
-    @contextmanager
-    def _written(self, data: Data) -> Iterator[tuple[Path, str]]:
-        """A synced temporary file that holds `data`, gone afterwards, and its sha256."""
+    def _free(self, path: str) -> Path:
+        """Where `path` lies, if nothing is there."""
+        target = self.local_path(path)
+        if target.exists():
+            raise Conflict(f"{target} exists")
+        return target
+
+    @contextlib.contextmanager
+    def _written(self, parts: Sequence[memoryview]) -> Iterator[tuple[Path, int]]:
+        """A temporary file that holds `parts` and is still to be synced, gone afterwards; and its descriptor."""
         _make_folder(self._scratch)
-        temporary, parts = self._scratch / uuid.uuid4().hex, pieces(data)
+        temporary = self._scratch / uuid.uuid4().hex
         try:
-            small = sum(map(len, parts)) < CHUNK
-            with Later(lambda: digest(parts), at_once=small) as sha256, open(temporary, "xb", 1 << 16) as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary, sha256.value
+            with open(temporary, "xb", buffering=0) as file:
+                write_out(file.fileno(), parts)
+                yield temporary, file.fileno()
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -182,7 +194,7 @@ class LocalStore(ObjectStore):
                 continue  # its writer has just finished
 
 
-@contextmanager
+@contextlib.contextmanager
 def _found(target: Path) -> Iterator[None]:
     """A file that is not there is `Missing`."""
     try:
@@ -215,6 +227,11 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         return  # a racing writer made it
     _sync_folder(folder.parent)
+
+
+def _sync_all(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        _sync_folder(folder)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,44 +2,68 @@
 
 Guarantees, beyond the contract in `base`:
 
-- A response's length, tokens and ending are a function of the request's seed (or its id) alone.
+- A response's length, tokens and ending are a function of the request's seed (or its id) and its prompt alone.
 - Time passes only through the event loop's own clock, so the engine runs under a virtual-time loop as it is.
-- One timer per running request, none per token: a simulated hour of generation costs milliseconds.
+- One timer per engine, none per token; an event costs O(log n) with n requests running, an update O(1).
 
-An update in the middle of a response costs it `prefill_seconds` again, as an engine that recomputes its
-attention state would.
+All running requests share the engine: with n of them each goes at `speed / (1 + slowing * (n - 1))`. So one number,
+the *work* (seconds at full speed) that a request running since the beginning would have had, tells of all of them: a
+request that needs w ends when the work has grown by w, and the one that ends next stands at the top of a heap. An
+update in the middle of a response costs it `prefill_seconds` again, as an engine that recomputes its attention state
+would; that is the work set back once, for all.
+
+With a `grain` g one simulated token stands for g real ones: lengths, work and time are those of the real tokens, only
+the tuples are shorter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.settings import TimedEngineConfig
 
 LOGPROB = -1.0  # of every fake token
+SLACK_SECONDS = 1e-6  # an event loop may fire that early
+TOKEN_SLACK = 1e-6  # of a token: a sum of rounded times is not exact
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """One request under way: what it will say, how much of it is said, and the seconds left to say the rest."""
+    """One request under way: what it will say, and where the engine's work stands when it has said it."""
 
     request: GenerationRequest
     tokens: tuple[int, ...]
     ending: Ending
-    left: float
+    per_token: float  # work of one token
+    needs: float  # work of all of it
     done: asyncio.Future[Generation]
-    versions: list[int] = field(default_factory=list)
-    since: float = 0.0
-    timer: asyncio.TimerHandle | None = None
+    running: bool = False
+    over: bool = False
+    finish: float = 0.0
+    version: int = -1  # when it began to run
+    updates: int = 0  # that had been when it began to run
+
+
+@dataclass(slots=True)
+class Usage:
+    """What an engine has done since it was made."""
+
+    busy_seconds: float = 0.0  # with a request running
+    slot_seconds: float = 0.0  # the same, summed over the requests
+    tokens: int = 0  # sampled, also those of responses that were aborted
+    restarted: int = 0  # of them, those that an update had started again
 
 
 class TimedEngine:
@@ -47,28 +71,46 @@ class TimedEngine:
 
     def __init__(self, config: TimedEngineConfig) -> None:
         self._config = config
+        self._lengths = ResponseLengths(config)
         self._version = -1
         self._suspended = False
         self._dead: str | None = None
         self._runs: dict[str, _Run] = {}  # all that have not ended: running, queued, or left by the engine's death
-        self._running: dict[str, _Run] = {}
-        self._queue: deque[_Run] = deque()
+        self._queue: deque[_Run] = deque()  # also those that were aborted meanwhile
+        self._heap: list[tuple[float, int, _Run]] = []  # also those that were aborted meanwhile
+        self._order = count()
+        self._active = 0
+        self._work = 0.0
+        self._since = 0.0  # when the work was last brought up to date
+        self._updates: list[tuple[float, int]] = []  # the work before each, and the version it brought
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when it fires, at the latest
+        self._usage = Usage()
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def usage(self) -> Usage:
+        """What it has done up to now."""
+        self._advance()
+        return self._usage
+
+    @property
+    def active(self) -> int:
+        """Requests that run, suspended or not."""
+        return self._active
 
     async def start(self) -> None:
         self.check()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
-        tokens, ending = self._answer(request)
-        left = self._config.prefill_seconds + (len(tokens) - len(request.prefix)) * self._config.seconds_per_token
-        done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        run = _Run(request, tokens, ending, left, done, list(request.prefix.versions))
+        run = self._run(request)
         self._runs[request.id] = run
         self._queue.append(run)
+        self._advance()
         self._admit()
         try:
             return await run.done
@@ -78,35 +120,35 @@ class TimedEngine:
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.check()
-        wanted = set(ids)
-        for run in [*self._running.values(), *self._queue]:
-            if run.request.id in wanted:
-                self._stop(run)
+        for run in [self._runs[id] for id in ids if id in self._runs]:
+            self._stop(run)
 
     async def suspend(self, in_flight: InFlight) -> None:
         self.check()
-        if not self._suspended:
-            self._suspended = True
-            for run in self._running.values():
-                self._halt(run)
+        self._advance()
+        self._suspended = True
         if in_flight == "restart":
-            for run in [*self._running.values(), *self._queue]:
+            for run in list(self._runs.values()):
+                self._usage.restarted += self._said(run)
                 self._stop(run)
+        self._pace()
 
     async def update(self, version: int, weights: Path) -> None:
         self.check()
         await asyncio.sleep(self._config.update_seconds)
         self.check()
+        self._advance()
+        if self._active == 0:  # nobody remembers an earlier one
+            self._updates.clear()
+            self._work = 0.0
+        self._updates.append((self._work, version))
+        self._work -= self._config.prefill_seconds
         self._version = version
-        for run in self._running.values():
-            run.left += self._config.prefill_seconds
 
     async def resume(self) -> None:
         self.check()
-        if self._suspended:
-            self._suspended = False
-            for run in self._running.values():
-                self._go(run)
+        self._advance()
+        self._suspended = False
         self._admit()
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
@@ -118,11 +160,15 @@ class TimedEngine:
 
     def kill(self, why: str = "the timed engine was killed") -> None:
         """Die as a process would: every call, also the waiting ones, raises `EngineFailed`. For fault tests."""
-        self._dead = self._dead or why
-        self._running.clear()
+        if self._dead is not None:
+            return
+        self._advance()
+        self._dead = why
         self._queue.clear()
+        self._heap.clear()
+        self._pace()
         for run in self._runs.values():
-            self._halt(run)
+            self._usage.tokens += self._said(run) - len(run.request.prefix)
             if not run.done.done():
                 run.done.set_exception(EngineFailed(why))
 
@@ -131,69 +177,124 @@ class TimedEngine:
             raise EngineFailed(self._dead)
 
     def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+        self._advance()
         found = ((id, self._runs.get(id), since) for id, since in have.items())
         return {id: self._spoken(run).after(since) for id, run, since in found if run is not None}
 
-    def _answer(self, request: GenerationRequest) -> tuple[tuple[int, ...], Ending]:
-        """Lognormal length around the median, cut at `max_new_tokens`; tokens are bytes."""
+    def _run(self, request: GenerationRequest) -> _Run:
+        """What will be said (bytes), and the work it takes; a prefix is said already."""
+        config = self._config
         draw = random.Random(request.id if request.seed is None else request.seed)
-        length = max(1, round(self._config.median_tokens * math.exp(self._config.sigma * draw.gauss(0.0, 1.0))))
-        ending = Ending.STOP if length <= request.max_new_tokens else Ending.LENGTH
-        tokens = tuple(draw.randbytes(min(length, request.max_new_tokens)))
-        return request.prefix.tokens + tokens[len(request.prefix) :], ending
+        wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.grain
+        ending = Ending.STOP if wanted <= longest else Ending.LENGTH
+        length = min(wanted, longest)
+        tokens = tuple(draw.randbytes(max(1, round(length / config.grain))))
+        per_token = length * config.seconds_per_token / len(tokens)
+        said = len(request.prefix)
+        needs = config.prefill_seconds + (len(tokens) - said) * per_token
+        done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        return _Run(request, request.prefix.tokens + tokens[said:], ending, per_token, needs, done)
+
+    # --- time: to be brought up to date before anything changes, and the timer after it --------------------------
+
+    @property
+    def _rate(self) -> float:
+        """Work a second, of each running request."""
+        return self._config.speed / (1.0 + self._config.slowing * (self._active - 1))
+
+    def _advance(self) -> None:
+        """Do the work of the time since this was last called."""
+        now = asyncio.get_running_loop().time()
+        passed, self._since = now - self._since, now
+        if self._active and not self._suspended and self._dead is None:
+            self._work += passed * self._rate
+            self._usage.busy_seconds += passed
+            self._usage.slot_seconds += passed * self._active
+
+    def _pace(self) -> None:
+        """Wake up when the next response ends, or before: a timer that fires too early sets the next one."""
+        heap = self._heap
+        while heap and heap[0][2].over:
+            heapq.heappop(heap)
+        timer = self._timer
+        if self._suspended or not heap:
+            if timer is not None:
+                timer.cancel()
+                self._timer = None
+            return
+        due = self._since + max(0.0, heap[0][0] - self._work) / self._rate
+        if timer is not None:
+            if self._due <= due:
+                return
+            timer.cancel()
+        # Its own note of the time: on Ray's loop (uvloop) a timer that is due already cannot tell it.
+        self._timer, self._due = asyncio.get_running_loop().call_at(due, self._wake), due
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._advance()
+        heap, reached = self._heap, self._work + SLACK_SECONDS
+        while heap and (heap[0][0] <= reached or heap[0][2].over):
+            run = heapq.heappop(heap)[2]
+            if not run.over:
+                self._end(run, len(run.tokens))
+        self._admit()
 
     def _admit(self) -> None:
-        while self._queue and not self._suspended and len(self._running) < self._config.slots:
-            run = self._queue.popleft()
-            self._running[run.request.id] = run
-            self._go(run)
-
-    def _go(self, run: _Run) -> None:
-        loop = asyncio.get_running_loop()
-        run.since = loop.time()
-        run.timer = loop.call_later(run.left, self._finish, run)
-
-    def _halt(self, run: _Run) -> None:
-        """Stop the clock; tokens whose time has come are said, under the present version."""
-        if run.timer is None:
-            return
-        run.timer.cancel()
-        run.timer = None
-        run.versions += [self._version] * self._new(run)
-        run.left = self._left(run)
-
-    def _left(self, run: _Run) -> float:
-        return run.left - (asyncio.get_running_loop().time() - run.since)
-
-    def _new(self, run: _Run) -> int:
-        """Tokens said since the clock was started; the last one is said only with the end."""
-        per_token = self._config.seconds_per_token
-        unsaid = math.ceil(self._left(run) / per_token - 1e-9) if per_token > 0 else len(run.tokens)
-        return max(0, min(len(run.tokens) - unsaid, len(run.tokens) - 1) - len(run.versions))
-
-    def _spoken(self, run: _Run) -> Partial:
-        new = 0 if run.timer is None else self._new(run)
-        said = len(run.versions) + new
-        logprobs = (*run.request.prefix.logprobs, *(LOGPROB,) * said)[:said]
-        return Partial(run.tokens[:said], logprobs, (*run.versions, *(self._version,) * new))
+        queue = self._queue
+        while queue and not self._suspended and self._active < self._config.slots:
+            run = queue.popleft()
+            if run.over:
+                continue
+            run.running, run.version, run.updates = True, self._version, len(self._updates)
+            run.finish = self._work + run.needs
+            self._active += 1
+            heapq.heappush(self._heap, (run.finish, next(self._order), run))
+        self._pace()
 
     def _stop(self, run: _Run) -> None:
-        self._halt(run)
+        """End it before its time."""
+        if run.over:
+            return
+        self._advance()
         run.ending = Ending.ABORTED
-        self._end(run)
+        self._end(run, self._said(run))
+        self._admit()
 
-    def _finish(self, run: _Run) -> None:
-        run.versions += [self._version] * (len(run.tokens) - len(run.versions))
-        self._end(run)
-
-    def _end(self, run: _Run) -> None:
-        if self._running.get(run.request.id) is run:
-            del self._running[run.request.id]
-        elif run in self._queue:
-            self._queue.remove(run)
+    def _end(self, run: _Run, said: int) -> None:
+        run.over = True
+        self._usage.tokens += said - len(run.request.prefix)
+        spoken = self._partial(run, said)
+        if run.running:
+            self._active -= 1
         if self._runs.get(run.request.id) is run:
             del self._runs[run.request.id]
         if not run.done.done():
-            said = self._spoken(run)
-            run.done.set_result(Generation(run.request.id, said.tokens, said.logprobs, said.versions, run.ending))
-        self._admit()
+            made = Generation(run.request.id, spoken.tokens, spoken.logprobs, spoken.versions, run.ending)
+            run.done.set_result(made)
+
+    # --- what has been said ------------------------------------------------------------------------------------
+
+    def _said(self, run: _Run) -> int:
+        """Tokens up to now; the last one is said only with the end."""
+        return self._said_at(run, self._work) if run.running else len(run.request.prefix)
+
+    def _said_at(self, run: _Run, work: float) -> int:
+        if run.per_token <= 0:
+            return len(run.request.prefix)
+        unsaid = math.ceil((run.finish - work) / run.per_token - TOKEN_SLACK)
+        return max(len(run.request.prefix), len(run.tokens) - max(1, unsaid))
+
+    def _spoken(self, run: _Run) -> Partial:
+        return self._partial(run, self._said(run))
+
+    def _partial(self, run: _Run, said: int) -> Partial:
+        """The first `said` tokens; each has the version that was in use when its time came."""
+        prefix = run.request.prefix
+        logprobs = prefix.logprobs + (LOGPROB,) * (said - len(prefix))
+        versions, version = prefix.versions, run.version
+        for work, later in self._updates[run.updates :] if run.running else ():
+            versions += (version,) * (min(said, self._said_at(run, work)) - len(versions))
+            version = later
+        versions += (version,) * (said - len(versions))
+        return Partial(run.tokens[:said], logprobs, versions)

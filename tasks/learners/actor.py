@@ -9,9 +9,11 @@ batch that is not what was committed is voided and waited for anew, never traine
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version as package_version
@@ -37,6 +39,7 @@ if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
+UNSAFE = re.compile(r"[^\w.-]")  # in the name of a metric
 EDITIONS = 8  # of one batch that may turn out damaged before the store is to blame
 CALLS = 32  # at a time: `run` of the stage's flow and of dead ones before it, `status` of whoever looks
 
@@ -199,7 +202,7 @@ class LearnerActor:
         self._check_fresh(batch)
         metrics = dict(self.learner.step(batch, self.version))
         stepped = time.monotonic()
-        metrics |= batch_metrics(batch, commit, self.version)
+        metrics |= batch_metrics(batch, commit, self.version) | domain_metrics(batch, self.config.shares)
         metrics |= {"wait_seconds": waited, "step_seconds": stepped - began}
         manifest = Manifest(
             version=self.version + 1,
@@ -264,6 +267,9 @@ def batch_metrics(batch: TrajectoryBatch, commit: BatchCommit, version: int) -> 
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "response_tokens": float(tokens.sum()),
+        "surplus_tokens": float(commit.surplus_tokens),
+        "discarded_tokens": float(sum(d.response_tokens for d in commit.discards)),
+        **{f"discarded_{reason}": float(n) for reason, n in Counter(d.reason.value for d in commit.discards).items()},
         "response_length": float(tokens.sum() / len(batch)),
         "discarded_groups": float(len(commit.discards)),
         **{
@@ -271,3 +277,9 @@ def batch_metrics(batch: TrajectoryBatch, commit: BatchCommit, version: int) -> 
             for age, count in zip(*np.unique(staleness, return_counts=True), strict=True)
         },
     }
+
+
+def domain_metrics(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
+    """Groups of each of the run's domains in a batch; their sums over the versions keep the run's shares."""
+    found = batch.domains
+    return {f"groups_{UNSAFE.sub('_', domain)}": float(found[domain]) for domain in domains}

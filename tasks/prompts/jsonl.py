@@ -16,7 +16,7 @@ class JsonlSource:
     """`QuestionSource` over a file: every pass visits each training line once, in an order of its own."""
 
     def __init__(self, config: JsonlPrompts, seed: int) -> None:
-        self.domain = Path(config.path).stem
+        self.domain = config.domain
         self._seed = seed
         lines = self._read(config)
         random.Random(f"{seed}:split").shuffle(lines)

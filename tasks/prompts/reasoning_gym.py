@@ -23,7 +23,7 @@ class ReasoningGymSource:
     """`QuestionSource` over one family."""
 
     def __init__(self, config: ReasoningGymPrompts, seed: int, held_out: int) -> None:
-        self.domain = config.family
+        self.domain = config.domain
         self._training = self._open(config, seed * 3 * STREAM)
         self._demonstrations = self._open(config, (seed * 3 + 1) * STREAM)
         self._evaluation = self._open(config, (seed * 3 + 2) * STREAM)

@@ -1,8 +1,9 @@
-"""Prompts in one fixed order: the prompt at `index` is a function of the run's config and seed alone.
+"""The prompts of all sources: the prompt at `index` is a function of the run's config and seed alone.
 
 - `prompt(index)` is random access, so that a restarted scheduler re-issues exactly what it had in flight.
 - Held-out prompts are chosen first; no training prompt and no demonstration has the text of one.
-- Several sources are interleaved by their shares, smoothly, so that the ratio holds over any stretch.
+- With D sources, `index` is position * D + source: each source is issued at its own pace (see `rollout/mixing.py`).
+- Demonstrations of several sources are interleaved by their shares, smoothly, so that the ratio holds over any stretch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def open_source(config: PromptConfig, seed: int, held_out: int) -> QuestionSourc
 
 
 class PromptOrder:
-    """The run's prompts in their one order. See the module's docstring for the guarantees."""
+    """The run's prompts. See the module's docstring for the guarantees."""
 
     def __init__(
         self, configs: Sequence[PromptConfig], seed: int, held_out: int, encode: Encoder | None, longest: int
@@ -72,13 +73,13 @@ class PromptOrder:
         self._held_out = held_out
         self._encode = encode
         self._longest = longest
-        self._assigned: list[tuple[int, int]] = []  # index -> (source, position in that source)
+        self._assigned: list[tuple[int, int]] = []  # demonstration -> (source, position in that source)
         self._counts = [0] * len(configs)
         self._credit = [0.0] * len(configs)
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at `index`."""
-        which, position = self._place(index)
+        position, which = divmod(index, len(self.sources))
         return self._prompt(which, f"{index:08d}", index, self.sources[which].training(position))
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:

@@ -15,18 +15,19 @@ from typing import Any
 
 import ray
 
-from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.errors import Unreachable
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.storage.updates import Update, store_update
 from rollflow.tasks.engines.actor import EngineActor, RayEngine
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.rewards.actor import RewardClient
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
 from rollflow.tasks.rollout.evaluation import Evaluator, store_evaluation
+from rollflow.tasks.rollout.plan import plan_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, Plan, RolloutScheduler
+from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, RolloutScheduler
 from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RunConfig
 
 ROLLOUT = "rollout"
 NEWS_SECONDS = 2.0  # how long the channel's news is waited for before storage is asked
@@ -69,22 +70,6 @@ def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
     return first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
-def plan_of(config: RunConfig) -> Plan:
-    """The scheduler's numbers from the config."""
-    engine = config.engine
-    return Plan(
-        seed=config.seed,
-        batches=config.versions,
-        groups=config.groups,
-        group_size=config.group_size,
-        async_ratio=config.async_ratio,
-        depth=config.rollout.depth or max(1, -(-engine.slots * engine.replicas // config.group_size)),
-        attempts=config.rollout.attempts,
-        max_new_tokens=engine.max_new_tokens,
-        temperature=engine.temperature,
-    )
-
-
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
     config = context.config
@@ -116,13 +101,15 @@ class RolloutActor:
         self.order = context.order()
         self.patience = self.config.rollout.patience_seconds
         self.reward = RewardClient(self.patience)
-        self.engines = [_engine(i) for i in range(self.config.engine.replicas)]
-        self.proxy = InferenceProxy(self.engines, self.config.engine.slots, replacement_seconds=self.patience)
+        # Engines join as they get ready: none is waited for while another could work.
+        self.proxy = InferenceProxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
         self.counts = Counts()
         self.scheduler = self._scheduler()
         self.evaluator = self._evaluator()
         self.began: float | None = None
-        self._stats = [EngineStats(0, 0, 0.0) for _ in self.engines]
+        self._update: Update
+        self._paused = 0.0  # update seconds that are written down
+        self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._committing: asyncio.Future[Any] | None = None
 
@@ -154,17 +141,14 @@ class RolloutActor:
         await asyncio.shield(self._running)
 
     async def _run(self) -> None:
-        hooks = Hooks(self._updated, self._pinned)
+        hooks = Hooks(lambda version: self.scheduler.published(version), self._updated, self._pinned)
         controller = AsyncController(self.proxy, self.feed, self.config.engine.in_flight, hooks)
-        reason: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(controller.run(self.config.versions))
                 tasks.create_task(self._schedule())
-        except* RollflowError as failed:
-            reason = first_cause(failed)
-        if reason is not None:
-            raise reason
+        except BaseExceptionGroup as failed:  # a person reads the first line: it must be the cause
+            raise first_cause(failed) from None
 
     async def _schedule(self) -> None:
         """Form batches until the last is trained; when one is voided, begin again from storage."""
@@ -191,10 +175,11 @@ class RolloutActor:
         return True
 
     async def join(self, number: int) -> None:
-        """Take engine `number`'s new actor in the place of the one that died; returns when it serves."""
-        engine = _engine(number)
-        await self.proxy.join(number, engine)
-        self.engines[number] = engine
+        """Take engine `number`'s started actor, in the place of one that died; returns when it serves."""
+        engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number))
+        present = self.proxy.engines.get(number)
+        if not isinstance(present, RayEngine) or present.actor != engine.actor:
+            await self.proxy.join(number, engine)
 
     async def status(self) -> dict[str, Any]:
         """What the stage's flow and the live view show. It waits for nobody."""
@@ -211,6 +196,9 @@ class RolloutActor:
             "trajectories": counts.trajectories,
             "reward": sum(recent) / len(recent) if recent else None,
             "discards": dict(counts.discards),
+            "filtered": dict(counts.filtered),
+            "wasted_tokens": counts.discarded_tokens + counts.surplus_tokens,
+            "held": counts.held_seconds / max(time.monotonic() - self.began, 1e-9) if self.began else 0.0,
             "restarted": self.proxy.restarted,
             "update_seconds": self.proxy.update_seconds,
             "seconds": time.monotonic() - self.began if self.began else 0.0,
@@ -220,9 +208,12 @@ class RolloutActor:
 
     def _updated(self, version: int) -> None:
         self.began = self.began or time.monotonic()
+        self._update = Update(version, self.proxy.update_seconds - self._paused, time.time())
+        self._paused = self.proxy.update_seconds
         self.scheduler.wake()
 
     async def _pinned(self, version: int) -> None:
+        await asyncio.to_thread(store_update, self.context.store, self._update)
         every = self.config.evaluation.every
         if version in (0, self.config.versions) or (every and version % every == 0):
             evaluation = await self.evaluator.run(self.proxy, version)
@@ -245,15 +236,15 @@ class RolloutActor:
         """Share of the time since generation began in which the engines had nothing to run."""
         if self.began is None:
             return 0.0
-        asked = [asyncio.create_task(engine.stats()) for engine in self.engines]
-        await asyncio.wait(asked, timeout=STATS_SECONDS)
-        for number, one in enumerate(asked):
+        engines = {number: engine for number, engine in self.proxy.engines.items() if isinstance(engine, RayEngine)}
+        asked = {number: asyncio.create_task(engine.stats()) for number, engine in engines.items()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=STATS_SECONDS)
+        for number, one in asked.items():
             if one.done() and not one.cancelled() and one.exception() is None:
                 self._stats[number] = one.result()
             one.cancel()
         lasted = time.monotonic() - self.began
-        return max(0.0, 1.0 - sum(s.busy_seconds for s in self._stats) / (lasted * len(self._stats)))
-
-
-def _engine(number: int) -> RayEngine:
-    return RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number))
+        return max(
+            0.0, 1.0 - sum(s.busy_seconds for s in self._stats.values()) / (lasted * self.config.engine.replicas)
+        )

@@ -29,8 +29,9 @@ class VersionFeed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What happens after an update: `updated` at once, `pinned` before the next update."""
+    """What happens when a version is `published`, when the engines are `updated` to it, and before the next update."""
 
+    published: Callable[[int], None]
     updated: Callable[[int], None]
     pinned: Callable[[int], Awaitable[None]]
 
@@ -46,6 +47,7 @@ class AsyncController:
         version = self._proxy.version
         while version < last:
             version = await self._feed.newer(version)
+            self._hooks.published(version)
             weights, probe = await self._feed.fetch(version)
             await self._proxy.update(version, weights, probe, self._in_flight)
             self._hooks.updated(version)

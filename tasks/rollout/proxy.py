@@ -1,27 +1,30 @@
-"""The inference proxy: routes requests to engines, takes them through weight updates, replaces the dead.
+"""The inference proxy: all engines as one. Takes them through weight updates, replaces the dead.
 
-- A request goes to the live engine with the fewest requests, running or waiting; at most `slots` run on one engine.
+- Requests wait in one queue; `lanes` says who goes where and when.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
-  learner's is closed before it makes a token.
+  learner's is closed before it makes a token. What arrives meanwhile starts under the version the update brings.
 - What a failed engine was running goes on at another one with the tokens it has, and counts as started when it was
   first started. Only where tokens of two versions may not mix (`in_flight = "restart"`) does it start again.
-- A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version.
+- A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version. One that was
+  aborted by `abort` ends with the tokens it has.
 - An engine that joins holds the present version, probed, before it gets a request. A failed one is closed at once.
-- While no engine lives, requests wait `replacement_seconds` for one to join; then they fail with `EngineFailed`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.rollout.lanes import Lane, Lanes, Ticket
+from rollflow.tasks.settings import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,47 @@ class _Taken:
     in_flight: InFlight
 
 
+@dataclass(slots=True)
+class Reservation:
+    """Slots of one engine that are held for a group, until they are released."""
+
+    lanes: Lanes
+    lane: Lane
+    ticket: Ticket | None
+
+    def release(self) -> None:
+        """Give the slots back; a second call changes nothing."""
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            self.lanes.release(self.lane, ticket)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How a request is to be treated: whose turn it is, what it shares a prompt with, who is told that it starts."""
+
+    priority: float = 0.0  # the lowest goes first
+    group: Hashable = None
+    on_start: Callable[[int], None] | None = None  # called with the version it starts under; again if it starts again
+    within: Reservation | None = None
+
+
 @dataclass(eq=False, slots=True)
 class _Job:
     """A request on its way to an answer, and the version under which the first of its tokens was asked for."""
 
     request: GenerationRequest
+    asked: Asked
+    ticket: Ticket
+    lane: Lane | None = None
     started: int | None = None
+    aborted: bool = False
+
+    def start(self, version: int) -> None:
+        """Its first token is asked for."""
+        self.started = version
+        if self.asked.on_start is not None:
+            self.asked.on_start(version)
 
     def again(self, kept: Partial) -> None:
         """Another life, with these tokens; without any it is started anew."""
@@ -77,67 +115,86 @@ class _Job:
         if not kept:
             self.started = None
 
-
-@dataclass(eq=False)
-class _Lane:
-    """One engine, its free slots, whether it serves (not before weights, not in an update), why it was taken out."""
-
-    engine: Engine
-    slots: asyncio.Semaphore
-    jobs: set[_Job] = field(default_factory=set)  # that run on it or wait for its slots
-    failure: EngineFailed | None = None
-    serves: asyncio.Event = field(default_factory=asyncio.Event)
+    def ended(self, had: Partial) -> Generation:
+        """What there is of it, once it was aborted."""
+        return Generation(self.request.id, had.tokens, had.logprobs, had.versions, Ending.ABORTED)
 
 
 class InferenceProxy:
     """All engines as one. See the module's docstring for the guarantees."""
 
-    def __init__(self, engines: Sequence[Engine], slots: int, replacement_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        slots: int,
+        replacement_seconds: float = 0.0,
+        routing: Routing = "least-work",
+    ) -> None:
+        """`engines` are those that have started; more may `join`. At most `slots` requests run on one of them."""
         self._slots = slots
         self._replacement_seconds = replacement_seconds
-        self._lanes = [_Lane(engine, asyncio.Semaphore(slots)) for engine in engines]
+        self._lanes = Lanes(routing, replacement_seconds)
+        for place, engine in enumerate(engines):
+            self._lanes.put(place, Lane(engine, slots))
+        self._jobs: dict[str, _Job] = {}
         self._taken: _Taken | None = None
         self._changing = asyncio.Lock()  # an update of all engines, or one that joins
-        self._joined = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
+        self.version = -1  # the oldest any live engine holds; while none lives, the newest that was to be taken
         self.restarted = 0  # requests that started again: aborted by an update, or their engine failed
         self.taken_over = 0  # requests that went on elsewhere with the tokens they had
         self.update_seconds = 0.0
 
     @property
-    def version(self) -> int:
-        """The oldest version any live engine holds; while none lives, the newest that was to be taken."""
-        taken = self._taken.version if self._taken else -1
-        return min((lane.engine.version for lane in self._live), default=taken)
-
-    @property
     def running(self) -> int:
         """Requests at the engines, or waiting for them."""
-        return sum(len(lane.jobs) for lane in self._lanes)
+        return len(self._jobs)
+
+    @property
+    def engines(self) -> Mapping[int, Engine]:
+        """The live engines, by their place."""
+        return {place: lane.engine for place, lane in self._lanes.places.items() if lane.failure is None}
 
     @property
     def failed(self) -> dict[int, str]:
         """Why engines are out, by their place; those that died without a request among them."""
-        found = ((place, lane.failure or _death(lane.engine)) for place, lane in enumerate(self._lanes))
+        found = ((place, lane.failure or _death(lane.engine)) for place, lane in self._lanes.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
-    async def generate(self, request: GenerationRequest) -> Started:
+    async def generate(self, request: GenerationRequest, asked: Asked | None = None) -> Started:
         """Sample one response, wherever there is room.
 
         Raises:
             EngineFailed: no engine is left, and none has joined in time.
         """
-        job = _Job(request)
-        while True:
-            lane = await self._choose()
-            lane.jobs.add(job)
-            try:
-                async with lane.slots:
-                    generation = await self._on(lane, job)
-            finally:
-                lane.jobs.discard(job)
-            if generation is not None and job.started is not None:
-                return Started(generation, job.started)
+        asked = asked or Asked()
+        job = _Job(request, asked, self._lanes.ticket(asked.priority, asked.group))
+        self._jobs[request.id] = job
+        try:
+            while True:
+                generation = await self._try(job)
+                if generation is not None:
+                    return Started(generation, self.version if job.started is None else job.started)
+        finally:
+            del self._jobs[request.id]
+
+    async def abort(self, ids: Collection[str]) -> None:
+        """End these requests now: their `generate` returns the tokens they have; unknown ids are ignored."""
+        running: defaultdict[Lane, list[str]] = defaultdict(list)
+        for job in filter(None, map(self._jobs.get, ids)):
+            job.aborted = True
+            if job.lane is None:
+                self._lanes.withdraw(job.ticket)
+            else:
+                running[job.lane].append(job.request.id)
+        await asyncio.gather(*(self._abort(lane, ids) for lane, ids in running.items()))
+
+    async def reserve(self, width: int, priority: float) -> Reservation:
+        """Slots of one engine, for the requests of one group (`Asked.within`)."""
+        ticket = self._lanes.ticket(priority, width=min(width, self._slots))
+        lane = await self._lanes.take(ticket)
+        assert lane is not None, "nobody else has this ticket"
+        return Reservation(self._lanes, lane, ticket)
 
     async def update(self, version: int, weights: Path, probe: Probe, in_flight: InFlight) -> None:
         """Take every live engine to `version`, and later those that join.
@@ -148,67 +205,85 @@ class InferenceProxy:
         async with self._changing:
             began = asyncio.get_running_loop().time()
             self._taken = taken = _Taken(version, weights, probe, in_flight)
-            await asyncio.gather(*(self._bring(lane, taken) for lane in self._live))
+            await asyncio.gather(*(self._renew(lane, taken) for lane in self._lanes.live))
+            self._note_version()
             self.update_seconds += asyncio.get_running_loop().time() - began
-        if not self._live and not self._replacement_seconds:
-            raise self._none_left()
+        if not self._lanes.live and not self._replacement_seconds:
+            raise self._lanes.none_left()
 
     async def join(self, place: int, engine: Engine) -> None:
-        """Put a started engine in the place of another; one that lived hands its requests over.
+        """Put a started engine in its place; one that lived there hands its requests over.
 
         Raises:
             EngineFailed: the new engine did not take the present weights; the old one keeps its place.
         """
-        lane = _Lane(engine, asyncio.Semaphore(self._slots))
+        lane = Lane(engine, self._slots)
         async with self._changing:
             if self._taken is not None:
                 await self._bring(lane, self._taken)
             if lane.failure is not None:
                 raise lane.failure
-            old, self._lanes[place] = self._lanes[place], lane
-            self._joined.set()
-        self._fail(old, EngineFailed("another engine took its place"))
+            old = self._lanes.put(place, lane)
+            self._note_version()
+        if old is not None:
+            self._fail(old, EngineFailed("another engine took its place"))
 
-    @property
-    def _live(self) -> list[_Lane]:
-        return [lane for lane in self._lanes if lane.failure is None]
+    def _note_version(self) -> None:
+        taken = self._taken.version if self._taken else -1
+        self.version = min((lane.engine.version for lane in self._lanes.live), default=taken)
 
-    async def _choose(self) -> _Lane:
-        if not self._live:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._replacement_seconds):
-                    while not self._live:
-                        self._joined.clear()
-                        await self._joined.wait()
-        if not self._live:
-            raise self._none_left()
-        return min(self._live, key=lambda lane: len(lane.jobs))
-
-    def _none_left(self) -> EngineFailed:
-        return EngineFailed(f"no engine is left: {'; '.join(self.failed.values())}")
-
-    async def _on(self, lane: _Lane, job: _Job) -> Generation | None:
+    async def _try(self, job: _Job) -> Generation | None:
         """One try on one engine; None if it has to go on, or start again, elsewhere."""
+        within = job.asked.within
+        if within is not None and within.lane.failure is None:
+            return await self._within(within.lane, job)
+        lane = None if job.aborted else await self._lanes.take(job.ticket)
+        if lane is None:
+            return job.ended(job.request.prefix)
+        try:
+            return await self._within(lane, job)
+        finally:
+            self._lanes.release(lane, job.ticket)
+
+    async def _within(self, lane: Lane, job: _Job) -> Generation | None:
+        job.lane = lane
+        try:
+            return await self._on(lane, job)
+        finally:
+            job.lane = None
+
+    async def _on(self, lane: Lane, job: _Job) -> Generation | None:
         await lane.serves.wait()  # what arrives in an update is started under the version it brings
+        if job.aborted:
+            return job.ended(job.request.prefix)
         if lane.failure is not None:
             return None
         engine = lane.engine
         if job.request.prefix and job.started != engine.version and self._mixing_is_wrong:
             self._again(job, Partial())
         if job.started is None:  # counted from the request, not its first token: it may wait through an update
-            job.started = engine.version
+            job.start(engine.version)
+        clock, had = asyncio.get_running_loop().time, len(job.request.prefix)
+        began = clock()
         try:
             generation = await engine.generate(job.request)
         except EngineFailed as error:
-            had = engine.progress({job.request.id: 0}).get(job.request.id, Partial())
-            self._again(job, max(had, job.request.prefix, key=len))
-            self._fail(lane, error)
-            return None
-        if generation.ending is not Ending.ABORTED:
+            return self._died(lane, job, error)
+        self._lanes.observed(lane, len(generation.tokens) - had, clock() - began)
+        if generation.ending is not Ending.ABORTED or job.aborted:
             return generation
         handed_over = lane.failure is not None  # else an update aborted it
         made = Partial(generation.tokens, generation.logprobs, generation.versions)
         self._again(job, made if handed_over else Partial())
+        return None
+
+    def _died(self, lane: Lane, job: _Job, error: EngineFailed) -> Generation | None:
+        told = lane.engine.progress({job.request.id: 0}).get(job.request.id, Partial())
+        had = max(told, job.request.prefix, key=len)
+        self._fail(lane, error)
+        if job.aborted:
+            return job.ended(had)
+        self._again(job, had)
         return None
 
     @property
@@ -222,7 +297,17 @@ class InferenceProxy:
             self.restarted += 1
         job.again(kept)
 
-    async def _bring(self, lane: _Lane, to: _Taken) -> None:
+    async def _abort(self, lane: Lane, ids: list[str]) -> None:
+        try:
+            await lane.engine.abort(ids)
+        except EngineFailed as error:
+            self._fail(lane, error)
+
+    async def _renew(self, lane: Lane, to: _Taken) -> None:
+        await self._bring(lane, to)
+        self._lanes.changed(lane)
+
+    async def _bring(self, lane: Lane, to: _Taken) -> None:
         engine = lane.engine
         lane.serves.clear()
         try:
@@ -235,18 +320,19 @@ class InferenceProxy:
         finally:
             lane.serves.set()
 
-    def _fail(self, lane: _Lane, error: EngineFailed) -> None:
+    def _fail(self, lane: Lane, error: EngineFailed) -> None:
         """Take the engine out and end it: it may still run, under wrong weights or for nobody."""
         if lane.failure is None:
             lane.failure = error
             closing = asyncio.create_task(self._close(lane))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+            self._note_version()
+            self._lanes.changed(lane)
 
-    @staticmethod
-    async def _close(lane: _Lane) -> None:
+    async def _close(self, lane: Lane) -> None:
         with suppress(EngineFailed):  # it is dead, and its requests know it
-            await lane.engine.abort([job.request.id for job in lane.jobs])
+            await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
         await lane.engine.close()
 
 

@@ -1,17 +1,22 @@
 """The rollout scheduler: every dispatched prompt ends in exactly one committed fate.
 
-    prompts --admission--> group: G x (generate -> verify) --> buffer --N groups--> commit --> channel
-                ^                         |                      |
-                |                         | failed               | stale
-                +------ issued again <----+----------------------+
+    prompts --admission--> dispatch: G x (generate -> verify) --> buffer --N groups--> commit --> channel
+                ^                         |                         |
+                |         failed, too slow, not needed              | stale
+                +------ issued again <----+-------------------------+
+                        (filtered: another prompt instead)
 
 What each loop waits for, and what ends the wait:
 
-- `_admit` waits for room: a new version, a group that ended, a batch that was formed.
-- a group waits for its engines and its verifier; both are bounded (a dead engine raises, a verdict has a deadline).
+- `_admit` waits for room: a new version, a response or a group that ended, a batch that was formed.
+- a dispatch waits for its engines and its verifier; both are bounded (a dead engine raises, a verdict has a deadline).
 - `_form` waits for N fresh groups, then for the commit and for room in the channel.
 
-The cursor, the dispatches in flight and the discards are committed with each batch, taken at one moment of
+A batch is formed as soon as that leaves no group behind, and otherwise when the learner is ready for it. Then a group
+that would be too old for the next batch is given up and issued again, unless it is *awaited* (`at_bound = "wait"`, or a
+prompt of a long round). See `rounds` for which prompts go together.
+
+The sources' cursors, the dispatches in flight and the discards are committed with each batch, taken at one moment of
 the event loop; a scheduler that starts from the newest commit issues again exactly what was in flight. Batches that
 were voided are formed again first.
 """
@@ -19,45 +24,24 @@ were voided are formed again first.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections import Counter, deque
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollflow.storage.batch import packed
 from rollflow.storage.buffer import TrajectoryBuffer
-from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import (
-    Discard,
-    DiscardReason,
-    Ending,
-    GroupKey,
-    Prompt,
-    Trajectory,
-    TrajectoryGroup,
-)
+from rollflow.storage.errors import RollflowError
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.settlement import missing, newest_commit, settled
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
-from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
-from rollflow.tasks.rollout.admission import AdmissionState, allowance
+from rollflow.tasks.rollout.admission import allowance
+from rollflow.tasks.rollout.dispatch import Dispatch, Surroundings
+from rollflow.tasks.rollout.plan import Plan, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The numbers a scheduler works to."""
-
-    seed: int
-    batches: int  # to form in all, counted from the run's beginning
-    groups: int  # N, groups in a batch
-    group_size: int  # G, responses to one prompt
-    async_ratio: float
-    depth: int  # groups running at a time
-    attempts: int  # times a failing group is issued
-    max_new_tokens: int
-    temperature: float
+from rollflow.tasks.rollout.rounds import Rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +49,7 @@ class Beginning:
     """Where a scheduler starts: a new run, or what storage says of an old one."""
 
     number: int = 0  # of the first batch that was never committed
-    cursor: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
     again: tuple[GroupKey, ...] = ()
     missing: tuple[tuple[int, int], ...] = ()  # batches to form again, as (number, edition)
     order: int = 0  # commits there are
@@ -93,11 +77,15 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What the scheduler calls: prompts, the verifier, the durable commit with the channel behind it."""
+    """What the scheduler calls: prompts, the verifier, the durable commit with the channel behind it.
+
+    `pack` gets a group ready for its batch as soon as it is complete; a simulation has nothing to write.
+    """
 
     prompt: Callable[[int], Prompt]
     score: Callable[[ScoreRequest], Awaitable[Score]]
     commit: Callable[[StagedBatch], Awaitable[None]]
+    pack: Callable[[TrajectoryGroup], TrajectoryGroup] = packed
 
 
 @dataclass(slots=True)
@@ -105,9 +93,13 @@ class Counts:
     """What a scheduler has done since it started."""
 
     tokens: int = 0
+    surplus_tokens: int = 0  # of responses that were started beyond G
+    discarded_tokens: int = 0
     trajectories: int = 0
     reward_sum: float = 0.0
     discards: Counter[str] = field(default_factory=Counter)
+    filtered: Counter[str] = field(default_factory=Counter)  # by what was wrong with the group
+    held_seconds: float = 0.0  # engines had free slots, and alpha allowed no more to start
     recent_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=512))
 
 
@@ -123,10 +115,23 @@ class RolloutScheduler:
         self._formed = beginning.number - len(beginning.missing)
         self.voids = beginning.voids  # once the run has more, this scheduler is to be replaced by one that knows
         self._order = beginning.order
-        self._cursor = beginning.cursor
-        self._again = deque(beginning.again)
-        self._running: set[GroupKey] = set()
+        self._rounds = Rounds(plan, beginning.cursor, beginning.again)
+        self._around = Surroundings(plan, proxy, outside.score, self._generated, self._note_start)
+        self._running: dict[GroupKey, Dispatch] = {}  # in the order they were started
+        self._issued = 0
+        self._left_behind: set[Dispatch] = set()  # of the running ones: they were given up
+        self._generating = 0  # responses still to come, of all that run
+        self._generated_all = asyncio.Event()
+        self._wave_full = False  # batch mode: nothing starts until all that runs has ended
+        self._by_start: defaultdict[int, dict[Dispatch, None]] = defaultdict(
+            dict
+        )  # the running ones, by their oldest start
         self._discards: list[Discard] = []
+        self._failures: Counter[int] = Counter()  # by prompt
+        self._filtered_in_a_row = 0
+        self._published = proxy.version  # the newest there is: the learner is ready for the batch of this number
+        self._held_since: float | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._ready = asyncio.Event()
 
@@ -135,100 +140,151 @@ class RolloutScheduler:
         """Groups with responses or rewards still to come."""
         return len(self._running)
 
+    def published(self, version: int) -> None:
+        """There is a new version: the learner is ready for another batch."""
+        self._published = max(self._published, version)
+        self._ready.set()
+
     def wake(self) -> None:
         """The engines hold a new version: more may be admitted."""
+        self.published(self._proxy.version)
         self._room.set()
 
     async def run(self) -> None:
-        """Form batches until there are `plan.batches`; then abandon what still runs."""
+        """Form batches until there are `plan.batches`; returns when what still runs has ended, too."""
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(self._admit(tasks))
             await self._form()
             admitting.cancel()
 
+    # --- what is started ------------------------------------------------------------------------------------
+
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            for _ in range(self._allowance()):
-                key = self._next_key()
-                self._running.add(key)
-                tasks.create_task(self._group(key))
+            self._wave_full = self._wave_full and bool(self._running)
+            while not self._wave_full and self._may_start():
+                issue = self._rounds.next()
+                self._issued += 1
+                dispatch = Dispatch(issue.key, self._around, issue.responses, self._issued, awaited=issue.awaited)
+                self._running[issue.key] = dispatch
+                self._generating += issue.responses
+                self._generated_all.clear()
+                tasks.create_task(self._dispatch(dispatch))
+            self._wave_full = self.plan.mode == "batch" and bool(self._running)
             await self._room.wait()
             self._room.clear()
 
-    def _allowance(self) -> int:
-        plan = self.plan
-        state = AdmissionState(
-            version=self._proxy.version,
-            batched=self._formed * plan.groups,
-            outstanding=len(self._running) + len(self.buffer),
-            running=len(self._running),
-        )
-        total = plan.batches * plan.groups
-        return allowance(state, groups=plan.groups, async_ratio=plan.async_ratio, depth=plan.depth, total=total)
+    def _may_start(self) -> bool:
+        """Whether one more group may start; notes since when alpha alone is what holds the engines back."""
+        plan, running = self.plan, len(self._running)
+        free = running < plan.depth and (plan.slots is None or self._generating < plan.slots or plan.mode == "batch")
+        fresh, wanted = self._allowance() if free else (0, 0)
+        self._note_held(held=free and fresh <= 0 < wanted and self._proxy.version >= 0)
+        return min(fresh, wanted) > 0
 
-    def _next_key(self) -> GroupKey:
-        """What was discarded goes first; then the next prompt that was never issued."""
-        if self._again:
-            return self._again.popleft()
-        self._cursor += 1
-        return GroupKey(self._cursor - 1, 0)
+    def _allowance(self) -> tuple[int, int]:
+        """How many groups alpha allows to start now, and how many the run can still use."""
+        plan, version = self.plan, self._proxy.version
+        started = self._formed * plan.groups + self._outstanding
+        fresh = allowance(version, started, groups=plan.groups, ahead=plan.lead)
+        extra = self._rounds.enter(min(started // plan.groups, math.floor(version + plan.lead)), version)
+        if self._formed > version + plan.lead:  # this version's batches are formed: extras would be for none
+            extra = 0
+        if self._formed > version + plan.async_ratio:  # and so would be what is started now
+            fresh = min(fresh, 0)
+        return fresh + extra, plan.batches * plan.groups + extra - started
 
-    async def _group(self, key: GroupKey) -> None:
+    @property
+    def _outstanding(self) -> int:
+        """Groups that may still come into a batch."""
+        return len(self._running) - len(self._left_behind) + len(self.buffer)
+
+    def _note_held(self, *, held: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._held_since is not None:
+            self.counts.held_seconds += now - self._held_since
+        self._held_since = now if held else None
+
+    # --- what is under way ----------------------------------------------------------------------------------
+
+    async def _dispatch(self, dispatch: Dispatch) -> None:
         """One dispatch, from prompt to buffer or discard."""
-        prompt, failure = self._outside.prompt(key.prompt), None
-        try:
-            async with asyncio.TaskGroup() as samples:
-                made = [samples.create_task(self._sample(prompt, key, s)) for s in range(self.plan.group_size)]
-        except* EngineFailed as failed:
-            failure = failed.exceptions[0]
-        if failure:
-            self._failed(key, failure)
-            return
-        group = packed(TrajectoryGroup(key, prompt.id, prompt.domain, tuple(task.result() for task in made)))
-        self._running.discard(key)
-        self.buffer.add(group)
-        self._count(group)
+        ended = await dispatch.run(self._outside.prompt(dispatch.key.prompt))
+        del self._running[dispatch.key]
+        self._left_behind.discard(dispatch)
+        if dispatch.started_version is not None:
+            self._by_start[dispatch.started_version].pop(dispatch, None)
+        self._freed(dispatch.unanswered)
+        if isinstance(ended, TrajectoryGroup):
+            self._scored(ended, dispatch.number)
+        else:
+            self._discard(ended)
+        if dispatch.failure is not None:
+            self._failed(dispatch.key, dispatch.failure)
         self._ready.set()
+
+    async def _generated(self, tokens: int) -> None:
+        """A response ended. In batch mode its reward waits for all the others."""
+        self.counts.tokens += tokens
+        self._freed(1)
+        if self.plan.mode == "batch":
+            await self._generated_all.wait()
+
+    def _freed(self, responses: int) -> None:
+        """So many requests are no longer to come."""
+        self._generating -= responses
         self._room.set()
+        if self._generating == 0:
+            self._generated_all.set()
+
+    def _note_start(self, dispatch: Dispatch, former: int | None) -> None:
+        """It has started, or started again; one that waited so long that it would be for no batch is given up."""
+        if former is not None:
+            self._by_start[former].pop(dispatch, None)
+        if dispatch.started_version is not None and dispatch not in self._left_behind:
+            self._by_start[dispatch.started_version][dispatch] = None
+            if self._formed < self.plan.batches and dispatch.started_version < self._oldest_allowed(self._next[0]):
+                self._give_up(dispatch)
+
+    def _scored(self, group: TrajectoryGroup, issue: int) -> None:
+        """A complete group: into the buffer, unless it is filtered or came too late."""
+        self.counts.surplus_tokens += group.surplus_tokens
+        why = filtered(self.plan.filter, [t.reward for t in group.trajectories])
+        if why is not None:
+            self._filtered(group, why)
+        elif group.started_version < self._oldest_allowed(self._next[0]):
+            self._drop(group)
+        else:
+            self._filtered_in_a_row = 0
+            self.buffer.add(self._outside.pack(group), issue)
+            self._count(group)
+
+    def _filtered(self, group: TrajectoryGroup, why: str) -> None:
+        self.counts.filtered[why] += 1
+        self._filtered_in_a_row += 1
+        self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
+        if self.plan.filter and self._filtered_in_a_row >= self.plan.filter.most:
+            raise RollflowError(
+                f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
+                "widen it, or choose prompts that this policy sometimes answers right"
+            )
 
     def _failed(self, key: GroupKey, failure: Exception) -> None:
-        """The engines died under a group: discard it and issue it again, unless that happened too often."""
-        self._running.discard(key)
-        self._discard(key, DiscardReason.FAILED, self._proxy.version, 0)
-        if key.attempt + 1 >= self.plan.attempts or self._proxy.version < 0:
+        """The engines died under a group: it is issued again, unless that happened too often."""
+        self._failures[key.prompt] += 1
+        if self._failures[key.prompt] >= self.plan.attempts or self._proxy.version < 0:
             raise failure
-        self._room.set()
 
-    async def _sample(self, prompt: Prompt, key: GroupKey, sample: int) -> Trajectory:
-        """One response and its reward; the reward starts as soon as the response ends."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        request = GenerationRequest(
-            id=f"{key.prompt}.{key.attempt}.{sample}",
-            prompt=prompt.tokens,
-            max_new_tokens=self.plan.max_new_tokens,
-            temperature=self.plan.temperature,
-            seed=sample_seed(self.plan.seed, key, sample),
-        )
-        started = await self._proxy.generate(request)
-        generated = clock()
-        made = started.generation
-        self.counts.tokens += len(made.tokens)
-        score = await self._outside.score(ScoreRequest(made.tokens, prompt.reference))
-        asked = len(prompt.tokens)
-        return Trajectory(
-            sample=sample,
-            started_version=started.version,
-            tokens=prompt.tokens + made.tokens,
-            loss_mask=(False,) * asked + (True,) * len(made.tokens),
-            logprobs=(0.0,) * asked + made.logprobs,
-            versions=(-1,) * asked + made.versions,
-            reward=score.reward,
-            reason=score.reason,
-            ending=Ending(made.ending),
-            generation_seconds=generated - began,
-            reward_seconds=clock() - generated,
-        )
+    def _drop(self, group: TrajectoryGroup) -> None:
+        self._discard(Discard(group.key, self._too_slow, group.started_version, group.response_tokens))
+
+    def _discard(self, discard: Discard) -> None:
+        self._discards.append(discard)
+        self.counts.discards[discard.reason] += 1
+        self.counts.discarded_tokens += discard.response_tokens
+        self._rounds.ended(discard)
+
+    # --- what is trained on ---------------------------------------------------------------------------------
 
     async def _form(self) -> None:
         """Form, commit and hand over one batch after another."""
@@ -240,45 +296,79 @@ class RolloutScheduler:
                 continue
             await self._outside.commit(staged)
 
+    @property
+    def _next(self) -> tuple[int, int]:
+        """The next batch to form: its number and edition."""
+        return self._missing[0] if self._missing else (self.number, 0)
+
+    def _oldest_allowed(self, number: int) -> float:
+        return number - self.plan.async_ratio
+
     def _stage(self) -> StagedBatch | None:
         """Choose the next batch if there is one; stale groups are discarded and issued again."""
-        number, edition = self._missing[0] if self._missing else (self.number, 0)
-        taken = self.buffer.take(self.plan.groups, number - self.plan.async_ratio)
+        plan, (number, edition) = self.plan, self._next
+        if len(self.buffer) < plan.groups or self._must_wait(number):
+            return None
+        taken = self.buffer.take(plan.groups, self._oldest_allowed(number), in_order=plan.order == "started")
         for group in taken.stale:
-            self._discard(group.key, DiscardReason.STALE, group.started_version, group.response_tokens)
+            self._drop(group)
         if taken.stale:
             self._room.set()
         if not taken.groups:
             return None
-        discards, self._discards = tuple(self._discards), []
-        in_flight = (*sorted(self._running), *self.buffer.keys, *self._again)
-        staged = StagedBatch(number, taken.groups, self._cursor, in_flight, discards, edition, self._order, self.voids)
         self._advance()
-        return staged
+        discards, self._discards = tuple(self._discards), []
+        in_flight = (*self._running, *self.buffer.keys, *self._rounds.again)
+        cursor = self._rounds.cursor
+        return StagedBatch(number, taken.groups, cursor, in_flight, discards, edition, self._order - 1, self.voids)
+
+    def _must_wait(self, number: int) -> bool:
+        """Whether a group is still to come that this batch may not leave behind.
+
+        While the learner is busy that is any group: a batch that is formed early must cost nobody its place.
+        """
+        if self.plan.order == "started":
+            first = next((d for d in self._running.values() if d not in self._left_behind), None)
+            return first is not None and self.buffer.before(first.number) < self.plan.groups
+        behind = self._started_before(self._oldest_allowed(number + 1))
+        return bool(behind) if number > self._published else any(d.awaited for d in behind)
+
+    def _started_before(self, bound: float) -> list[Dispatch]:
+        """The running dispatches that were started under an older version than `bound`."""
+        return [d for version, found in self._by_start.items() if version < bound for d in found]
 
     def _advance(self) -> None:
-        """Go on to the next batch: the next one that is missing, or else a new one."""
+        """Go on to the next batch: the next one that is missing, or else a new one; drop what is too old for it."""
         if self._missing:
             self._missing.popleft()
         else:
             self.number += 1
         self._formed += 1
         self._order += 1
+        bound = self._oldest_allowed(self._next[0])
+        for group in self.buffer.take(0, bound).stale:
+            self._drop(group)
+        if self._formed < self.plan.batches:
+            for dispatch in self._started_before(bound):
+                self._give_up(dispatch)
+        self._by_start = defaultdict(dict, {v: found for v, found in self._by_start.items() if found})
         self._room.set()
 
-    def _discard(self, key: GroupKey, reason: DiscardReason, started: int, tokens: int) -> None:
-        self._discards.append(Discard(key, reason, started, tokens))
-        self._again.append(GroupKey(key.prompt, key.attempt + 1))
-        self.counts.discards[reason] += 1
+    def _give_up(self, dispatch: Dispatch) -> None:
+        assert dispatch.started_version is not None, "it was found by its start"
+        self._by_start[dispatch.started_version].pop(dispatch, None)
+        self._left_behind.add(dispatch)
+        task = asyncio.create_task(dispatch.give_up(self._too_slow))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    @property
+    def _too_slow(self) -> DiscardReason:
+        """What a group is called that was left behind: by design, or by chance."""
+        return DiscardReason.REDUNDANT if self.plan.extra_groups else DiscardReason.STALE
 
     def _count(self, group: TrajectoryGroup) -> None:
         self.counts.trajectories += len(group.trajectories)
         rewards = [t.reward for t in group.trajectories]
         self.counts.reward_sum += sum(rewards)
         self.counts.recent_rewards.extend(rewards)
-
-
-def sample_seed(seed: int, key: GroupKey, sample: int) -> int:
-    """A 63-bit seed for one response: the same dispatch of the same run always samples alike."""
-    text = f"{seed}:{key.prompt}:{key.attempt}:{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

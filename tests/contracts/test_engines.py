@@ -114,7 +114,7 @@ async def progressed(case: Case, count: int = 8) -> tuple[list[str], list[asynci
     requests = [case.request(LONG) for _ in range(count)]
     tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
     ids = [request.id for request in requests]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not any(case.engine.progress(dict.fromkeys(ids, 2)).values()):
             await asyncio.sleep(0.01)
     return ids, tasks

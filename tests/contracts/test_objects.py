@@ -20,7 +20,7 @@ import pytest
 import s3fs
 
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, StoreFailed, Unreachable
-from rollflow.storage.objects import ObjectStore, open_store, s3_requests
+from rollflow.storage.objects import ObjectStore, disk, open_store, s3_requests
 from rollflow.storage.objects import local as local_backend
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.storage.objects.local import LocalStore
@@ -190,6 +190,41 @@ def test_missing(store: ObjectStore, tmp_path: Path) -> None:
     assert store.exists("a/b")
 
 
+@pytest.mark.parametrize("size", [5, 3_000_000])
+def test_an_object_is_created_with_the_file_it_names(store: ObjectStore, size: int) -> None:
+    data, seen = os.urandom(size), list[bool]()
+
+    def content(sha256: str) -> bytes:
+        seen.append(store.exists("a/record"))
+        return sha256.encode()
+
+    sha256 = store.create_naming("a/record", content, "b/file", [data[:3], memoryview(data)[3:]])
+    assert sha256 == hashlib.sha256(data).hexdigest()
+    assert store.get("a/record") == sha256.encode()
+    assert store.get("b/file") == data
+    assert seen == [False]
+    with pytest.raises(Conflict):
+        store.create_naming("a/record", lambda _: b"another", "b/second", b"data")
+    assert store.get("a/record") == sha256.encode()
+
+
+def test_exactly_one_of_racing_threads_creates_with_a_file(store: ObjectStore) -> None:
+    start = threading.Barrier(8)
+
+    def write(number: int) -> list[int]:
+        start.wait(timeout=10)
+        try:
+            store.create_naming("record", lambda _: b"%d" % number, f"file-{number}", b"data of %d" % number)
+        except Conflict:
+            return []
+        return [number]
+
+    with ThreadPoolExecutor(8) as pool:
+        [winner] = [number for won in pool.map(write, range(8)) for number in won]
+    assert store.get("record") == b"%d" % winner
+    assert store.get(f"file-{winner}") == b"data of %d" % winner
+
+
 @pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "../a", "a/../b", "a/./b"])
 def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path: str) -> None:
     calls: list[Callable[[], object]] = [
@@ -318,6 +353,41 @@ def test_check_sweeps_what_killed_writers_left(local: LocalStore) -> None:
     local.check()
     assert new.exists()
     assert not old.exists()
+
+
+@pytest.mark.parametrize("size", [5, 3_000_000])
+def test_a_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A power cut at any moment: the record is never there while its file, its name or a folder above is not."""
+    synced, fsync, link = set[Path](), os.fsync, os.link
+
+    def noted_sync(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noted_link(source: Path, target: Path) -> None:
+        assert synced >= {local.root / "b" / "file", local.root / "b", local.root, source}
+        synced.clear()
+        link(source, target)
+
+    monkeypatch.setattr(local_backend.os, "fsync", noted_sync)
+    monkeypatch.setattr(local_backend.os, "link", noted_link)
+    local.create_naming("a/record", str.encode, "b/file", os.urandom(size))
+    assert synced == {local.root / "a"}
+
+
+def test_a_write_in_many_pieces_that_is_cut_short_goes_on(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    writev = os.writev
+    monkeypatch.setattr("os.writev", lambda file, parts: writev(file, [memoryview(b"".join(parts))[:100_000]]))
+    data = [os.urandom(n % 7 * 1000) for n in range(2000)]
+    assert local.put("a", data) == hashlib.sha256(b"".join(data)).hexdigest()
+    assert local.get("a") == b"".join(data)
+
+
+def test_without_early_writes_the_same_is_written(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_sync_file_range", None)
+    data = os.urandom(20_000_000)
+    assert local.put("a", data) == hashlib.sha256(data).hexdigest()
+    assert local.get("a") == data
 
 
 def test_a_failed_write_leaves_nothing(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,20 @@ def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     check_mlflow(tmp_path, "first")
 
 
+def test_vllm_redundant_filtered_and_restarting(tmp_path: Path) -> None:
+    """Extra groups and responses, a filter and tail batching on the real engine, updates that restart what runs."""
+    command = Command(tmp_path, SMALL.format(versions=10, alpha=1, engine="vllm"))
+    changes = ["rollout.extra_groups=8", "rollout.extra_responses=2", "rollout.tail_batching=true"]
+    changes += ["rollout.filter.min_std=0", "engine.in_flight=restart", "async_ratio=0", "groups=8"]
+    command.run("run", str(command.recipe), "--run-id", "choices", *(o for c in changes for o in ("--set", c)))
+    report = audit(open_store(str(tmp_path / "store/runs/choices")))
+    assert report.violations == []
+    assert (report.versions, report.trajectories, set(report.staleness)) == (10, 10 * 8 * 4, {0})
+    assert report.fates["discarded: filtered"] > 0
+    assert report.fates["discarded: redundant"] > 0
+    assert report.surplus_tokens > 0
+
+
 def check_mlflow(home: Path, run_id: str) -> None:
     """Parameters, one point per version, and the plot are in MLflow."""
     from mlflow import MlflowClient

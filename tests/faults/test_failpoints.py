@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,19 @@ class KillingStore(LocalStore):
         self._point(path, after=False)
         super().create(path, data)
         self._point(path, after=True)
+
+    def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
+        """Two writes, and what lies between them: the file has its name, the object that names it is not there."""
+
+        def between(sha256: str) -> Data:
+            self._point(file, after=True)
+            self._point(path, after=False)
+            return content(sha256)
+
+        self._point(file, after=False)
+        sha256 = super().create_naming(path, between, file, data)
+        self._point(path, after=True)
+        return sha256
 
     def delete(self, path: str) -> None:
         self._point(path, after=False)

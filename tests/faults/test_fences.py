@@ -15,10 +15,12 @@ from rollflow.storage.audit import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+VERSIONS = 600  # enough for the second supervisor to begin before the first one ends
+
 
 def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
     """As after a partition: the old supervisor, its learner and its scheduler are alive when the new ones begin."""
-    recipe = RECIPE.format(seed=3, versions=150, engine="timed", timing=TIMING["timed"])
+    recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     old = Victim(tmp_path / "old", recipe)
     elsewhere = tmp_path / "elsewhere"
     try:
@@ -34,4 +36,4 @@ def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
         kill_everything(elsewhere)
     report = audit(old.store)
     assert report.clean, report.violations
-    assert report.versions == 150
+    assert report.versions == VERSIONS

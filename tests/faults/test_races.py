@@ -13,7 +13,7 @@ from rollflow.storage.claims import Claim
 from rollflow.storage.errors import Conflict
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import GroupKey
+from rollflow.storage.records import Cursor, GroupKey
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.rollout.scheduler import Beginning
 from tests.storage.test_stores import group, publish, staged
@@ -110,7 +110,7 @@ def settle_or_commit(root: Path, number: int, racer: int) -> str:
     if racer == 0:
         Beginning.of(batches, 0)
         return "settled"
-    batches.commit(StagedBatch(1, (group(1),), 2, (), (), order=1), async_ratio=1)
+    batches.commit(StagedBatch(1, (group(1),), Cursor((2,), (0,)), (), (), order=1), async_ratio=1)
     return "committed"
 
 
@@ -118,7 +118,9 @@ def test_a_settlement_and_a_commit_race_for_one_name(tmp_path: Path) -> None:
     """Either the commit comes first and the settlement counts it in, or it fails: no dispatch gets two fates."""
     for number in range(20):
         store = LocalStore(tmp_path / str(number))
-        record, _ = TrajectoryStore(store).commit(StagedBatch(0, (group(0),), 2, (GroupKey(1, 0),), ()), 0)
+        record, _ = TrajectoryStore(store).commit(
+            StagedBatch(0, (group(0),), Cursor((2,), (0,)), (GroupKey(1, 0),), ()), 0
+        )
         store.delete(record.file)
         TrajectoryStore(store).void(0, "gone")
     won = race(tmp_path, settle_or_commit, 20)

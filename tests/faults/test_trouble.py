@@ -162,10 +162,10 @@ def kept(run: ObjectStore) -> set[int]:
 def test_a_manifest_of_a_newer_format(run: LocalStore) -> None:
     path = manifest_path(0)
     body = json.loads(run.get(path))
-    run.put(path, json.dumps({**body, "format": 2, "code_version": "9.0", "new": {}}).encode())
+    run.put(path, json.dumps({**body, "format": 3, "code_version": "9.0", "new": {}}).encode())
     with pytest.raises(
         Corrupt,
-        match=rf"^{path} has format 2, this version of rollflow reads format 1; "
+        match=rf"^{path} has format 3, this version of rollflow reads format 2; "
         r"it was written by rollflow 9\.0: use that one to read it$",
     ):
         PolicyStore(run).manifest(0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.cli import main
+from rollflow.flows.summary import summarize
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import manifest_path
 from rollflow.storage.recoveries import Recovery, RecoveryLog
@@ -83,6 +84,29 @@ def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) 
         "learner: its process was killed; back after 4.5 s; done again: the step of version 4",
     ):
         assert words in out, out
+
+
+def test_domains_are_shown_beside_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two sources, issued in turn although one was to have three times the groups of the other."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "110")
+    prompts = [
+        {"kind": "reasoning-gym", "family": family, "share": share} for family, share in (("gcd", 3), ("lcm", 1))
+    ]
+    context = prepare_small(tmp_path, "two", prompts=prompts)
+    train_small(context, 5)
+    for command in ("audit", "inspect"):
+        out = shown(capsys, command, "two")
+        assert "trained groups by domain" in out
+        assert "│ gcd │ 5 │ 50.0% │ 75.0% │ │ lcm │ 5 │ 50.0% │ 25.0% │" in out
+    assert "next prompt 14 or 13" in out
+    assert "the next prompt is 14 or 13" in shown(capsys, "inspect", "two", "14.0", code=2)
+    metrics = context.policies().manifest(3).metrics
+    assert (metrics["groups_gcd"], metrics["groups_lcm"]) == (1.0, 1.0)
+    summary = summarize(context, {}, 0.0, {})
+    assert summary["domains"]["gcd"] == {"groups": 5, "share": 0.5, "asked": 0.75}
 
 
 def test_inspect_a_version(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,16 @@ def test_a_run_that_has_just_begun_can_be_drawn() -> None:
     assert "nothing trained yet" in "\n".join(drawn(RunStatus("x"), 80))
 
 
+def test_several_domains_are_shown_beside_what_was_asked_for() -> None:
+    two = replace(STATUS, domains={"gcd": 30, "lcm": 10}, shares={"gcd": 0.7, "lcm": 0.3})
+    assert RunStatus.from_json(two.to_json()) == two
+    assert "gcd 75% of 70%  lcm 25% of 30%" in "\n".join(drawn(two, 100))
+    stream = io.StringIO()
+    domains = {"gcd": {"groups": 30, "share": 0.75, "asked": 0.7}, "lcm": {"groups": 10, "share": 0.25, "asked": 0.3}}
+    print_summary({"domains": domains}, stream)
+    assert "gcd 75.0% (asked 70.0%)   lcm 25.0% (asked 30.0%)" in stream.getvalue()
+
+
 def test_only_the_first_and_the_latest_accuracy_points_are_shown() -> None:
     many = replace(STATUS, accuracy=tuple((v, v / 100) for v in range(0, 100, 10)))
     assert "0.0% v0 ⋯ 60.0% v60 → 70.0% v70 → 80.0% v80 → 90.0% v90" in "\n".join(drawn(many, 100))

@@ -31,7 +31,7 @@ from rollflow.flows.status import RunStatus
 from rollflow.flows.supervision import StageFailed
 from rollflow.flows.upkeep import RUNNER, SERVER, Upkeep
 from rollflow.storage.recoveries import Recovery, RecoveryLog
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run import FORMAT, RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -59,7 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = context_of(str(tmp_path / "store"), f"run-{uuid.uuid4().hex[:6]}")
     described = {
-        "format": 1,
+        "format": FORMAT,
         "run_id": context.uri.rpartition("/")[2],
         "config": RunConfig.model_validate(CONFIG).model_dump(mode="json"),
         "created_at": time.time(),

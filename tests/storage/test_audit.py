@@ -15,7 +15,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Missing
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
-from rollflow.storage.records import Discard, DiscardReason, GroupKey, TrajectoryGroup
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, TrajectoryGroup
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, commit_path
 from rollflow.tasks.clock import run_virtual
 from tests.support.pipeline import Damage, Pipeline, damaged
@@ -59,6 +59,12 @@ def recommit(run: MemoryStore, record: BatchCommit) -> None:
         run.put(manifest_path(version), manifest.to_json())
 
 
+def beyond(record: BatchCommit, source: int = 0) -> Cursor:
+    """The cursor of a commit, with one source a prompt further."""
+    issued = (count + (which == source) for which, count in enumerate(record.cursor.issued))
+    return replace(record.cursor, issued=tuple(issued))
+
+
 def kinds(run: MemoryStore) -> set[str]:
     return {violation.kind for violation in audit(run).violations}
 
@@ -94,20 +100,72 @@ def test_two_fates(run: MemoryStore) -> None:
     record = TrajectoryStore(run).record(3)
     fate = Discard(record.groups[0], DiscardReason.FILTERED, 2, 10)
     recommit(run, replace(record, discards=(*record.discards, fate)))
-    assert kinds(run) == {"duplicate"}
+    assert kinds(run) == {"duplicate", "lineage"}  # nor does the cursor count it as filtered
 
 
 def test_a_lost_prompt(run: MemoryStore) -> None:
     record = TrajectoryStore(run).record(5)
-    recommit(run, replace(record, cursor=record.cursor + 1))
+    recommit(run, replace(record, cursor=beyond(record)))
     assert kinds(run) >= {"missing"}
+
+
+@pytest.fixture
+def mixed() -> MemoryStore:
+    """A finished run of six versions, from two sources."""
+    store = MemoryStore(uuid.uuid4().hex)
+    run_virtual(Pipeline(store, shares=(3.0, 1.0)).run())
+    assert audit(store).clean
+    return store
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_lost_prompt_of_one_source_of_two(mixed: MemoryStore, source: int) -> None:
+    record = TrajectoryStore(mixed).record(5)
+    recommit(mixed, replace(record, cursor=beyond(record, source)))
+    where = f"prompt {record.cursor.upcoming[source]}"
+    assert [(v.kind, v.where) for v in audit(mixed).violations if v.kind == "missing"] == [("missing", where)]
+
+
+def test_an_index_skipped_in_one_source(mixed: MemoryStore) -> None:
+    """A group is moved one position further in its source, and the cursor with it: the gap it leaves is found."""
+    record = TrajectoryStore(mixed).record(5)
+    assert record.in_flight == ()
+    moved = max(key for key in record.groups if key.prompt % 2 == 1)
+
+    def onward(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        return [replace(g, key=GroupKey(moved.prompt + 2, 0)) if g.key == moved else g for g in groups]
+
+    rewrite(mixed, 5, onward)
+    assert kinds(mixed) == {"missing", "lineage"}  # it lies beyond the cursor, too
+    recommit(mixed, replace(TrajectoryStore(mixed).record(5), cursor=beyond(record, 1)))
+    assert [(v.kind, v.where) for v in audit(mixed).violations] == [("missing", f"prompt {moved.prompt}")]
+
+
+def test_a_cursor_that_miscounts_what_was_filtered(mixed: MemoryStore) -> None:
+    """A source's share would be wrong from there on."""
+    record = TrajectoryStore(mixed).record(5)
+    recommit(mixed, replace(record, cursor=replace(record.cursor, filtered=(0, 1))))
+    [violation] = audit(mixed).violations
+    assert (violation.kind, violation.where) == ("lineage", "source 1")
+    assert violation.what == "0 of its groups were filtered, the cursor counts 1"
+
+
+def test_a_commit_of_another_number_of_sources(mixed: MemoryStore) -> None:
+    record = TrajectoryStore(mixed).record(2)
+    recommit(mixed, replace(record, cursor=Cursor((record.cursor.issued[0],), (0,))))
+    [violation] = audit(mixed).violations
+    assert (violation.where, violation.what) == ("batch 2", "its cursor has 1 sources, the newest one 2")
+
+
+def test_groups_are_counted_by_domain(mixed: MemoryStore) -> None:
+    assert audit(mixed).domains == {"source 0": 18, "source 1": 6}
 
 
 def test_a_discard_that_was_never_issued_again(run: MemoryStore) -> None:
     record = TrajectoryStore(run).record(5)
-    lost = GroupKey(record.cursor, 0)
+    lost = GroupKey(record.cursor.upcoming[0], 0)
     fate = Discard(lost, DiscardReason.STALE, 2, 10)
-    recommit(run, replace(record, cursor=record.cursor + 1, discards=(*record.discards, fate)))
+    recommit(run, replace(record, cursor=beyond(record), discards=(*record.discards, fate)))
     assert kinds(run) >= {"missing"}
 
 

@@ -27,10 +27,12 @@ from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, T
 from rollflow.storage.settlement import newest_commit
 from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore, commit_path
 from rollflow.tasks.clock import VirtualClockLoop
+from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.rollout.scheduler import Beginning
 from tests.support.pipeline import Damage, StoredBatches, damaged
 
 GROUPS, ALPHA = 2, 4
+SHARES = (0.5, 0.3, 0.2)
 
 
 class Scheduler:
@@ -39,7 +41,8 @@ class Scheduler:
     def __init__(self, run: MemoryStore, trained: int) -> None:
         self.batches = TrajectoryStore(run)
         found = Beginning.of(self.batches, trained)
-        self.number, self.cursor, self.order, self.voids = found.number, found.cursor, found.order, found.voids
+        self.number, self.order, self.voids = found.number, found.order, found.voids
+        self.mixture = Mixture(SHARES, found.cursor.issued, found.cursor.filtered)
         self.missing, self.again = deque(found.missing), deque(found.again)
         self.running: list[GroupKey] = []
         self.discards: list[Discard] = []
@@ -54,14 +57,16 @@ class Scheduler:
         if self.again:
             self.running.append(self.again.popleft())
         else:
-            self.running.append(GroupKey(self.cursor, 0))
-            self.cursor += 1
+            self.running.append(GroupKey(self.mixture.next(), 0))
 
-    def discard(self, key: GroupKey) -> None:
-        """A group failed."""
+    def discard(self, key: GroupKey, reason: DiscardReason) -> None:
+        """A group failed, or was filtered for good."""
         self.running.remove(key)
-        self.discards.append(Discard(key, DiscardReason.FAILED, 0, 3))
-        self.again.append(GroupKey(key.prompt, key.attempt + 1))
+        self.discards.append(Discard(key, reason, 0, 3))
+        if reason.issued_again:
+            self.again.append(GroupKey(key.prompt, key.attempt + 1))
+        else:
+            self.mixture.filtered(key.prompt)
 
     def commit(self, version: int) -> tuple[BatchCommit, pa.Buffer]:
         """Form a batch of what runs longest."""
@@ -72,7 +77,7 @@ class Scheduler:
         staged = StagedBatch(
             number,
             tuple(group(key, version) for key in taken),
-            self.cursor,
+            self.mixture.state,
             (*self.running, *self.again),
             tuple(self.discards),
             edition,
@@ -145,14 +150,16 @@ class Run(RuleBasedStateMachine):
         """Another one starts from storage; the old ones may be dead, or only slow."""
         self.schedulers = [*self.schedulers[-2:], Scheduler(self.store, self.version)]
 
-    @rule(which=st.integers(0, 2), count=st.integers(1, 5), failing=st.integers(0, 2))
-    def dispatch(self, which: int, count: int, failing: int) -> None:
-        """Groups are issued; some of them fail."""
+    @rule(which=st.integers(0, 2), count=st.integers(1, 5), failing=st.integers(0, 2), filtered=st.integers(0, 3))
+    def dispatch(self, which: int, count: int, failing: int, filtered: int) -> None:
+        """Groups are issued; some of them fail, and most that are filtered are of one source."""
         scheduler = self.schedulers[which % len(self.schedulers)]
         for _ in range(count):
             scheduler.dispatch()
         for key in scheduler.running[:failing]:
-            scheduler.discard(key)
+            scheduler.discard(key, DiscardReason.FAILED)
+        for key in [key for key in scheduler.running if key.prompt % len(SHARES) == 1 or filtered == 3][:filtered]:
+            scheduler.discard(key, DiscardReason.FILTERED)
 
     @rule(which=st.sampled_from([0, 1, 2, -1, -1]), puts=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def commit(self, which: int, puts: list[int]) -> None:

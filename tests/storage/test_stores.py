@@ -21,6 +21,7 @@ from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.base import first_missing
 from rollflow.storage.policies import Manifest, PolicyStore, Retention, manifest_path
 from rollflow.storage.records import (
+    Cursor,
     Discard,
     DiscardReason,
     Ending,
@@ -47,9 +48,14 @@ def group(prompt: int, started: int = 0, attempt: int = 0) -> TrajectoryGroup:
     return TrajectoryGroup(GroupKey(prompt, attempt), f"p{prompt}", "test", made)
 
 
+def counted(issued: int) -> Cursor:
+    """The cursor of one source."""
+    return Cursor((issued,), (0,))
+
+
 def staged(number: int = 0, started: int = 0) -> StagedBatch:
     gone = Discard(GroupKey(9, 0), DiscardReason.STALE, 0, 12)
-    return StagedBatch(number, (group(0, started), group(1, started)), 10, (GroupKey(9, 1),), (gone,))
+    return StagedBatch(number, (group(0, started), group(1, started)), counted(10), (GroupKey(9, 1),), (gone,))
 
 
 def test_a_batch_comes_back_as_it_was(run: ObjectStore) -> None:
@@ -58,7 +64,7 @@ def test_a_batch_comes_back_as_it_was(run: ObjectStore) -> None:
     assert again == record
     assert read.equals(data)
     assert tuple(TrajectoryBatch.from_bytes(read).groups()) == staged().groups
-    assert (again.cursor, again.in_flight, again.discards) == (10, (GroupKey(9, 1),), staged().discards)
+    assert (again.cursor, again.in_flight, again.discards) == (counted(10), (GroupKey(9, 1),), staged().discards)
     assert again.response_tokens == (4, 4)
     assert BatchCommit.from_json(record.to_json(), record.path) == record
 
@@ -223,17 +229,53 @@ def test_a_scheduler_that_does_not_know_of_a_void_commits_nothing_more(run: Obje
     batches = TrajectoryStore(run)
     for number in range(2):
         record, _ = batches.commit(
-            StagedBatch(number, (group(number, number),), number + 1, (), (), order=number), async_ratio=0
+            StagedBatch(number, (group(number, number),), counted(number + 1), (), (), order=number), async_ratio=0
         )
     run.delete(record.file)
     batches.void(1, "gone")
     found = Beginning.of(TrajectoryStore(run), 1)
-    assert found == Beginning(3, 2, (GroupKey(1, 1),), ((1, 1), (2, 1)), 3, 1)
+    assert found == Beginning(3, counted(2), (GroupKey(1, 1),), ((1, 1), (2, 1)), 3, 1)
     assert Beginning.of(TrajectoryStore(run), 1) == found  # settled once
     settlement = batches.record_of(2, 0)
     assert settlement.discards == (Discard(GroupKey(1, 0), DiscardReason.CORRUPT, 1, 4),)
     with pytest.raises(Conflict):
-        batches.commit(StagedBatch(2, (group(2, 2),), 3, (), (), order=2), async_ratio=0)
+        batches.commit(StagedBatch(2, (group(2, 2),), counted(3), (), (), order=2), async_ratio=0)
+
+
+@pytest.mark.parametrize("lost", ["file", "commit"])
+def test_a_settlement_counts_issued_and_filtered_by_source(run: ObjectStore, lost: str) -> None:
+    """Two sources, batch 1 of three is lost; what only its commit knew of is issued again under the same key."""
+    batches = TrajectoryStore(run)
+    filtered = [(3,), (4, 5), (8,)]  # by batch
+    cursors = Cursor((2, 2), (0, 1)), Cursor((4, 3), (1, 2)), Cursor((6, 3), (2, 2))
+    flying = (), (GroupKey(6, 0),), (GroupKey(10, 0),)
+    groups = (0, 1), (2,), (6,)
+    for number, prompts in enumerate(groups):
+        gone = tuple(Discard(GroupKey(prompt, 0), DiscardReason.FILTERED, number, 7) for prompt in filtered[number])
+        made = tuple(group(prompt, number) for prompt in prompts)
+        batches.commit(StagedBatch(number, made, cursors[number], flying[number], gone, order=number), async_ratio=0)
+    record = batches.record(1)
+    run.put(record.path if lost == "commit" else record.file, b"rotten")
+    batches.void(1, "rotten")
+    found = Beginning.of(TrajectoryStore(run), 1)
+    assert found.missing == ((1, 1), (3, 1))
+    if lost == "file":
+        assert found.cursor == Cursor((6, 3), (2, 2))
+        assert found.again == (GroupKey(2, 1), GroupKey(10, 0))
+    else:
+        assert found.cursor == Cursor((6, 3), (1, 1))  # 4 and 5 are no longer known to be filtered
+        assert found.again == (GroupKey(2, 0), GroupKey(4, 0), GroupKey(5, 0), GroupKey(10, 0))
+
+
+def test_a_cursor_by_hand() -> None:
+    cursor = Cursor((3, 1), (0, 1))
+    assert list(cursor.indices()) == [0, 2, 4, 1]
+    assert cursor.upcoming == (6, 3)
+    assert [index for index in range(9) if cursor.covers(index)] == [0, 1, 2, 4]
+    assert not Cursor().covers(0)
+    assert list(Cursor().indices()) == []
+    with pytest.raises(ValueError, match="a cursor of 2 sources counts what 1 had filtered"):
+        Cursor((3, 1), (0,))
 
 
 def together(*calls: Callable[[], object]) -> None:

@@ -21,6 +21,7 @@ from rollflow.storage import ray_channel
 from rollflow.storage.errors import Corrupt, Unreachable
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.ray_channel import CHANNEL, RayChannel, start_channel
+from rollflow.storage.records import Cursor
 from rollflow.storage.trajectories import TrajectoryStore
 from tests.storage.test_stores import staged
 
@@ -102,7 +103,7 @@ async def never_a_voided_one(channel: RayChannel, store: ObjectStore) -> None:
     batches.void(6, "damaged")
     anew = asyncio.create_task(blocking(channel.lease, 6, 30))
     await asyncio.sleep(0.5)
-    _, other = batches.commit(replace(staged(6), cursor=11, edition=1, order=4, voids=1), 6)
+    _, other = batches.commit(replace(staged(6), cursor=Cursor((11,), (0,)), edition=1, order=4, voids=1), 6)
     await channel.put(6, other, 5, edition=1)
     assert await anew == other
 
@@ -128,6 +129,23 @@ async def lost_with_its_owner(channel: RayChannel, store: ObjectStore) -> None:
     assert seen
 
 
+async def by_the_name_of_its_file(channel: RayChannel, store: ObjectStore) -> None:
+    """A file is not copied: who leases it maps it, or gets what the store has if there is no such file here."""
+    await blocking(channel.finish, 6, 7)
+    batches = TrajectoryStore(store)
+    record, data = batches.commit(replace(staged(7), order=5, voids=1), 7)
+    file = store.local_path(record.file)
+    assert file is not None
+    await channel.put(7, file, 5)
+    assert isinstance(await channel.actor.lease.remote(7, 5, afresh=False), str)
+    assert await blocking(channel.lease, 7, 5) == data
+    file.rename(file.with_suffix(".away"))
+    with pytest.raises(Corrupt, match=record.file):
+        await blocking(channel.lease, 7, 5)
+    file.with_suffix(".away").rename(file)
+    assert await blocking(channel.lease, 7, 5) == data
+
+
 async def nobody_there(channel: RayChannel) -> None:
     """Nobody takes the dead one's place: the wait ends, in words."""
     ray.kill(ray.get_actor(CHANNEL))
@@ -143,6 +161,7 @@ async def main(store: ObjectStore) -> None:
     await answered_by_the_next(channel, store)
     await never_a_voided_one(channel, store)
     await lost_with_its_owner(channel, store)
+    await by_the_name_of_its_file(channel, store)
     await nobody_there(channel)
 
 

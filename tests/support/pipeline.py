@@ -6,9 +6,9 @@ import asyncio
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
@@ -21,12 +21,14 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
+from rollflow.tasks.rollout.plan import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Beginning, Outside, Plan, RolloutScheduler
-from rollflow.tasks.settings import TimedEngineConfig
+from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
+from rollflow.tasks.settings import Routing, TimedEngineConfig
 
 LOOK_SECONDS = 0.2  # how often a scheduler asks whether a batch was voided
 PATIENCE_SECONDS = 1e6
+STUCK_SECONDS = 1e3
 
 Damage = Literal["flipped", "cut", "gone", "commit"]
 
@@ -63,10 +65,15 @@ class Pipeline:
     in_flight: str = "continue"
     seed: int = 0
     sigma: float = 1.0
+    seconds_per_token: float = 0.002
     keep_last: int = 5
     engine_list: Sequence[Engine] | None = None
     damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # to (batch, edition), once committed
     engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, which engine); a new one joins in its place
+    shares: tuple[float, ...] = (1.0,)
+    scheduler_type: type[RolloutScheduler] = RolloutScheduler
+    choices: Mapping[str, Any] = field(default_factory=dict)  # of the `Plan`
+    routing: Routing = "least-work"
     scheduler: RolloutScheduler = field(init=False)
 
     def describe(self) -> None:
@@ -85,11 +92,12 @@ class Pipeline:
         engines = self.engine_list or [self._engine() for _ in range(self.engines)]
         for engine in engines:
             await engine.start()
-        self.proxy = InferenceProxy(engines, self.slots, PATIENCE_SECONDS if self.engine_deaths else 0.0)
+        patience = PATIENCE_SECONDS if self.engine_deaths else 0.0
+        self.proxy = InferenceProxy(engines, self.slots, patience, self.routing)
         source = StoredBatches(TrajectoryStore(self.store))
         self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, source, self.policies.latest())
         self.scheduler = self._scheduler()
-        hooks = Hooks(lambda _: self.scheduler.wake(), self._pinned)
+        hooks = Hooks(lambda v: self.scheduler.published(v), lambda _: self.scheduler.wake(), self._pinned)
         controller = AsyncController(self.proxy, self, self.in_flight, hooks)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(controller.run(self.versions))
@@ -100,20 +108,43 @@ class Pipeline:
             killing.cancel()
 
     def _engine(self) -> Engine:
-        return TimedEngine(TimedEngineConfig(slots=self.slots, sigma=self.sigma, max_new_tokens=64))
+        pace = self.seconds_per_token
+        return TimedEngine(
+            TimedEngineConfig(slots=self.slots, sigma=self.sigma, max_new_tokens=64, seconds_per_token=pace)
+        )
 
     def _scheduler(self) -> RolloutScheduler:
-        plan = Plan(self.seed, self.versions, self.groups, self.group_size, self.async_ratio, self.depth, 50, 64, 1.0)
-        outside = Outside(prompt_at, self._score, self._commit)
-        return RolloutScheduler(plan, outside, self.proxy, Beginning.of(self.batches, self.policies.latest()))
+        plan = Plan(
+            seed=self.seed,
+            batches=self.versions,
+            groups=self.groups,
+            group_size=self.group_size,
+            async_ratio=self.async_ratio,
+            depth=self.depth,
+            attempts=50,
+            max_new_tokens=64,
+            temperature=1.0,
+            whole_groups=self.routing == "group",
+            shares=self.shares,
+            **self.choices,
+        )
+        outside = Outside(self._prompt, self._score, self._commit)
+        return self.scheduler_type(plan, outside, self.proxy, Beginning.of(self.batches, self.policies.latest()))
+
+    def _prompt(self, index: int) -> Prompt:
+        return replace(prompt_at(index), domain=f"source {index % len(self.shares)}")
 
     async def _schedule(self) -> None:
         """Form batches; whenever one is voided, begin again from storage."""
+        clock = asyncio.get_running_loop().time
         while True:
+            moved, batch = clock(), -1
             async with asyncio.TaskGroup() as tasks:
                 forming = tasks.create_task(self.scheduler.run())
                 while self.batches.voided() == self.scheduler.voids:
                     await asyncio.sleep(LOOK_SECONDS)
+                    moved, batch = clock() if self.scheduler.number > batch else moved, self.scheduler.number
+                    assert clock() - moved < STUCK_SECONDS, f"no batch after {batch}"
                 forming.cancel()
             self.scheduler = self._scheduler()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollflow.flows.config import parse
 from rollflow.flows.prepare import prepare
-from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Cursor, Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.storage.settlement import settled
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.learners.actor import LearnerActor
@@ -46,7 +47,13 @@ class StoreFeed:
         """Nothing to do."""
 
 
-def prepare_small(folder: Path, run_id: str = "small", versions: int = 6, **store: object) -> RunContext:
+def prepare_small(
+    folder: Path,
+    run_id: str = "small",
+    versions: int = 6,
+    prompts: Sequence[Mapping[str, object]] = (),
+    **store: object,
+) -> RunContext:
     """A prepared run in `ROLLFLOW_HOME`, with `versions` committed batches and no policy version yet."""
     policy = folder / "policy"
     if not policy.exists():
@@ -62,6 +69,7 @@ def prepare_small(folder: Path, run_id: str = "small", versions: int = 6, **stor
             "train": {"warmup_versions": 0, "learning_rate": 1e-3},
             "evaluation": {"prompts": 4},
             "store": store,
+            **({"prompts": prompts} if prompts else {}),
         }
     )
     context = prepare(config, run_id)
@@ -90,8 +98,9 @@ def batch(context: RunContext, number: int) -> StagedBatch:
         samples = (trajectory(prompt.tokens, sample, number, draw) for sample in range(SIZE))
         groups.append(TrajectoryGroup(key, prompt.id, prompt.domain, tuple(samples)))
     gone = (Discard(GroupKey(2 * GROUPS, 0), DiscardReason.STALE, 0, 21),) if number == 2 else ()
-    cursor = (number + 1) * GROUPS + 1
-    return StagedBatch(number, tuple(groups), cursor, (GroupKey(cursor - 1, 0),), gone, order=number)
+    issued, sources = (number + 1) * GROUPS + 1, len(context.config.prompts)
+    cursor = Cursor(tuple(len(range(s, issued, sources)) for s in range(sources)), (0,) * sources)
+    return StagedBatch(number, tuple(groups), cursor, (GroupKey(issued - 1, 0),), gone, order=number)
 
 
 def batch_again(context: RunContext, number: int) -> StagedBatch:

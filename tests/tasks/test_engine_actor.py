@@ -201,3 +201,17 @@ async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(cluster: No
     await asyncio.sleep(0.1)
     await last.actor.health.remote()
     await last.close()
+
+
+@pytest.mark.slow
+async def test_responses_that_take_no_time_end_on_the_actors_own_event_loop(cluster: None) -> None:
+    """Ray's loop is not asyncio's: a timer that is due already is no timer there."""
+    config = TimedEngineConfig(slots=8, max_new_tokens=4, seconds_per_token=0.0, update_seconds=0.0)
+    engine = RayEngine.spawn(config, None)
+    await engine.start()
+    await engine.suspend("continue")
+    await engine.update(0, Path())
+    await engine.resume()
+    requests = [GenerationRequest(f"r{i}", (3,), 4, seed=i) for i in range(40)]
+    made = await asyncio.gather(*(engine.generate(request) for request in requests))
+    assert [one.id for one in made] == [request.id for request in requests]

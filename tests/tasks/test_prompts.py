@@ -50,9 +50,21 @@ def test_nothing_left_to_train_on_is_said() -> None:
         [made.prompt(i) for i in range(100)]
 
 
-def test_shares_hold_over_any_stretch() -> None:
+def test_an_index_names_a_source_and_a_position_in_it(tmp_path: Path) -> None:
+    """Each source is issued as if it were alone, however far the others are."""
+    configs = sums(), ReasoningGymPrompts(family="gcd"), lines(tmp_path)
+    made = order(*configs)
+    for source, config in enumerate(configs):
+        alone = order(config, held_out=7)
+        for position in (0, 40, 3, 11):
+            found, expected = made.prompt(position * 3 + source), alone.prompt(position)
+            assert (found.text, found.domain) == (expected.text, expected.domain)
+            assert found.id == f"{config.domain}/{position * 3 + source:08d}"
+
+
+def test_demonstrations_hold_the_shares_over_any_stretch() -> None:
     made = order(sums(share=3.0), ReasoningGymPrompts(family="gcd", share=1.0))
-    domains = [made.prompt(i).domain for i in range(80)]
+    domains = [made.demonstration(i)[0].domain for i in range(80)]
     for start in range(0, 80, 8):
         assert Counter(domains[start : start + 8]) == {"chain_sum": 6, "gcd": 2}
     assert Counter(p.domain for p in made.held_out()) == {"chain_sum": 10, "gcd": 10}

@@ -14,7 +14,7 @@ from rollflow.storage.audit import audit
 from rollflow.storage.errors import Conflict, Corrupt
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.policies import StoredObject, manifest_path
-from rollflow.storage.records import GroupKey
+from rollflow.storage.records import Cursor, GroupKey
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.learners.base import Learner
@@ -129,7 +129,8 @@ def test_only_the_batch_that_was_recorded_is_trained_again(small: Prepare) -> No
     train_small(context, 2)
     batches = TrajectoryStore(context.store)
     record = batches.record(1)
-    context.store.put("trajectories/00000001.json", replace(record, cursor=record.cursor + 1).to_json())
+    other = replace(record, cursor=Cursor((9,), (0,)))
+    context.store.put("trajectories/00000001.json", other.to_json())
     with pytest.raises(Corrupt, match="batch 1 is not the one version 2 was trained on"):
         restored(context, 2)
     context.store.delete("trajectories/00000001.json")

@@ -1,0 +1,117 @@
+"""Trajectory groups as raw columns: what Arrow keeps in memory, as bytes, so that groups are joined as bytes are.
+
+A group is packed when it is complete, one at a time while others are still generated; a commit then only joins. Each
+field of the schema has one or two parts, in the schema's order, for R rows:
+
+- a number: R values;
+- text or a list: R lengths (int32), then all rows' contents one after the other (truth values as a byte each).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rollflow.storage.records import TrajectoryGroup
+
+LENGTH = np.dtype(np.int32)
+NUMBERS: dict[pa.DataType, np.dtype[Any]] = {
+    pa.int32(): np.dtype(np.int32),
+    pa.int64(): np.dtype(np.int64),
+    pa.float32(): np.dtype(np.float32),
+}
+CODES = {pa.int32(): "i", pa.float32(): "f"}  # of `struct`
+MOST = np.iinfo(LENGTH).max  # what the contents of one column may hold, by Arrow's offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The rows of one group as parts, and what a commit says of them."""
+
+    parts: tuple[bytes, ...]
+    started_version: int
+    response_tokens: int
+
+
+def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:
+    """The rows of the groups, column by column."""
+    rows = [trajectory for group in groups for trajectory in group.trajectories]
+    same: dict[str, list[Any]] = {
+        "index": [g.key.prompt for g in groups for _ in g.trajectories],
+        "attempt": [g.key.attempt for g in groups for _ in g.trajectories],
+        "prompt_id": [g.prompt_id for g in groups for _ in g.trajectories],
+        "domain": [g.domain for g in groups for _ in g.trajectories],
+    }
+
+    def values(name: str) -> list[Any]:
+        return same[name] if name in same else list(map(attrgetter(name), rows))
+
+    return tuple(part for field in schema for part in _parts(field.type, values(field.name)))
+
+
+def _parts(kind: pa.DataType, rows: list[Any]) -> list[bytes]:
+    """One column. `struct` packs a tuple of numbers in half the time of NumPy or Arrow."""
+    if kind in NUMBERS:
+        return [np.array(rows, NUMBERS[kind]).tobytes()]
+    if pa.types.is_string(kind):
+        rows = [text.encode() for text in rows]
+        return [_lengths(rows), b"".join(rows)]
+    if kind.value_type == pa.bool_():
+        return [_lengths(rows), b"".join(map(bytes, rows))]
+    code = CODES[kind.value_type]
+    return [_lengths(rows), b"".join([_packer(len(row), code)(*row) for row in rows])]
+
+
+def _lengths(rows: Sequence[Any]) -> bytes:
+    return np.array(list(map(len, rows)), LENGTH).tobytes()
+
+
+@cache
+def _packer(count: int, code: str) -> Callable[..., bytes]:
+    return struct.Struct(f"{count}{code}").pack
+
+
+def joined(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
+    """The table of all rows, in one chunk; `packed` are the parts of at least one sequence of groups.
+
+    Raises:
+        OverflowError: a column holds more than Arrow's 32-bit offsets reach.
+    """
+    parts = map(b"".join, zip(*packed, strict=True))
+    return pa.table([_column(field.type, parts) for field in schema], schema=schema)
+
+
+def _column(kind: pa.DataType, parts: Iterator[bytes]) -> pa.Array:
+    """The next column of `parts`."""
+    if kind in NUMBERS:
+        return _numbers(kind, next(parts))
+    lengths, contents = np.frombuffer(next(parts), LENGTH), next(parts)
+    offsets = _offsets(lengths)
+    if pa.types.is_string(kind):
+        return pa.Array.from_buffers(kind, len(lengths), [None, offsets, pa.py_buffer(contents)])
+    values = _truths(contents) if kind.value_type == pa.bool_() else _numbers(kind.value_type, contents)
+    return pa.Array.from_buffers(kind, len(lengths), [None, offsets], children=[values])
+
+
+def _numbers(kind: pa.DataType, data: bytes) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(data) // NUMBERS[kind].itemsize, [None, pa.py_buffer(data)])
+
+
+def _truths(data: bytes) -> pa.Array:
+    bits = np.packbits(np.frombuffer(data, np.uint8), bitorder="little")
+    return pa.Array.from_buffers(pa.bool_(), len(data), [None, pa.py_buffer(bits)])
+
+
+def _offsets(lengths: np.ndarray) -> pa.Buffer:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if offsets[-1] > MOST:
+        raise OverflowError(f"a column of this batch holds {offsets[-1]} values, Arrow's lists reach {MOST}")
+    return pa.py_buffer(offsets.astype(LENGTH))

@@ -1,0 +1,47 @@
+"""How long a response is: a function of its prompt and its own seed, never of when or where it is generated.
+
+    length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
+
+with two standard normal numbers, one drawn from the prompt's tokens and one from the request's seed: responses to one
+prompt have the correlation rho (of z; of the log-lengths, where they are lognormal). The quantile is lognormal around
+a median, or that of measured lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
+
+from rollflow.tasks.settings import TimedEngineConfig
+
+PROMPTS_KEPT = 65536  # whose number is remembered: it is needed once per response
+
+
+class ResponseLengths:
+    """Draws lengths, in real tokens (before any cut)."""
+
+    def __init__(self, config: TimedEngineConfig) -> None:
+        self._median, self._sigma = config.median_tokens, config.sigma
+        self._shared, self._own = math.sqrt(config.correlation), math.sqrt(1.0 - config.correlation)
+        self._measured = sorted(config.lengths)
+
+    def draw(self, prompt: Sequence[int], sample: random.Random) -> int:
+        """The length of one response, at least 1; takes one normal number from `sample`."""
+        z = self._own * sample.gauss(0.0, 1.0)
+        if self._shared:
+            z += self._shared * prompt_number(tuple(prompt))
+        if self._measured:
+            share = NormalDist().cdf(z)
+            return self._measured[min(int(share * len(self._measured)), len(self._measured) - 1)]
+        return max(1, round(self._median * math.exp(self._sigma * z)))
+
+
+@lru_cache(maxsize=PROMPTS_KEPT)
+def prompt_number(prompt: tuple[int, ...]) -> float:
+    """A standard normal number, the same for the same tokens in every process."""
+    digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
+    return random.Random(int.from_bytes(digest, "big")).gauss(0.0, 1.0)

@@ -1,0 +1,173 @@
+"""One dispatch under way: from a prompt to a scored group, or to the reason why there is none.
+
+    prompt --> G (+ extra) x ( queue --> engine --> verifier )  --> TrajectoryGroup
+                                  |                        `------> Discard: engines failed, or it was given up
+
+- Its responses are requests of their own; a reward starts as soon as its response ends.
+- Of responses beyond G the first G to end are kept, the others are aborted; their tokens are counted.
+- `give_up` aborts what still runs. The dispatch ends as a discard, with all tokens that were made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
+from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.rewards.pool import ScoreRequest
+from rollflow.tasks.rewards.verifier import Score
+from rollflow.tasks.rollout.plan import Plan
+from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Reservation, Started
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a dispatch works with. `generated` is told of each response that ended, and may hold its reward back."""
+
+    plan: Plan
+    proxy: InferenceProxy
+    score: Callable[[ScoreRequest], Awaitable[Score]]
+    generated: Callable[[int], Awaitable[None]]  # tokens
+    started: Callable[[Dispatch, int | None], None]  # its oldest start is known, or has changed; with the former one
+
+
+@dataclass(eq=False)
+class Dispatch:
+    """See the module's docstring."""
+
+    key: GroupKey
+    around: Surroundings
+    responses: int  # requests in all, G of them wanted
+    number: int  # of the dispatches of its scheduler
+    awaited: bool = field(kw_only=True)  # a batch waits for it rather than leave it behind
+    unanswered: int = field(init=False)  # requests whose end `generated` was not told of
+    failure: EngineFailed | None = None
+    _reason: DiscardReason | None = None
+    _within: Reservation | None = None
+    _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
+    _oldest: int | None = None
+    _open: dict[str, None] = field(default_factory=dict)  # requests under way
+    _ended: int = 0  # responses that ended by themselves
+    _tokens: int = 0  # of all responses
+    _surplus: int = 0  # of those that are not kept
+
+    def __post_init__(self) -> None:
+        self.unanswered = self.responses
+
+    @property
+    def started_version(self) -> int | None:
+        """The oldest version one of its requests was started under; None before the first."""
+        return self._oldest
+
+    async def give_up(self, reason: DiscardReason) -> None:
+        """Abort what runs; the dispatch ends as a discard for this reason."""
+        self._reason = self._reason or reason
+        await self.around.proxy.abort(list(self._open))
+
+    async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
+        """Generate and score until there are G trajectories, or none are wanted any more."""
+        made: list[Trajectory | None] = []
+        try:
+            if self.around.plan.whole_groups:
+                self._within = await self.around.proxy.reserve(self.responses, self.key.prompt)
+            async with asyncio.TaskGroup() as samples:
+                tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
+            made = [task.result() for task in tasks]
+        except* EngineFailed as failed:
+            self._fail(failed)
+        finally:
+            self._release()
+        if self._reason is not None:
+            started = self.around.proxy.version if self._oldest is None else self._oldest
+            return Discard(self.key, self._reason, started, self._tokens)
+        kept = tuple(one for one in made if one is not None)
+        return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
+
+    def _fail(self, failed: BaseExceptionGroup[EngineFailed]) -> None:
+        if self._reason is None:
+            self._reason = DiscardReason.FAILED
+            self.failure = next(e for e in failed.exceptions if isinstance(e, EngineFailed))
+
+    def _release(self) -> None:
+        if self._within is not None:
+            self._within.release()
+
+    async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
+        """One response and its reward; None if it is not among those that are kept."""
+        plan, clock = self.around.plan, asyncio.get_running_loop().time
+        if self._reason is not None:
+            return None
+        began = clock()
+        request = GenerationRequest(
+            id=f"{self.key.prompt}.{self.key.attempt}.{sample}",
+            prompt=prompt.tokens,
+            max_new_tokens=plan.max_new_tokens,
+            temperature=plan.temperature,
+            seed=sample_seed(plan.seed, self.key, sample),
+        )
+        started = await self._generate(request, sample)
+        made, generated = started.generation, clock()
+        self.unanswered -= 1
+        if self.unanswered == 0:
+            self._release()
+        await self.around.generated(len(made.tokens))
+        if not await self._is_kept(made):
+            return None
+        score = await self.around.score(ScoreRequest(made.tokens, prompt.reference))
+        asked = len(prompt.tokens)
+        return Trajectory(
+            sample=sample,
+            started_version=self._age(started),
+            tokens=prompt.tokens + made.tokens,
+            loss_mask=(False,) * asked + (True,) * len(made.tokens),
+            logprobs=(0.0,) * asked + made.logprobs,
+            versions=(-1,) * asked + made.versions,
+            reward=score.reward,
+            reason=score.reason,
+            ending=Ending(made.ending),
+            generation_seconds=generated - began,
+            reward_seconds=clock() - generated,
+        )
+
+    async def _generate(self, request: GenerationRequest, sample: int) -> Started:
+        def on_start(version: int) -> None:
+            self._starts[sample] = version
+            self._note_start()
+
+        self._open[request.id] = None
+        try:
+            return await self.around.proxy.generate(request, Asked(self.key.prompt, self.key, on_start, self._within))
+        finally:
+            self._open.pop(request.id, None)
+
+    def _note_start(self) -> None:
+        former, self._oldest = self._oldest, min(self._starts.values())
+        if former != self._oldest:
+            self.around.started(self, former)
+
+    async def _is_kept(self, made: Generation) -> bool:
+        """Count a response; the G-th that ends makes the others surplus."""
+        self._tokens += len(made.tokens)
+        if made.ending is Ending.ABORTED or self._ended == self.around.plan.group_size:
+            self._surplus += len(made.tokens)
+            return False
+        self._ended += 1
+        if self._ended == self.around.plan.group_size and self._open:
+            await self.around.proxy.abort(list(self._open))
+        return self._reason is None
+
+    def _age(self, started: Started) -> int:
+        """The version a response's staleness counts from."""
+        if self.around.plan.staleness == "oldest-token":
+            return min(started.generation.versions, default=started.version)
+        return started.version
+
+
+def sample_seed(seed: int, key: GroupKey, sample: int) -> int:
+    """A 63-bit seed for one response: the same dispatch of the same run always samples alike."""
+    text = f"{seed}:{key.prompt}:{key.attempt}:{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

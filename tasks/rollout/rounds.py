@@ -1,0 +1,96 @@
+"""Which prompt is issued next, and with how much to spare: short rounds, and long ones for what was too slow.
+
+A round is what is issued for one batch. What is to be issued again goes first, then new prompts, of the source that
+the `Mixture` chooses. A prompt that was left behind waits for the next policy version: right after an update it has
+the most time before its batch.
+
+With tail batching (RollPacker, section 4) a prompt that was left behind `tail_after` times waits in the tail. A
+*short* round issues N groups and the extras, of other prompts. Once N prompts wait in the tail, the next round is
+*long*: those N, without extras, and its batch waits for all of them. So every prompt is trained on, the slow ones
+together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
+from rollflow.tasks.rollout.mixing import Mixture
+from rollflow.tasks.rollout.plan import Plan
+
+SLOW = (DiscardReason.REDUNDANT, DiscardReason.STALE)
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """One dispatch to start: how many responses to ask for, and whether its batch waits for it."""
+
+    key: GroupKey
+    responses: int
+    awaited: bool
+
+
+class Rounds:
+    """The order of issue. What is in it and not issued is `again`, wherever it waits."""
+
+    def __init__(self, plan: Plan, cursor: Cursor, again: Iterable[GroupKey]) -> None:
+        """`again` is what was in flight when the run stopped."""
+        self._plan = plan
+        self._mixture = Mixture(plan.shares, cursor.issued, cursor.filtered)
+        self._again: deque[GroupKey] = deque()
+        self._left: deque[GroupKey] = deque()  # behind: for the next version
+        self._tail: deque[GroupKey] = deque()
+        for key in again:
+            (self._tail if self._is_tail(key) else self._again).append(key)
+        self._version = -1
+        self._batch = -1  # that the present round is for
+        self._is_long = False
+        self._long = 0  # prompts of the tail that are still to be issued in it
+
+    @property
+    def cursor(self) -> Cursor:
+        """How far each source was issued."""
+        return self._mixture.state
+
+    @property
+    def again(self) -> tuple[GroupKey, ...]:
+        """What is to be issued again."""
+        return (*self._again, *self._left, *self._tail)
+
+    def enter(self, batch: int, version: int) -> int:
+        """The next group is for this batch, under this version; returns how many groups its round has to spare."""
+        if version > self._version:
+            self._version = version
+            self._again.extend(self._left)
+            self._left.clear()
+        if batch > self._batch:
+            self._batch = batch
+            self._is_long = self._plan.tail_batching and len(self._tail) >= self._plan.groups
+            self._long = self._plan.groups if self._is_long else 0
+        return 0 if self._is_long else self._plan.extra_groups
+
+    def next(self) -> Issue:
+        """The next dispatch of the present round."""
+        if self._long:
+            self._long -= 1
+            return Issue(self._tail.popleft(), self._plan.group_size, awaited=True)
+        spare = 0 if self._is_long else self._plan.extra_responses
+        return Issue(self._key(), self._plan.group_size + spare, awaited=self._plan.at_bound == "wait")
+
+    def ended(self, discard: Discard) -> None:
+        """A dispatch was discarded: issue its prompt again, unless another of its source takes its place."""
+        if discard.reason.issued_again:
+            key = GroupKey(discard.key.prompt, discard.key.attempt + 1)
+            slow = self._tail if self._is_tail(key) else self._left
+            (slow if discard.reason in SLOW else self._again).append(key)
+        else:
+            self._mixture.filtered(discard.key.prompt)
+
+    def _is_tail(self, key: GroupKey) -> bool:
+        """Another attempt is what tells that a prompt was slow, also after the scheduler has died."""
+        return self._plan.tail_batching and key.attempt >= self._plan.tail_after
+
+    def _key(self) -> GroupKey:
+        return self._again.popleft() if self._again else GroupKey(self._mixture.next(), 0)

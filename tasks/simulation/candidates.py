@@ -1,0 +1,127 @@
+"""What the planner looks for: candidates, what a simulation said of them, and how much may be simulated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.simulation.figures import Figures
+from rollflow.tasks.simulation.hardware import Hardware
+
+REDUNDANCY = ("extra_groups", "extra_responses", "tail_batching", "at_bound")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much is simulated. Windows are what follows the warm-up of 2 + alpha versions: the first number of versions,
+    or as many as hold so many trajectories."""
+
+    simulations: int  # at most
+    screen_versions: int
+    screen_trajectories: int
+    final_versions: int
+    final_trajectories: int
+
+    def screening(self, config: RunConfig) -> int:
+        """Versions in the window of a first look."""
+        return max(self.screen_versions, _versions(config, self.screen_trajectories))
+
+    def finals(self, config: RunConfig) -> int:
+        """Versions in the window of a last look."""
+        return max(self.final_versions, _versions(config, self.final_trajectories))
+
+
+FULL = Budget(80, 4, 8_000, 16, 40_000)
+QUICK = Budget(40, 2, 4_000, 8, 16_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a recommendation may not pass."""
+
+    bias: float = 0.02  # of the mean length, either way
+    waste: float = 0.15  # of all sampled tokens
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run a recipe."""
+
+    engines: int
+    learner_gpus: float
+    colocated: bool
+    async_ratio: float
+    extra_groups: int
+    extra_responses: int
+    tail_batching: bool
+    at_bound: Literal["drop", "wait"]
+
+    def changes(self, base: RunConfig, hardware: Hardware) -> dict[str, Any]:
+        """Dotted key -> value of what differs from the recipe."""
+        slots, width = hardware.engines.slots, hardware.engines.gpus_per_engine
+        wanted: dict[str, Any] = {"async_ratio": self.async_ratio, "engine.replicas": self.engines}
+        wanted |= {"engine.slots": slots} if slots else {}
+        wanted |= {"engine.tensor_parallel": int(width)} if base.engine.kind == "vllm" and width == int(width) else {}
+        wanted |= {f"rollout.{name}": getattr(self, name) for name in REDUNDANCY}
+        return {key: value for key, value in wanted.items() if _get(base, key) != value}
+
+    def config(self, base: RunConfig, hardware: Hardware) -> RunConfig:
+        """The recipe, changed.
+
+        Raises:
+            ValidationError: these choices do not go together.
+        """
+        tree = base.model_dump(mode="json", exclude_unset=True)
+        for key, value in self.changes(base, hardware).items():
+            *parents, last = key.split(".")
+            node = tree
+            for name in parents:
+                node = node.setdefault(name, {})
+            node[last] = value
+        if "engine" in tree:
+            tree["engine"].setdefault("kind", base.engine.kind)
+        return RunConfig.model_validate(tree)
+
+    def hardware(self, base: Hardware) -> Hardware:
+        """The hardware, divided."""
+        engines = base.engines.model_copy(update={"count": self.engines})
+        learner = base.learner.model_copy(update={"gpus": self.learner_gpus, "colocated": self.colocated})
+        return base.model_copy(update={"engines": engines, "learner": learner})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulation said of a candidate."""
+
+    candidate: Candidate
+    versions: int
+    figures: Figures
+    bias: float  # settled; see the planner
+    bias_error: float  # its standard error
+    wasted: float  # share of all sampled tokens
+
+    @property
+    def throughput(self) -> float:
+        """Trajectories a second."""
+        return self.figures.trajectories_per_second
+
+    def marks(self, limits: Limits) -> tuple[str, ...]:
+        """The limits it passes; that of the bias by more than two standard errors."""
+        biased, wasteful = abs(self.bias) - 2.0 * self.bias_error > limits.bias, self.wasted > limits.waste
+        return (*(("biased",) if biased else ()), *(("wasteful",) if wasteful else ()))
+
+
+def _versions(config: RunConfig, trajectories: int) -> int:
+    return math.ceil(trajectories / (config.groups * config.group_size))
+
+
+def _get(config: RunConfig, key: str) -> object:
+    node: object = config
+    for name in key.split("."):
+        node = getattr(node, name)
+    return node

@@ -1,0 +1,214 @@
+"""What a simulation says: figures made of its records.
+
+Times and shares are those after a warm-up (`Figures.warm_up` versions), staleness too; counts, tokens and lengths are
+of the whole simulation. The *population* that trained lengths are held against is what the first prompts in order, as
+many as were trained, draw at their first issue: nothing that depends on the schedule selects it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from rollflow.storage.records import GroupKey
+from rollflow.tasks.engines.lengths import ResponseLengths
+from rollflow.tasks.rollout.dispatch import sample_seed
+from rollflow.tasks.rollout.mixing import Mixture
+from rollflow.tasks.settings import RunConfig, TimedEngineConfig
+from rollflow.tasks.simulation.bounds import Bounds, bounds_of, work_of
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.parts import Prompts
+from rollflow.tasks.simulation.records import Records, Snapshot
+
+WARM_UP = 2  # versions, besides those that alpha lets run ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Parts of a synchronous step (they add up to 1): until the last response, the last verdict, the new version, and
+    until the engines have it."""
+
+    rollout: float
+    reward: float
+    train: float
+    update: float
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Share of the time in which nothing ran; `slots` is the share of engine slots that stood empty."""
+
+    engines: float
+    slots: float
+    reward: float
+    learner: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Lengths of trained responses against the whole population, in tokens."""
+
+    trained_mean: float
+    population_mean: float
+    trained_p99: float
+    population_p99: float
+    trained: int
+
+    @property
+    def mean_difference(self) -> float:
+        """Of the means, as a share of the population's."""
+        return self.trained_mean / self.population_mean - 1.0
+
+    @property
+    def p99_difference(self) -> float:
+        """Of the 99th percentiles, as a share of the population's."""
+        return self.trained_p99 / self.population_p99 - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What became of every token the engines sampled. `wasted` is by reason; groups of a reason are in `groups`."""
+
+    sampled: int
+    trained: int
+    wasted: Mapping[str, int]
+    groups: Mapping[str, int]
+    unfinished: int  # in flight or waiting when the simulation ended
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The outcome of one simulation; seconds are virtual."""
+
+    versions: int
+    warm_up: int
+    seconds: float
+    step_seconds: float  # mean, after the warm-up
+    step_median: float
+    steps: tuple[float, ...]  # of every version
+    trained_tokens: tuple[int, ...]  # in every version
+    trajectories_per_second: float
+    tokens_per_second: float  # trained
+    idle: Idle
+    update_share: float  # of the time the engines stood still for an update
+    staleness: Mapping[int, int]
+    tokens: Tokens
+    bias: Bias
+    bounds: Bounds
+    shares: Shares | None  # of a synchronous step
+    deaths: int
+    restarted: int
+    taken_over: int
+
+    @property
+    def staleness_mean(self) -> float:
+        """Of the trained trajectories."""
+        return sum(age * count for age, count in self.staleness.items()) / max(1, sum(self.staleness.values()))
+
+
+def figures_of(records: Records, config: RunConfig, hardware: Hardware, versions: int) -> Figures:
+    """All figures. `config` is the recipe with timed engines."""
+    assert isinstance(config.engine, TimedEngineConfig)
+    warm = min(WARM_UP + config.capacity - 1, versions // 2)
+    grain, speeds = config.engine.grain, hardware.speeds(config)
+    published = [0.0, *(step.ended for step in records.steps)]
+    steps = tuple(after - before for before, after in pairwise(published))
+    began, ended = published[warm], published[versions]
+    counted = [formed for formed in records.formed if warm <= formed.number < versions]
+    lasted = max(ended - began, 1e-12)
+    bias, population = _bias(records, config, versions, grain)
+    return Figures(
+        versions=versions,
+        warm_up=warm,
+        seconds=ended,
+        step_seconds=lasted / (versions - warm),
+        step_median=float(np.median(steps[warm:])),
+        steps=steps,
+        trained_tokens=tuple(formed.tokens * grain for formed in records.formed if formed.number < versions),
+        trajectories_per_second=sum(formed.trajectories for formed in counted) / lasted,
+        tokens_per_second=sum(formed.tokens for formed in counted) * grain / lasted,
+        idle=_idle(records, config, warm, versions),
+        update_share=sum(max(0.0, min(u.ended, ended) - max(u.began, began)) for u in records.updates) / lasted,
+        staleness=dict(sorted(sum((formed.staleness for formed in counted), Counter[int]()).items())),
+        tokens=_tokens(records, versions, grain),
+        bias=bias,
+        bounds=bounds_of(work_of(config, hardware, population, speeds)),
+        shares=_shares(records, warm, versions) if config.async_ratio == 0 else None,
+        deaths=records.deaths,
+        restarted=records.restarted,
+        taken_over=records.taken_over,
+    )
+
+
+def _idle(records: Records, config: RunConfig, warm: int, versions: int) -> Idle:
+    nothing = Snapshot(0.0, 0.0, 0.0, 0, 0.0, 0.0)
+    first, last = records.snapshots.get(warm, nothing), records.snapshots[versions]
+    lasted = max(last.at - first.at, 1e-12)
+    engines = config.engine.replicas
+    training = sum(step.seconds for step in records.steps[warm:versions])
+    return Idle(
+        engines=1.0 - (last.engine_busy - first.engine_busy) / (lasted * engines),
+        slots=1.0 - (last.engine_slots - first.engine_slots) / (lasted * engines * config.engine.slots),
+        reward=1.0 - (last.reward_busy - first.reward_busy) / lasted,
+        learner=1.0 - training / lasted,
+    )
+
+
+def _tokens(records: Records, versions: int, grain: int) -> Tokens:
+    trained = sum(formed.tokens for formed in records.formed if formed.number < versions)
+    wasted = dict(records.discarded_tokens) | {"restarted": records.restarted_tokens}
+    sampled = records.snapshots[versions].engine_tokens
+    return Tokens(
+        sampled=sampled * grain,
+        trained=trained * grain,
+        wasted={reason: tokens * grain for reason, tokens in wasted.items() if tokens},
+        groups=dict(records.discarded_groups),
+        unfinished=max(0, sampled - trained - sum(wasted.values())) * grain,
+    )
+
+
+def _bias(records: Records, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
+    """Also the population's lengths."""
+    count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
+    trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
+    drawn = np.array(population(config, -(-count // config.group_size)), np.int64) * grain
+    found = Bias(
+        trained_mean=float(trained.mean()),
+        population_mean=float(drawn.mean()),
+        trained_p99=float(np.percentile(trained, 99)),
+        population_p99=float(np.percentile(drawn, 99)),
+        trained=count,
+    )
+    return found, drawn.tolist()
+
+
+def population(config: RunConfig, prompts: int) -> list[int]:
+    """Simulated tokens of every response that the first `prompts` prompts draw when they are first issued."""
+    engine = config.engine
+    assert isinstance(engine, TimedEngineConfig)
+    lengths, longest = ResponseLengths(engine), engine.max_new_tokens * engine.grain
+    mixture = Mixture([source.share for source in config.prompts])
+    drawn = []
+    for index in (mixture.next() for _ in range(prompts)):
+        for sample in range(config.group_size):
+            draw = random.Random(sample_seed(config.seed, GroupKey(index, 0), sample))
+            length = min(lengths.draw(Prompts.tokens(index), draw), longest)
+            drawn.append(max(1, round(length / engine.grain)))
+    return drawn
+
+
+def _shares(records: Records, warm: int, versions: int) -> Shares:
+    """Of the steps after the warm-up; each begins when the engines have the version before."""
+    updated = {update.version: update.ended for update in records.updates}
+    formed = {batch.number: batch for batch in records.formed}
+    parts = np.zeros(4)
+    for step in records.steps[warm : versions - 1]:
+        began, batch, ended = updated[step.version - 1], formed[step.version - 1], updated[step.version]
+        moments = [began, batch.last_generation, batch.at, step.ended, ended]
+        parts += np.diff(moments)
+    return Shares(*(float(part) for part in parts / max(parts.sum(), 1e-12)))

@@ -1,0 +1,162 @@
+"""What stands in for prompts, verifiers, the learner and the world's trouble: each takes time, none decides."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable, Mapping
+
+from rollflow.storage.channel import Channel
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.records import Prompt
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rewards.pool import ScoreRequest
+from rollflow.tasks.rewards.verifier import Score
+from rollflow.tasks.rollout.proxy import InferenceProxy
+from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
+from rollflow.tasks.simulation.records import Gauge, Records, Span
+
+FOREVER = 1e12  # virtual seconds
+JOIN_SECONDS = 1.0  # before another try to put an engine in a dead one's place
+
+
+class Prompts:
+    """Prompts without words: a number, the source it belongs to, and how often they are answered right."""
+
+    def __init__(self, config: RunConfig, reward: RewardHardware) -> None:
+        self._seed, self._reward = config.seed, reward
+        self._sources = len(config.prompts)
+
+    def at(self, index: int) -> Prompt:
+        """The prompt at a place in the run's order."""
+        draw = random.Random(f"{self._seed} {index}")
+        accuracy = self._reward.accuracy
+        if draw.random() < self._reward.agreeing:
+            accuracy = float(draw.random() < accuracy)
+        domain = f"source-{index % self._sources}"
+        return Prompt(f"p{index}", index, domain, "", self.tokens(index), {"accuracy": accuracy})
+
+    @staticmethod
+    def tokens(index: int) -> tuple[int, ...]:
+        """What stands for the question: all that a timed engine needs is to tell it from others."""
+        return (index,)
+
+
+class TimedRewards:
+    """Verdicts after their time, at most `workers` at a time."""
+
+    def __init__(self, reward: RewardHardware, seed: int, records: Records) -> None:
+        self._reward, self._records = reward, records
+        self._draw = random.Random(f"rewards {seed}")
+        self._room = asyncio.Semaphore(reward.workers) if reward.workers else None
+        self.gauge = Gauge()
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Judge one response."""
+        self._records.last_generation = asyncio.get_running_loop().time()
+        if self._room is None:
+            await self._judge()
+        else:
+            async with self._room:
+                await self._judge()
+        right = self._draw.random() < request.reference["accuracy"]
+        return Score(float(right), "right" if right else "wrong")
+
+    async def _judge(self) -> None:
+        if seconds := self._seconds():
+            self.gauge.change(1)
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                self.gauge.change(-1)
+
+    def _seconds(self) -> float:
+        """Lognormal with the given mean, or one of the measured ones."""
+        reward = self._reward
+        if reward.measured:
+            return self._draw.choice(reward.measured)
+        if not reward.sigma:
+            return reward.seconds
+        return reward.seconds * math.exp(reward.sigma * self._draw.gauss(0.0, 1.0) - reward.sigma**2 / 2)
+
+
+class Memory:
+    """`Source` of the channel: batches that were committed and not trained on yet."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, StagedBatch] = {}
+
+    async def edition(self, number: int) -> int | None:
+        """See `Source`."""
+        return self.batches[number].edition if number in self.batches else None
+
+    async def read(self, number: int) -> StagedBatch:
+        """See `Source`."""
+        return self.batches[number]
+
+
+class TimedLearner:
+    """Takes batch after batch from the channel, and the time of a train step for each."""
+
+    def __init__(self, hardware: Hardware, grain: int, channel: Channel[StagedBatch], records: Records) -> None:
+        self._hardware, self._grain = hardware, grain
+        self._channel, self._records = channel, records
+
+    async def run(self, versions: int, published: Callable[[int], None]) -> None:
+        """Train versions 1 to `versions`."""
+        clock = asyncio.get_running_loop().time
+        await self._channel.announce(0)
+        for version in range(1, versions + 1):
+            batch = await self._channel.lease(version - 1, FOREVER)
+            began = clock()
+            tokens = sum(group.response_tokens for group in batch.groups) * self._grain
+            count = sum(len(group.trajectories) for group in batch.groups)
+            await asyncio.sleep(self._hardware.train_seconds(version, count, tokens))
+            await self._channel.ack(version - 1)
+            self._records.steps.append(Span(began, clock(), version))
+            published(version)
+            await self._channel.announce(version)
+
+
+class Faults:
+    """Kills engines at their time and puts others in their places."""
+
+    def __init__(
+        self,
+        faults: FaultsHardware,
+        proxy: InferenceProxy,
+        engines: Mapping[int, TimedEngine],
+        replace: Callable[[int], Awaitable[TimedEngine]],
+        records: Records,
+    ) -> None:
+        self._faults, self._proxy, self._engines = faults, proxy, engines
+        self._replace, self._records = replace, records
+
+    async def run(self, seed: int) -> None:
+        """All deaths, planned and random."""
+        async with asyncio.TaskGroup() as tasks:
+            for death in self._faults.deaths:
+                tasks.create_task(self._die(death.at_seconds, death.engine))
+            if self._faults.deaths_per_hour:
+                for place in self._engines:
+                    tasks.create_task(self._mortal(place, random.Random(f"deaths {seed} {place}")))
+
+    async def _mortal(self, place: int, draw: random.Random) -> None:
+        while True:
+            await self._die(draw.expovariate(self._faults.deaths_per_hour / 3600.0), place)
+
+    async def _die(self, seconds: float, place: int) -> None:
+        """An engine dies after `seconds`; returns when another one serves in its place."""
+        await asyncio.sleep(seconds)
+        self._engines[place].kill("killed by the simulation")
+        self._records.deaths += 1
+        await asyncio.sleep(self._faults.restart_seconds)
+        while True:
+            try:
+                await self._proxy.join(place, await self._replace(place))
+                return
+            except EngineFailed:
+                await asyncio.sleep(JOIN_SECONDS)

@@ -1,0 +1,108 @@
+"""What a simulation notes while it runs: nothing here decides anything.
+
+Times are virtual seconds since the beginning, lengths are simulated tokens (one stands for `grain` real ones).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.engines.timed import Usage
+
+
+class Gauge:
+    """How many of something run, summed up over time."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._usage = Usage()
+        self._since = 0.0
+
+    def change(self, by: int) -> None:
+        """So many more (or fewer) run from now on."""
+        now = asyncio.get_running_loop().time()
+        if self.active:
+            passed = now - self._since
+            self._usage.busy_seconds += passed
+            self._usage.slot_seconds += passed * self.active
+        self._since = now
+        self.active += by
+
+    @property
+    def usage(self) -> Usage:
+        """Up to now."""
+        self.change(0)
+        return self._usage
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time; `version` is what it led to."""
+
+    began: float
+    ended: float
+    version: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A batch when it was formed: when, and when the last response before that had ended."""
+
+    number: int
+    at: float
+    last_generation: float
+    staleness: Counter[int]
+    trajectories: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Every counter that grows, at one moment; engines are summed up."""
+
+    at: float
+    engine_busy: float
+    engine_slots: float
+    engine_tokens: int
+    reward_busy: float
+    reward_slots: float
+
+
+@dataclass(slots=True)
+class Records:
+    """All notes of one simulation."""
+
+    formed: list[Formed] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)  # train steps, until the version is published
+    updates: list[Span] = field(default_factory=list)  # pauses of the engines
+    trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # of each trained response
+    discarded_groups: Counter[str] = field(default_factory=Counter)
+    discarded_tokens: Counter[str] = field(default_factory=Counter)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by the version just published
+    last_generation: float = 0.0
+    deaths: int = 0
+    restarted: int = 0  # requests that started again
+    restarted_tokens: int = 0  # that they had
+    taken_over: int = 0  # requests that went on at another engine
+
+    def form(self, staged: StagedBatch) -> None:
+        """Note a batch."""
+        for discard in staged.discards:
+            self.discarded_groups[discard.reason.value] += 1
+            self.discarded_tokens[discard.reason.value] += discard.response_tokens
+        self.discarded_tokens["surplus"] += sum(group.surplus_tokens for group in staged.groups)
+        trajectories = [t for group in staged.groups for t in group.trajectories]
+        lengths = [t.response_tokens for t in trajectories]
+        staleness = Counter(staged.number - t.started_version for t in trajectories)
+        now = asyncio.get_running_loop().time()
+        self.formed.append(Formed(staged.number, now, self.last_generation, staleness, len(trajectories), sum(lengths)))
+        self.trained_lengths.extend(lengths)

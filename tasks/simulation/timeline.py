@@ -1,0 +1,63 @@
+"""Who was busy when: occupancy of engines and verifiers in equal bins of time, train steps and updates as spans.
+
+The number of bins stays within `BINS`: when there are more, neighbours are joined and bins are twice as long from
+there on. So the cost is bounded, however long the simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.tasks.simulation.records import Span
+
+BINS = 960
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """E engines, B bins of `bin_seconds`. `engines[e, b]` is the share of the engine's slots that ran (0 to 1),
+    `rewards[b]` the mean number of verdicts under way."""
+
+    bin_seconds: float
+    engines: NDArray[np.float32]
+    rewards: NDArray[np.float32]
+    steps: Sequence[Span]
+    updates: Sequence[Span]
+    slots: int
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.bin_seconds * len(self.rewards)
+
+
+class Sampler:
+    """Reads counters that only grow, bin by bin."""
+
+    def __init__(self, read: Callable[[], Sequence[float]], bin_seconds: float) -> None:
+        self._read, self.bin_seconds = read, bin_seconds
+        self._rows: list[NDArray[np.float32]] = []  # what each counter grew by in each bin
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        before = np.array(self._read())
+        while True:
+            await asyncio.sleep(self.bin_seconds)
+            now = np.array(self._read())
+            self._rows.append((now - before).astype(np.float32))
+            before = now
+            if len(self._rows) >= BINS:
+                self._rows = [a + b for a, b in zip(self._rows[::2], self._rows[1::2], strict=True)]
+                self.bin_seconds *= 2
+
+    def growth(self) -> NDArray[np.float32]:
+        """(counters, bins): what each grew by per second of a bin."""
+        if not self._rows:
+            return np.zeros((len(self._read()), 1), np.float32)
+        found: NDArray[np.float32] = np.stack(self._rows, axis=1) / np.float32(self.bin_seconds)
+        return found

@@ -1,0 +1,257 @@
+"""One simulation: the shipped objects of a run, put together on a virtual clock.
+
+    prompts --> RolloutScheduler --> InferenceProxy --> timed engines <-- faults
+                  |    |                  ^
+        timed rewards  |                  |
+                       v                  |
+                    Channel         AsyncController
+                       |                  ^
+                       v                  |
+                  timed learner --version-+
+
+The scheduler plans some batches more than are trained, and the simulation ends when the last version is published: so
+what is measured is a run in its stride, not its drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rollflow.storage.channel import Channel
+from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
+from rollflow.storage.records import TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.controller import AsyncController, Hooks
+from rollflow.tasks.rollout.plan import plan_of
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
+from rollflow.tasks.settings import RunConfig, TimedEngineConfig
+from rollflow.tasks.simulation.figures import Figures, figures_of
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.parts import FOREVER, Faults, Memory, Prompts, TimedLearner, TimedRewards
+from rollflow.tasks.simulation.records import Records, Snapshot, Span
+from rollflow.tasks.simulation.timeline import Sampler, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What came out."""
+
+    figures: Figures
+    timeline: Timeline | None
+
+
+def simulate(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    versions: int | None = None,
+    timeline: bool = False,
+    watch: Callable[[int], None] = lambda version: None,
+) -> Simulated:
+    """Run a recipe on `hardware` until `versions` (default: the recipe's) are trained.
+
+    Args:
+        timeline: note who was busy when (costs a few per cent).
+        watch: called with each version that is published.
+
+    Raises:
+        ConfigError: the hardware does not fit the recipe.
+    """
+    versions = versions or config.versions
+    simulated = config.model_copy(
+        update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1}
+    )
+
+    async def main() -> Simulated:
+        world = World(simulated, hardware, config, timeline)
+        await world.run(versions, watch)
+        figures = figures_of(world.records, simulated, hardware, versions)
+        return Simulated(figures, world.timeline() if timeline else None)
+
+    with _uncollected():
+        return run_virtual(main())
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles: it would look again and again at all that is in flight, for half of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class World:
+    """All parts of one simulated run. `config` has timed engines, `recipe` is what it was made from."""
+
+    def __init__(self, config: RunConfig, hardware: Hardware, recipe: RunConfig, timeline: bool) -> None:
+        assert isinstance(config.engine, TimedEngineConfig)
+        self.config, self.hardware, self.engine = config, hardware, config.engine
+        self.records = Records()
+        self.speeds = hardware.speeds(recipe)
+        self.engines = {place: self._engine(place) for place in range(len(self.speeds))}
+        self._past = [0.0] * len(self.speeds)  # slot seconds of the dead, by place
+        self._buried = [0.0, 0.0, 0.0]  # busy seconds, slot seconds and tokens of the dead
+        _check(config, hardware)
+        self.rewards = TimedRewards(hardware.reward, config.seed, self.records)
+        self.memory = Memory()
+        self._build()
+        self.sampler = Sampler(self._read, self._shortest_bin()) if timeline else None
+        self._fetched = 0.0
+
+    def _build(self) -> None:
+        """The shipped objects."""
+        config = self.config
+        engines = list(self.engines.values())
+        self.proxy = InferenceProxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
+        self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
+        outside = Outside(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, _unpacked)
+        self.scheduler = RolloutScheduler(plan_of(config), outside, self.proxy, Beginning())
+        hooks = Hooks(lambda v: self.scheduler.published(v), self._updated, self._pinned)
+        self.controller = AsyncController(self.proxy, self, config.engine.in_flight, hooks)
+        self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)
+        faults = self.hardware.faults
+        self.faults = Faults(faults, self.proxy, self.engines, self._replace, self.records)
+
+    async def run(self, versions: int, watch: Callable[[int], None]) -> None:
+        """Until `versions` are published.
+
+        Raises:
+            RollflowError: what would have ended the run ended the simulation.
+        """
+
+        def published(version: int) -> None:
+            self.records.snapshots[version] = self._snapshot()
+            watch(version)
+
+        for engine in self.engines.values():
+            await engine.start()
+        failure: RollflowError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [self.controller.run(versions), self.scheduler.run(), self.faults.run(self.config.seed)]
+                beside += [self.sampler.run()] if self.sampler else []
+                running = [tasks.create_task(one) for one in beside]
+                await self.learner.run(versions, published)
+                await self._close()
+                for task in running:
+                    task.cancel()
+        except* RollflowError as failed:
+            failure = _first(failed)
+        if failure is not None:
+            raise failure
+
+    def timeline(self) -> Timeline:
+        """Who was busy when."""
+        assert self.sampler is not None
+        growth = self.sampler.growth()
+        engines, rewards = growth[:-1] / np.float32(self.engine.slots), growth[-1]
+        steps, updates = tuple(self.records.steps), tuple(self.records.updates)
+        return Timeline(self.sampler.bin_seconds, engines, rewards, steps, updates, self.engine.slots)
+
+    async def newer(self, version: int) -> int:
+        """See `VersionFeed`."""
+        return await self.channel.wait_version(version, FOREVER)
+
+    async def fetch(self, version: int) -> tuple[Path, Probe]:
+        """See `VersionFeed`."""
+        await asyncio.sleep(self.hardware.update.fetch_seconds)
+        self._fetched = asyncio.get_running_loop().time()
+        return Path(), Probe((), (), 0.0)
+
+    def _updated(self, version: int) -> None:
+        self.records.updates.append(Span(self._fetched, asyncio.get_running_loop().time(), version))
+        self.scheduler.wake()
+
+    async def _pinned(self, version: int) -> None:
+        """No evaluation is simulated."""
+
+    async def _commit(self, staged: StagedBatch) -> None:
+        """Keep the batch where the channel finds it, and hand it over."""
+        staged.check_fresh(self.config.async_ratio)
+        self.records.form(staged)
+        self.memory.batches[staged.number] = staged
+        await self.channel.put(staged.number, staged, FOREVER, staged.edition)
+        for trained in [number for number in self.memory.batches if number < self.channel.version]:
+            del self.memory.batches[trained]
+
+    def _engine(self, place: int) -> TimedEngine:
+        return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
+
+    async def _replace(self, place: int) -> TimedEngine:
+        """Another engine for a place; what the dead one did still counts."""
+        dead = self.engines[place].usage
+        self._past[place] += dead.slot_seconds
+        for position, value in enumerate((dead.busy_seconds, dead.slot_seconds, dead.tokens)):
+            self._buried[position] += value
+        self.engines[place] = self._engine(place)
+        await self.engines[place].start()
+        return self.engines[place]
+
+    def _snapshot(self) -> Snapshot:
+        usages = [engine.usage for engine in self.engines.values()]
+        busy, slots, tokens = self._buried
+        rewards = self.rewards.gauge.usage
+        return Snapshot(
+            at=asyncio.get_running_loop().time(),
+            engine_busy=busy + sum(usage.busy_seconds for usage in usages),
+            engine_slots=slots + sum(usage.slot_seconds for usage in usages),
+            engine_tokens=int(tokens) + sum(usage.tokens for usage in usages),
+            reward_busy=rewards.busy_seconds,
+            reward_slots=rewards.slot_seconds,
+        )
+
+    def _shortest_bin(self) -> float:
+        """A part of what one response takes; bins grow by themselves, and never shrink."""
+        lengths = sorted(self.engine.lengths)
+        typical = lengths[len(lengths) // 2] if lengths else self.engine.median_tokens
+        return max(1e-4, (self.engine.prefill_seconds + typical * self.engine.seconds_per_token) / 32)
+
+    def _read(self) -> list[float]:
+        """What the timeline samples."""
+        slots = [self._past[place] + engine.usage.slot_seconds for place, engine in self.engines.items()]
+        return [*slots, self.rewards.gauge.usage.slot_seconds]
+
+    async def _close(self) -> None:
+        """Note what the proxy counted, and let nothing more begin."""
+        self.records.restarted, self.records.taken_over = self.proxy.restarted, self.proxy.taken_over
+        self.records.restarted_tokens = sum(engine.usage.restarted for engine in self.engines.values())
+        for engine in self.engines.values():
+            with suppress(EngineFailed):
+                await engine.suspend("continue")
+
+
+def _check(config: RunConfig, hardware: Hardware) -> None:
+    """What only recipe and hardware together can tell."""
+    last = config.engine.replicas - 1
+    for death in hardware.faults.deaths:
+        if death.engine > last:
+            raise ConfigError(f"faults.deaths.engine = {death.engine}: there are engines 0 to {last}; name one of them")
+    if hardware.learner.colocated and config.async_ratio > 0:
+        raise ConfigError(
+            f"learner.colocated = True: at async_ratio = {config.async_ratio:g} learner and engines run at the same "
+            "time; give the learner GPUs of its own, or set async_ratio=0"
+        )
+
+
+def _first(failed: BaseExceptionGroup[RollflowError]) -> RollflowError:
+    inner = failed.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+def _unpacked(group: TrajectoryGroup) -> TrajectoryGroup:
+    """A simulation writes nothing."""
+    return group

@@ -1,0 +1,111 @@
+"""`rollflow plan`: its table, the files it writes, and one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows import plan as planning
+from rollflow.flows.cli import main
+from rollflow.flows.toml import to_toml
+from rollflow.tasks.simulation.candidates import Budget
+
+RECIPE = "flows/recipes/arithmetic.toml"
+SMALL = ("--set", "groups=8", "--set", "group_size=4", "--alpha", "2", "--quick")
+FILE = """
+[engines]
+slots = 4
+seconds_per_token = 0.1
+
+[responses]
+median = 20
+cap = 200
+
+[learner]
+seconds_per_trajectory = 0.6
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(planning, "QUICK", Budget(24, 3, 100, 8, 300))
+    path = tmp_path / "hardware.toml"
+    path.write_text(FILE)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", RECIPE, *arguments]) == 2
+    captured = capsys.readouterr()
+    [line] = captured.err.strip().splitlines()
+    assert "Traceback" not in captured.out + captured.err
+    return line.removeprefix("rollflow: ")
+
+
+def test_what_is_written_simulates_to_what_was_printed(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
+) -> None:
+    recipe, figures, again = tmp_path / "planned.toml", tmp_path / "plan.json", tmp_path / "again.json"
+    arguments = ["--gpus", "6", "--hardware", str(file), *SMALL, "--write", str(recipe), "--json", str(figures)]
+    assert main(["plan", RECIPE, *arguments]) == 0
+    captured = capsys.readouterr()
+    taken = json.loads(figures.read_text())["recommended"]
+    step = taken["figures"]["step_seconds"]
+    [row] = [line for line in captured.out.splitlines() if line.endswith("<- take") or "<- take " in line]
+    assert f"{step:,.4g}" in row
+    assert "the smallest alpha within 5% of the best throughput that keeps the limits" in captured.out
+    assert "simulation 1 of at most 24" in captured.err
+    [command] = [line.split()[1:] for line in captured.out.splitlines() if line.startswith("  rollflow simulate")]
+    assert main([*command, "--json", str(again)]) == 0
+    assert json.loads(again.read_text())["step_seconds"] == step
+
+
+def test_the_written_recipe_is_the_given_one_with_the_changes(file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "planned.toml"
+    assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, "--write", str(written)]) == 0
+    before, after = tomllib.loads(Path(RECIPE).read_text()), tomllib.loads(written.read_text())
+    divided = tomllib.loads((tmp_path / "planned-hardware.toml").read_text())
+    assert {key for key in after if after[key] != before.get(key)} <= {
+        "groups", "group_size", "async_ratio", "engine", "rollout"
+    }  # fmt: skip
+    assert after["engine"]["slots"] == 4
+    assert after["engine"].get("replicas", 1) == divided["engines"]["count"]
+    assert divided["engines"]["count"] + divided["learner"].get("gpus", 1) == 6
+    assert main(["check", str(written)]) == 0
+
+
+def test_where_nothing_keeps_the_limits_nothing_is_written(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
+) -> None:
+    written = tmp_path / "planned.toml"
+    arguments = ["--set", "rollout.extra_responses=4", "--max-bias", "0.001", "--write", str(written)]
+    assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, *arguments]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing is recommended" in out
+    assert "biased" in out
+    assert not written.exists()
+
+
+def test_bad_input_gets_one_sentence(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    given = ("--hardware", str(file), "--gpus")
+    assert "--gpus 1: an engine takes 1" in refused(capsys, *given, "1")
+    assert "--alpha -1: give a number of 0 or more" in refused(capsys, *given, "6", "--alpha", "-1")
+    assert "--max-bias nan: give" in refused(capsys, *given, "6", "--max-bias", "nan")
+    assert "that is the recipe itself" in refused(capsys, *given, "6", "--write", RECIPE)
+    assert "there is no folder" in refused(capsys, *given, "6", "--write", str(tmp_path / "no" / "x.toml"))
+    assert "'nowhere.toml' cannot be read" in refused(capsys, "--hardware", "nowhere.toml", "--gpus", "6")
+    assert "did you mean" in refused(capsys, *given, "6", "--set", "async_ration=2")
+    with pytest.raises(SystemExit):
+        main(["plan", RECIPE, *given, "0"])
+
+
+def test_written_toml_is_read_back() -> None:
+    tree = {
+        "name": 'an "odd" one\n', "many": [1, 2.5], "empty": [], "flag": True,
+        "part": {"tiny": 1e-9, "deeper": {"x": [{"a": 1}, {"a": 2, "b": {"c": []}}]}, "none": {}},
+        "list": [{"kind": "k", "options": {"ops": ["+"], "mixed": [[1], [{"z": 1}]]}}],
+    }  # fmt: skip
+    assert tomllib.loads(to_toml(tree | {"left_out": None})) == tree

@@ -1,0 +1,223 @@
+"""`rollflow simulate`: its table and files, a recorded run as hardware, and one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollflow.flows.cli import main
+from rollflow.flows.config import SHIPPED_HARDWARE, load_hardware, load_recipe
+from rollflow.flows.home import context_of
+from rollflow.flows.recorded import read_recorded
+from rollflow.flows.toml import to_toml
+from rollflow.storage.objects import open_store
+from rollflow.storage.policies import Manifest, PolicyStore, Retention
+from rollflow.storage.records import Cursor, Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.storage.updates import Update, read_update, store_update
+from rollflow.tasks.run import FORMAT
+from rollflow.tasks.simulation.hardware import Hardware
+
+RECIPE = "flows/recipes/arithmetic.toml"
+SMALL = ("--set", "groups=8", "--set", "group_size=4", "--versions", "6")
+FILE = """
+[engines]
+count = 2
+slots = 8
+seconds_per_token = 0.1
+
+[responses]
+median = 20
+
+[learner]
+seconds_per_version = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "hardware.toml"
+    path.write_text(FILE)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["simulate", RECIPE, *arguments]) == 2
+    captured = capsys.readouterr()
+    [line] = captured.err.strip().splitlines()
+    assert "Traceback" not in captured.out + captured.err
+    return line.removeprefix("rollflow: ")
+
+
+def test_the_table_says_what_the_json_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["simulate", RECIPE, "--hardware", str(file), *SMALL, "--json", str(tmp_path / "figures.json")]) == 0
+    out = capsys.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["versions"] == 6
+    assert figures["bias"]["trained"] == 6 * 32
+    assert f"{figures['step_seconds']:,.4g} s" in out
+    for word in ("throughput", "idle", "staleness", "wasted", "length bias", "no schedule below", "Proposition 2"):
+        assert word in out
+    assert figures["step_seconds"] >= figures["bounds"]["conserving_split"] * 0.9
+
+
+def test_the_timeline_is_drawn_twice_and_needs_nothing_from_outside(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "timeline"
+    assert main(["simulate", RECIPE, "--hardware", str(file), *SMALL, "--plot", str(out)]) == 0
+    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    page = out.with_suffix(".html").read_text()
+    assert "http" not in page
+    assert " src=" not in page
+    data = json.loads(page.split("const D = ", 1)[1].split(";\n", 1)[0])
+    assert data["engines"] == data["rows"] == 2
+    assert [version for _, _, version in data["steps"]] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[engines]\ncuont = 3", ["engines.cuont = 3", "no such key", "did you mean engines.count?"]),
+        ("[engines]\nslots = 0", ["engines.slots = 0", "greater than 0"]),
+        ("[responses]\ncorrelation = 2", ["responses.correlation = 2", "less than or equal to 1"]),
+        ("[engines]\nspeeds = [1.0, -1.0]", ["engines.speeds = [1.0, -1.0]", "above 0"]),
+        ("[learner]\ncolocated = true", ["learner.colocated = True", "async_ratio = 2", "async_ratio=0"]),
+        ("[faults]\ndeaths = [{ at_seconds = 1, engine = 9 }]", ["faults.deaths.engine = 9", "engines 0 to 0"]),
+        ("engines = = 1", ["not valid TOML", "correct that line"]),
+    ],
+)
+def test_a_bad_hardware_file_gets_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    sentence = refused(capsys, "--hardware", str(path), *SMALL)
+    assert all(word in sentence for word in words), sentence
+
+
+def test_other_bad_input(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    assert "'nowhere.toml' cannot be read" in refused(capsys, "--hardware", "nowhere.toml")
+    assert "ends in .png or .html" in refused(capsys, "--hardware", str(file), "--plot", "a.svg")
+    assert "there is no folder" in refused(capsys, "--hardware", str(file), "--json", str(tmp_path / "no" / "x.json"))
+    with pytest.raises(SystemExit):
+        main(["simulate", RECIPE])
+    with pytest.raises(SystemExit):
+        main(["simulate", RECIPE, "--hardware", str(file), "--versions", "0"])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_HARDWARE.glob("*.toml")))
+def test_shipped_hardware_is_found_by_its_name(name: str) -> None:
+    assert load_hardware(Path(name)) == load_hardware(SHIPPED_HARDWARE / f"{name}.toml")
+
+
+def test_the_shipped_baseline_spends_its_time_as_published() -> None:
+    """RollPacker's shares of a synchronous step in maths: 72 % rollout, 5 % reward, 23 % training."""
+    from rollflow.tasks.simulation.world import simulate
+
+    recipe = load_recipe(Path("flows/recipes/rlvr.toml"), ["async_ratio=0"])
+    shares = simulate(recipe, load_hardware(Path("rlvr-128-colocated")), versions=3).figures.shares
+    assert shares is not None
+    assert shares.rollout == pytest.approx(0.72, abs=0.04)
+    assert shares.reward == pytest.approx(0.05, abs=0.02)
+    assert shares.train == pytest.approx(0.23, abs=0.03)
+
+
+def test_keys_of_a_hardware_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "--hardware"]) == 0
+    out = capsys.readouterr().out
+    assert "engines.slowing = 0.0  # c: with n requests" in out
+    assert "group_size" not in out
+
+
+def test_hardware_is_read_back_from_what_was_written(tmp_path: Path) -> None:
+    deaths = [{"at_seconds": 1.5, "engine": 0}]
+    parts = {"engines": {"slots": 3}, "learner": {"measured": [1.0, 2.5]}, "faults": {"deaths": deaths}}
+    hardware = Hardware.model_validate({"title": 'an "odd" name', **parts})
+    path = tmp_path / "written.toml"
+    path.write_text(to_toml(hardware.model_dump(exclude_defaults=True)))
+    assert load_hardware(path) == hardware
+
+
+# --- a recorded run -----------------------------------------------------------------------------------------
+
+GENERATION, REWARD, TRAIN, PAUSE = 0.5, 0.25, 2.0, 0.125
+
+
+def group(number: int, index: int) -> TrajectoryGroup:
+    def one(sample: int) -> Trajectory:
+        tokens = 5 + index % 3
+        ones = (True,) * tokens
+        return Trajectory(
+            sample, number, (1,) + (7,) * tokens, (False, *ones), (0.0,) + (-1.0,) * tokens, (-1,) + (number,) * tokens,
+            0.0, "", Ending.STOP, GENERATION, REWARD,
+        )  # fmt: skip
+
+    return TrajectoryGroup(GroupKey(index, 0), f"p{index}", "d", tuple(one(sample) for sample in range(4)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A synchronous run of 12 versions that recorded a step of generation + reward + training + update."""
+    recipe = load_recipe(Path(RECIPE), ["groups=2", "group_size=4", "async_ratio=0", "versions=12"])
+    path = tmp_path / "store" / "runs" / "recorded"
+    store = open_store(str(path))
+    described = {"format": FORMAT, "run_id": "recorded", "config": recipe.model_dump(mode="json"), "probe_tokens": [1]}
+    store.put("run.json", json.dumps(described).encode())
+    policies, batches = PolicyStore(store, Retention()), TrajectoryStore(store)
+    step = GENERATION + REWARD + TRAIN + PAUSE
+    for version in range(13):
+        weights = policies.stage(version, {"weights/model.safetensors": b"w"})
+        parent = policies.manifest_sha256(version - 1) if version else None
+        manifest = Manifest(version, parent, weights, (), None, created_at=1000.0 + version * step)
+        if version:
+            groups = tuple(group(version - 1, 2 * version + i) for i in (-2, -1))
+            cursor = Cursor((2 * version,), (0,))
+            commit, _ = batches.commit(StagedBatch(version - 1, groups, cursor, (), (), 0, version - 1, 0), 0.0)
+            metrics = {"wait_seconds": step - TRAIN, "step_seconds": TRAIN, "publish_seconds": 0.0}
+            metrics["response_tokens"] = float(sum(commit.response_tokens))
+            manifest = replace(manifest, batch=batches.commit_sha256(version - 1), consumed=commit.groups)
+            manifest = replace(manifest, metrics=metrics, cursor=cursor)
+        policies.publish(manifest)
+        store_update(store, Update(version, PAUSE, manifest.created_at + PAUSE))
+    return path
+
+
+def test_a_recorded_run_is_read_and_predicted(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    found = read_recorded(context_of(str(run.parent.parent), "recorded"))
+    assert [one.version for one in found] == list(range(3, 13))
+    assert found[0].seconds == pytest.approx(GENERATION + REWARD + TRAIN + PAUSE)
+    assert found[0].pause == PAUSE
+    assert found[0].fetched == pytest.approx(0.0, abs=1e-9)
+    assert np.mean(found[0].generation_R) == GENERATION
+    assert set(found[0].tokens_R) == {6, 7}
+    recipe = ["--set", "groups=2", "--set", "group_size=4", "--set", "async_ratio=0", "--set", "versions=12"]
+    fit = tmp_path / "fit.toml"
+    assert main(["simulate", RECIPE, *recipe, "--from-run", str(run), "--save-hardware", str(fit)]) == 0
+    out = capsys.readouterr().out
+    assert "measured 2.875 s in run recorded (median of 10 versions)" in out
+    assert "predicted" in out
+    assert load_hardware(fit).update.seconds == PAUSE
+
+
+def test_a_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert main(["simulate", RECIPE, "--from-run", str(run), "--set", "groups=4", "--versions", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "the run had another groups" in out
+    assert "%" not in out.rpartition("step time")[2]
+
+
+def test_a_run_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    for version in range(6, 13):
+        (run / "policies" / f"{version:08d}" / "manifest.json").unlink()
+    assert "has 5 versions; a prediction needs 8" in refused(capsys, "--from-run", str(run))
+
+
+def test_an_update_that_was_not_written_down_is_not_there(run: Path) -> None:
+    assert read_update(open_store(str(run)), 99) is None
+    assert read_update(open_store(str(run)), 3) == Update(3, PAUSE, pytest.approx(1000.0 + 3 * 2.875 + PAUSE))

@@ -1,0 +1,262 @@
+"""What each choice of the scheduler does, on a virtual clock: one test per promise of its config key."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.storage.audit import audit
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
+from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.plan import Plan, filtered
+from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Probe
+from rollflow.tasks.rollout.rounds import Rounds
+from rollflow.tasks.settings import FilterConfig, Routing, TimedEngineConfig
+from tests.support.pipeline import Pipeline
+
+NO_PROBE = Probe((), (), 0.1)
+
+
+def ran(**kwargs: Any) -> tuple[Pipeline, float]:
+    """A pipeline that ran to its end and audits clean, and its virtual seconds."""
+
+    async def timed() -> tuple[Pipeline, float]:
+        pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), **kwargs)
+        await pipeline.run()
+        return pipeline, asyncio.get_running_loop().time()
+
+    pipeline, seconds = run_virtual(timed())
+    assert audit(pipeline.store).violations == []
+    return pipeline, seconds
+
+
+def commits(pipeline: Pipeline) -> list[BatchCommit]:
+    store = TrajectoryStore(pipeline.store)
+    return [store.record(number) for number in range(pipeline.versions)]
+
+
+def reasons(pipeline: Pipeline) -> Counter[str]:
+    return Counter(d.reason.value for commit in commits(pipeline) for d in commit.discards)
+
+
+# --- redundancy and tail batching ---------------------------------------------------------------------------
+
+
+def test_extra_groups_shorten_a_synchronous_step_and_are_issued_again() -> None:
+    common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "train_seconds": 0.0}
+    common |= {"seconds_per_token": 0.1, "sigma": 0.5}
+    _, plain = ran(**common)
+    pipeline, spared = ran(**common, choices={"extra_groups": 4})
+    assert spared < 0.9 * plain
+    assert set(reasons(pipeline)) == {"redundant"}
+    last = commits(pipeline)[-1]
+    waiting = {key.prompt for key in last.in_flight}
+    trained = {key.prompt for commit in commits(pipeline) for key in commit.groups}
+    assert waiting | trained == set(range(last.cursor.issued[0]))  # whatever was left behind is still to come
+
+
+def test_of_extra_responses_the_first_to_end_are_kept() -> None:
+    common = {"versions": 20, "async_ratio": 0.0, "slots": 64, "group_size": 4, "train_seconds": 0.0}
+    common |= {"seconds_per_token": 0.1, "sigma": 0.5}
+    _, plain = ran(**common)
+    pipeline, spared = ran(**common, choices={"extra_responses": 2})
+    assert spared < 0.9 * plain
+    assert pipeline.scheduler.counts.surplus_tokens > 0
+    batch = TrajectoryStore(pipeline.store).read(0)[0]
+    assert batch.rows == 4 * 4
+    assert reasons(pipeline) == {}
+
+
+def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
+    choices = {"extra_groups": 2, "tail_batching": True}
+    pipeline, _ = ran(versions=40, groups=6, async_ratio=0.0, slots=64, sigma=1.5, choices=choices)
+    made = commits(pipeline)
+    attempts = [{key.attempt > 0 for key in commit.groups} for commit in made]
+    assert attempts.count({True}) >= 5  # long rounds: nothing but prompts that were left behind
+    assert {False, True} not in attempts
+    last = made[-1]
+    assert len(last.in_flight) < 2 * 6  # none waits for ever
+
+
+def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
+    plan = Plan(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True)
+    rounds = Rounds(plan, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)])
+    assert rounds.enter(0, 0) == 1
+    assert rounds.next().key == GroupKey(4, 0)
+    rounds.ended(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
+    assert rounds.next().key == GroupKey(5, 0)  # this round is short to its end
+    assert rounds.enter(1, 1) == 0
+    issued = [rounds.next(), rounds.next()]
+    assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(4, 1)]
+    assert all(issue.awaited and issue.responses == 1 for issue in issued)
+    assert rounds.again == ()
+
+
+# --- what a batch is made of --------------------------------------------------------------------------------
+
+
+def test_waiting_at_the_bound_drops_nothing() -> None:
+    common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32, "seconds_per_token": 0.01}
+    dropping, fast = ran(**common)
+    waiting, slow = ran(**common, choices={"at_bound": "wait"})
+    assert reasons(dropping)["stale"] > 0
+    assert reasons(waiting) == {}
+    assert fast < slow
+
+
+def test_in_order_a_batch_is_the_oldest_prompts() -> None:
+    pipeline, _ = ran(versions=12, async_ratio=1.0, choices={"order": "started"})
+    taken = [sorted(key.prompt for key in commit.groups) for commit in commits(pipeline)]
+    assert taken == [list(range(4 * n, 4 * n + 4)) for n in range(12)]
+
+
+def test_in_batch_mode_rewards_wait_for_the_last_response() -> None:
+    common = {"versions": 5, "groups": 8, "async_ratio": 0.0, "slots": 4, "reward_seconds": 2.0}
+    for mode, waits in (("queue", False), ("batch", True)):
+        pipeline, _ = ran(**common, choices={"mode": mode})
+        table = TrajectoryBatch.from_bytes(TrajectoryStore(pipeline.store).read(3)[1]).table
+        seconds = table["reward_seconds"].to_pylist()
+        assert min(seconds) == pytest.approx(2.0, abs=1e-5)
+        assert (max(seconds) > 2.01) == waits
+
+
+def test_filtered_groups_are_replaced_and_never_issued_again() -> None:
+    pipeline, _ = ran(
+        versions=12, group_size=3, async_ratio=4.0, choices={"filter": FilterConfig(min_mean=0.0, max_mean=1.0)}
+    )
+    gone = {d.key.prompt for commit in commits(pipeline) for d in commit.discards}
+    assert set(reasons(pipeline)) == {"filtered"}
+    assert gone.isdisjoint(key.prompt for commit in commits(pipeline) for key in commit.groups)
+    assert set(pipeline.scheduler.counts.filtered) == {"mean reward at or below 0", "mean reward at or above 1"}
+
+
+def test_a_filter_that_leaves_nothing_fails_with_its_cure() -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        ran(choices={"filter": FilterConfig(min_mean=1.0, most=20)})
+    assert "removed 20 groups in a row (the last: mean reward at or below 1); widen it" in str(
+        caught.value.exceptions[0].exceptions[0].exceptions  # type: ignore[attr-defined]
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "rewards", "why"),
+    [
+        (None, [0.0, 0.0], None),
+        (FilterConfig(min_mean=0.0), [0.0, 0.0], "mean reward at or below 0"),
+        (FilterConfig(max_mean=1.0), [1.0, 1.0], "mean reward at or above 1"),
+        (FilterConfig(min_mean=0.0, max_mean=1.0), [0.0, 1.0], None),
+        (FilterConfig(min_std=0.5), [0.0, 1.0], "rewards spread by 0.5 or less"),
+        (FilterConfig(min_std=0.49), [0.0, 1.0], None),
+    ],
+)
+def test_filter(limits: FilterConfig | None, rewards: list[float], why: str | None) -> None:
+    assert filtered(limits, rewards) == why
+
+
+def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
+    """A request that waits in an engine through an update has its first token under a newer version."""
+    choices = {"staleness": "oldest-token"}
+    pipeline, _ = ran(versions=20, async_ratio=2.0, choices=choices)
+    store = TrajectoryStore(pipeline.store)
+    for number in range(20):
+        for group in TrajectoryBatch.from_bytes(store.read(number)[1]).groups():
+            assert all(t.started_version == min(v for v in t.versions if v >= 0) for t in group.trajectories)
+
+
+def test_alpha_that_holds_the_engines_back_is_measured() -> None:
+    common = {"versions": 10, "slots": 8, "train_seconds": 2.0, "depth": 10**6}
+    (bound, seconds), (free, _) = (ran(**common, async_ratio=alpha, choices={"slots": 8}) for alpha in (1.0, 100.0))
+    assert 0.5 * seconds < bound.scheduler.counts.held_seconds < seconds
+    assert free.scheduler.counts.held_seconds == 0.0
+
+
+# --- who runs where -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen(TimedEngine):
+    """Notes the most it ran at a time, and which prompts it was given."""
+
+    config: TimedEngineConfig
+    most: int = 0
+    now: int = 0
+    given: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.config)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.given.append(request.id)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().generate(request)
+        finally:
+            self.now -= 1
+
+
+def engine(slots: int, seconds_per_token: float = 0.01) -> Seen:
+    return Seen(TimedEngineConfig(slots=slots, seconds_per_token=seconds_per_token, max_new_tokens=64))
+
+
+async def asked(engines: Sequence[Seen], routing: Routing, groups: int, size: int) -> float:
+    proxy = InferenceProxy(engines, 4, routing=routing)
+    await proxy.update(0, Path(), NO_PROBE, "continue")
+
+    async def one(group: int, sample: int) -> None:
+        request = GenerationRequest(f"{group}.{sample}", (group,), 64, seed=group * 100 + sample)
+        await proxy.generate(request, Asked(group, group))
+
+    await asyncio.gather(*(one(group, sample) for group in range(groups) for sample in range(size)))
+    return asyncio.get_running_loop().time()
+
+
+def test_an_engine_never_gets_more_than_its_slots() -> None:
+    engines = [engine(4) for _ in range(3)]
+    run_virtual(asked(engines, "least-work", 20, 3))
+    assert [e.most for e in engines] == [4, 4, 4]
+
+
+def test_a_faster_engine_gets_more() -> None:
+    fast, slow = engine(4, 0.005), engine(4, 0.02)
+    run_virtual(asked([fast, slow], "least-work", 100, 2))
+    assert len(fast.given) > 2 * len(slow.given)
+
+
+def test_prefix_routing_keeps_a_prompt_together_where_there_is_room() -> None:
+    def homes(routing: Routing) -> float:
+        engines = [engine(4) for _ in range(4)]
+        run_virtual(asked(engines, routing, 8, 2))
+        at = {id: place for place, e in enumerate(engines) for id in e.given}
+        return sum(at[f"{group}.0"] == at[f"{group}.1"] for group in range(8)) / 8
+
+    assert homes("prefix") == 1.0
+    assert homes("least-work") < 0.5
+
+
+def test_aborted_requests_end_with_what_they_have() -> None:
+    async def main() -> None:
+        proxy = InferenceProxy([engine(1, 0.1)], 1)
+        await proxy.update(0, Path(), NO_PROBE, "continue")
+        running, waiting = (
+            asyncio.create_task(proxy.generate(GenerationRequest(name, (1,), 64, seed=7))) for name in ("a", "b")
+        )
+        await asyncio.sleep(0.55)
+        await proxy.abort(["a", "b", "unknown"])
+        ended = [(await task).generation for task in (running, waiting)]
+        assert [(len(g.tokens), g.ending.value) for g in ended] == [(5, "aborted"), (0, "aborted")]
+        assert proxy.running == 0
+
+    run_virtual(main())

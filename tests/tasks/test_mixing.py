@@ -1,0 +1,285 @@
+"""Mixing: each source keeps its share of what is trained, whatever is filtered, whoever is slow, whenever it dies."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.audit import AuditReport, audit
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Cursor, GroupKey, TrajectoryGroup
+from rollflow.storage.settlement import newest_commit
+from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.lengths import ResponseLengths
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.mixing import Mixture, Slots
+from rollflow.tasks.rollout.scheduler import RolloutScheduler
+from rollflow.tasks.settings import RunConfig, TimedEngineConfig
+from tests.support.pipeline import Damage, Pipeline
+from tests.tasks.test_scheduler import stopped
+
+SHARES = st.lists(st.integers(1, 9999).map(lambda n: n / 1000), min_size=1, max_size=6)
+MEDIAN = 16.0  # tokens
+MIXED = (0.5, 0.3, 0.2)
+SLOW, FILTERED = 1, 2  # sources
+
+
+def drawn(mixture: Mixture, count: int) -> list[int]:
+    return [mixture.next() for _ in range(count)]
+
+
+def sources(indices: Sequence[int], count: int) -> list[int]:
+    return [index % count for index in indices]
+
+
+# --- the mixture alone --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 100), st.integers(0, 50))
+def test_one_source_counts(share: float, filtered: int) -> None:
+    mixture = Mixture((share,))
+    for index in range(filtered):
+        mixture.filtered(index)
+    assert drawn(mixture, 20) == list(range(20))
+
+
+def test_three_to_one_by_hand() -> None:
+    mixture = Mixture((3, 1))
+    assert drawn(mixture, 8) == [0, 2, 1, 4, 6, 8, 3, 10]  # a a b a: source 0 has the even indices, source 1 the odd
+    mixture.filtered(2)
+    mixture.filtered(1)
+    mixture.filtered(3)
+    assert drawn(mixture, 4) == [5, 7, 12, 14]  # both of source 1, and one more of source 0; then the next slot
+    assert mixture.state == Cursor((8, 4), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("shares", "order"),
+    [((1, 1, 1), "012012"), ((0.5, 0.25, 0.25), "01020102"), ((0.1, 0.1, 0.1), "012012"), ((2, 6), "10111011")],
+)
+def test_the_order_is_smooth_and_ties_go_to_the_lower_source(shares: tuple[float, ...], order: str) -> None:
+    made = drawn(Mixture(shares), len(order))
+    assert "".join(map(str, sources(made, len(shares)))) == order
+
+
+@settings(deadline=None)
+@given(SHARES, st.integers(1, 300))
+def test_every_stretch_from_the_beginning_holds_the_shares_to_within_one(shares: list[float], count: int) -> None:
+    slots, filled, total = Slots(shares), [0] * len(shares), sum(shares)
+    for number in range(1, count + 1):
+        filled[slots.first_free(filled)] += 1
+        for source, share in enumerate(shares):
+            assert abs(filled[source] - number * share / total) < 1
+
+
+def test_a_tiny_share_costs_nothing_until_its_turn() -> None:
+    made = drawn(Mixture((1e9, 1.0)), 100)
+    assert made == list(range(0, 200, 2))
+
+
+@settings(deadline=None)
+@given(SHARES, st.lists(st.integers(0, 9), max_size=200), st.randoms(use_true_random=False))
+def test_what_is_kept_fills_the_same_slots_whatever_is_filtered(
+    shares: list[float], steps: list[int], draw: random.Random
+) -> None:
+    """At any moment the kept groups lie on the unfiltered order, but for slots that are owed a refill."""
+    mixture, unfiltered, flying = Mixture(shares), Slots(shares), list[int]()
+    opened = [0] * len(shares)  # slots of each source that ever were taken
+    for step in steps:
+        if step < 4 and flying:
+            mixture.filtered(flying.pop(draw.randrange(len(flying))))
+            continue
+        kept = kept_of(mixture)
+        owed = any(have < slots for have, slots in zip(kept, opened, strict=True))
+        source = mixture.next() % len(shares)
+        flying.append(mixture.state.upcoming[source] - len(shares))
+        if owed:
+            assert kept[source] < opened[source]  # the refill comes from a source that is owed one
+        else:
+            assert source == unfiltered.first_free(kept)
+            opened[source] += 1
+    for _ in range(sum(opened) - sum(kept_of(mixture))):
+        mixture.next()
+    assert kept_of(mixture) == opened
+    total = sum(opened)
+    assert all(abs(have - total * s / sum(shares)) < 1 for have, s in zip(kept_of(mixture), shares, strict=True))
+
+
+def kept_of(mixture: Mixture) -> list[int]:
+    state = mixture.state
+    return [issued - gone for issued, gone in zip(state.issued, state.filtered, strict=True)]
+
+
+@settings(deadline=None)
+@given(SHARES, st.lists(st.booleans(), max_size=100), st.integers(0, 100))
+def test_a_mixture_goes_on_from_its_state(shares: list[float], filtering: list[bool], more: int) -> None:
+    mixture = Mixture(shares)
+    for filtered in filtering:
+        index = mixture.next()
+        if filtered:
+            mixture.filtered(index)
+    state = mixture.state
+    again = Mixture(shares, state.issued, state.filtered)
+    assert again.state == state
+    assert drawn(again, more) == drawn(mixture, more)
+
+
+@settings(deadline=None)
+@given(SHARES, st.integers(1, 60), st.integers(0, 1000), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_what_fills_the_slots_does_not_depend_on_the_order_of_events(
+    shares: list[float], count: int, seed: int, depth: int, draw: random.Random
+) -> None:
+    """Which groups are filtered is given; when that is found out is not. So a run at alpha = 0 is reproducible."""
+
+    def filled(depth: int) -> tuple[Cursor, set[int]]:
+        mixture, flying, kept = Mixture(shares), list[int](), set[int]()
+        while len(kept) < count:
+            while len(flying) < depth and len(flying) + len(kept) < count:
+                flying.append(mixture.next())
+            index = flying.pop(draw.randrange(len(flying)))
+            if random.Random(f"{seed} {index}").random() < (index % len(shares)) / len(shares):
+                mixture.filtered(index)
+            else:
+                kept.add(index)
+        return mixture.state, kept
+
+    assert filled(depth) == filled(1)
+
+
+def test_a_cursor_of_other_sources_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 sources cannot go on from a cursor of 3"):
+        Mixture((1, 1), (1, 2, 3), (0, 0, 0))
+
+
+def test_the_shares_of_a_config_are_by_domain() -> None:
+    prompts = [{"family": "gcd", "share": 1}, {"family": "lcm", "share": 2}, {"family": "gcd", "share": 1}]
+    config = RunConfig.model_validate({"prompts": [{"kind": "reasoning-gym", **p} for p in prompts]})
+    assert config.shares == {"gcd": 0.5, "lcm": 0.5}
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------
+
+
+class Filtering(RolloutScheduler):
+    """Finds no signal in three of four groups of one source, and in few of the others."""
+
+    def _scored(self, group: TrajectoryGroup, issue: int) -> None:
+        source = group.key.prompt % len(self.plan.shares)
+        if random.Random(f"{group.key.prompt}").random() < (0.75 if source == FILTERED else 0.05):
+            self._filtered(group, "made up")
+        else:
+            super()._scored(group, issue)
+
+
+class Uneven(TimedEngine):
+    """Its answers to one source are ten times as long."""
+
+    def __init__(self, config: TimedEngineConfig) -> None:
+        super().__init__(config)
+        self._both = self._lengths, ResponseLengths(config.model_copy(update={"median_tokens": 10 * MEDIAN}))
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self._lengths = self._both[int(request.id.split(".")[0]) % len(MIXED) == SLOW]
+        return await super().generate(request)
+
+
+def mixed(store: MemoryStore, **changes: object) -> Pipeline:
+    """A run of three sources: one slow, one filtered."""
+    config = TimedEngineConfig(slots=16, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN)
+    engines = [Uneven(config) for _ in range(2)]
+    settings = {"groups": 8, "slots": 16, "shares": MIXED, "scheduler_type": Filtering, "engine_list": engines}
+    return Pipeline(store, **(settings | changes))  # type: ignore[arg-type]
+
+
+def trained(store: MemoryStore) -> list[tuple[GroupKey, ...]]:
+    policies = PolicyStore(store)
+    return [policies.manifest(version).consumed for version in range(1, policies.latest() + 1)]
+
+
+def finished(pipeline: Pipeline) -> AuditReport:
+    run_virtual(pipeline.run())
+    report = audit(pipeline.store)
+    assert report.violations == []
+    return report
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 4.0])
+def test_shares_hold_in_what_is_trained(alpha: float) -> None:
+    """Over the whole run to within what is in flight at its end, and over any 25 batches to within some per cent."""
+    store = MemoryStore(uuid.uuid4().hex)
+    report = finished(mixed(store, versions=150, async_ratio=alpha, train_seconds=0.2))
+    assert report.fates["discarded: filtered"] > 400
+    counts = Counter(sources([key.prompt for batch in trained(store) for key in batch], len(MIXED)))
+    assert report.domains == {f"source {source}": count for source, count in counts.items()}
+    for source, share in enumerate(MIXED):
+        assert counts[source] / 1200 == pytest.approx(share, abs=0.02)
+        for start in range(0, 150, 25):
+            stretch = sources([key.prompt for batch in trained(store)[start : start + 25] for key in batch], 3)
+            assert stretch.count(source) / 200 == pytest.approx(share, abs=0.1)
+
+
+def test_nobody_waits_for_the_slow_source() -> None:
+    """It is late by what is in flight of it, while the batches go on with what the others have ready."""
+    store = MemoryStore(uuid.uuid4().hex)
+    run_virtual(mixed(store, versions=10, async_ratio=4.0, train_seconds=0.05).run())
+    first = Counter(sources([key.prompt for key in trained(store)[0]], len(MIXED)))
+    assert first[SLOW] < MIXED[SLOW] * 8
+
+
+def test_at_alpha_zero_neither_timing_nor_death_changes_what_is_trained() -> None:
+    quiet, other, killed = (MemoryStore(uuid.uuid4().hex) for _ in range(3))
+    finished(mixed(quiet, versions=20, async_ratio=0.0))
+    narrow = [Uneven(TimedEngineConfig(slots=3, sigma=0.5, max_new_tokens=64, median_tokens=MEDIAN))]
+    finished(mixed(other, versions=20, async_ratio=0.0, engine_list=narrow, slots=3, depth=3))
+    draw = random.Random(0)
+    for _ in range(12):
+        run_virtual(stopped(mixed(killed, versions=20, async_ratio=0.0), draw.uniform(0.1, 1.5)))
+    finished(mixed(killed, versions=20, async_ratio=0.0))
+    for number in range(20):
+        records = [TrajectoryStore(store).record(number) for store in (quiet, other, killed)]
+        assert records[0].groups == records[1].groups == records[2].groups
+        assert records[0].cursor == records[1].cursor == records[2].cursor
+        assert records[0].response_tokens == records[1].response_tokens == records[2].response_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    alpha=st.sampled_from([0.0, 0.5, 2.0]),
+    groups=st.integers(1, 5),
+    depth=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+    stops=st.lists(st.floats(0.05, 4.0), max_size=4),
+    damage=st.dictionaries(
+        st.tuples(st.integers(0, 5), st.integers(0, 1)),
+        st.sampled_from(["flipped", "cut", "gone", "commit"]),
+        max_size=4,
+    ),
+)
+def test_whatever_dies_or_rots_the_mixture_goes_on(
+    alpha: float, groups: int, depth: int, seed: int, stops: list[float], damage: dict[tuple[int, int], Damage]
+) -> None:
+    """At the end every source has its share, to within one group and what is still in flight."""
+    store = MemoryStore(uuid.uuid4().hex)
+    changes = {"versions": 6, "async_ratio": alpha, "groups": groups, "depth": depth, "seed": seed, "damage": damage}
+    for after in stops:
+        run_virtual(stopped(mixed(store, **changes), after))
+    report = finished(mixed(store, **changes))
+    assert report.fates["trained"] == 6 * groups
+    newest = newest_commit(TrajectoryStore(store))
+    assert newest is not None
+    flying = Counter(sources([key.prompt for key in newest.in_flight], len(MIXED)))
+    counts = Counter(sources([key.prompt for batch in trained(store) for key in batch], len(MIXED)))
+    kept = [issued - gone for issued, gone in zip(newest.cursor.issued, newest.cursor.filtered, strict=True)]
+    assert kept == [counts[source] + flying[source] for source in range(len(MIXED))]
+    if alpha == 0.0 and not damage:
+        assert all(abs(kept[s] - 6 * groups * share) < 1 for s, share in enumerate(MIXED))

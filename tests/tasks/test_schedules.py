@@ -1,0 +1,138 @@
+"""Ten thousand schedules: whatever is chosen and whatever happens, no prompt is lost or doubled, alpha holds, no engine
+gets more than its slots, and batches keep coming. What is checked of each stands in `tests/support/schedules.py`.
+
+Those of `test_scheduler` go through storage and its audit as well; these are the many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.records import DiscardReason
+from tests.support.schedules import FILTERS, Case, Stop, Trouble, ran
+
+MANY = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # to explain a failure takes minutes
+)
+
+TENTHS = st.sampled_from([0.0, 0.1, 0.3, 1.0])
+
+
+def at(longest: int) -> st.SearchStrategy[float]:
+    """A moment: most are tenths of a second, at which much else happens, and some lie between."""
+    return st.integers(0, 20 * longest).map(lambda twentieths: twentieths / 20)
+
+
+def cases(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
+    """Workloads, of choices that go together."""
+    return st.builds(Case, **COMMON | more).map(possible)
+
+
+def possible(case: Case) -> Case:
+    """What the config would refuse, or what would filter all, made into its nearest neighbour."""
+    changes: dict[str, Any] = {}
+    if case.extra_groups:  # they are left behind
+        changes |= {"at_bound": "drop", "order": "finished"}
+    if case.routing == "group":
+        changes["slots"] = max(case.slots, case.group_size + case.extra_responses)
+    if case.filter == "spread" and case.group_size == 1:
+        changes["filter"] = "above 0"
+    return replace(case, **changes)
+
+
+COMMON: dict[str, st.SearchStrategy[Any]] = {
+    "async_ratio": st.sampled_from([0.0, 1.0, 2.0, 0.5, 0.3, 1.5, 2.9]),
+    "groups": st.integers(1, 4),
+    "group_size": st.integers(1, 3),
+    "slots": st.integers(1, 5),
+    "speeds": st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 0.5)]),
+    "depth": st.sampled_from([64, 1, 2, 3, 5]),
+    "limited": st.booleans(),
+    "routing": st.sampled_from(["least-work", "prefix", "group"]),
+    "in_flight": st.sampled_from(["continue", "restart"]),
+    "sigma": st.sampled_from([1.0, 0.0, 2.0]),
+    "train_seconds": st.sampled_from([(0.3,), (0.0,), (1.0, 0.0), (0.1, 4.0)]),
+    "reward_seconds": st.sampled_from([(0.0,), (0.1,), (0.0, 0.5)]),
+    "update_seconds": TENTHS,
+    "seed": st.integers(0, 1000),
+}
+CHOICES: dict[str, st.SearchStrategy[Any]] = {
+    "mode": st.sampled_from(["queue", "batch"]),
+    "extra_groups": st.integers(0, 3),
+    "extra_responses": st.integers(0, 2),
+    "tail_batching": st.booleans(),
+    "at_bound": st.sampled_from(["drop", "wait"]),
+    "order": st.sampled_from(["finished", "started"]),
+    "staleness": st.sampled_from(["started", "oldest-token"]),
+    "filter": st.sampled_from(list(FILTERS)),
+    "shares": st.sampled_from([(1.0,), (1.0, 1.0), (0.7, 0.2, 0.1)]),
+}
+TIMES: dict[str, st.SearchStrategy[Any]] = {
+    "fetch_seconds": TENTHS,
+    "commit_seconds": st.sampled_from([0.0, 0.1, 2.0]),
+    "latency": st.sampled_from([0.0, 0.1, 0.05]),
+    "slowing": st.sampled_from([0.0, 0.5]),
+}
+TROUBLE = {
+    "trouble": st.lists(
+        st.builds(Trouble, at(6), st.integers(0, 2), st.sampled_from(["kill", "replace"]), TENTHS), max_size=4
+    ).map(tuple),
+    "patience": st.sampled_from([1e6, 0.1, 0.35]),
+}
+ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
+    **{name: CHOICES[name] for name in ("mode", "at_bound", "order", "staleness", "filter", "shares")},
+    "async_ratio": st.just(0.0),
+}
+OUTER = ("slots", "speeds", "depth", "limited", "routing", "in_flight", "train_seconds", "reward_seconds")
+OUTER += ("update_seconds", "fetch_seconds", "commit_seconds", "latency", "slowing", "trouble")
+STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3).map(tuple)}
+
+
+@settings(MANY, max_examples=3000)
+@given(cases(**CHOICES, **TIMES))
+@example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # half a batch ahead, again and again
+@example(Case(extra_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
+def test_whatever_is_chosen(case: Case) -> None:
+    ran(case)
+
+
+@settings(MANY, max_examples=2500)
+@given(cases(**CHOICES, **TIMES, **TROUBLE))
+def test_whatever_is_chosen_while_engines_die_and_join(case: Case) -> None:
+    ran(case)
+
+
+@settings(MANY, max_examples=2000)
+@given(cases(**CHOICES, **TIMES, **STOPS))
+def test_whatever_is_chosen_while_the_process_stops_and_goes_on(case: Case) -> None:
+    ran(case)
+
+
+@settings(MANY, max_examples=2000)
+@given(cases(**CHOICES, **TIMES, **TROUBLE, **STOPS))
+def test_whatever_is_chosen_while_all_of_it_happens(case: Case) -> None:
+    ran(case)
+
+
+@settings(MANY, max_examples=500)
+@given(cases(**ALIKE), cases(**TIMES, **TROUBLE, **STOPS))
+def test_at_alpha_zero_neither_time_nor_trouble_changes_what_is_trained_on(case: Case, other: Case) -> None:
+    stops = tuple(Stop(stop.after, 0) for stop in other.stops)  # a batch that was lost is another attempt
+    changed = {name: getattr(other, name) for name in OUTER}
+    disturbed = possible(replace(case, **changed, stops=stops, patience=1e6))
+    assert ran(disturbed).trained == ran(case).trained
+
+
+@pytest.mark.parametrize("seconds", [4.0, 400.0])
+def test_a_fraction_ahead_is_started_once_however_long_the_learner_takes(seconds: float) -> None:
+    """At alpha = 0.5 half a batch is left over each time: it waits for the next version, as nothing else would."""
+    ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
+    assert ledger.cursor.issued == (16,)
+    assert ledger.discards[DiscardReason.STALE] <= 3 * 2

@@ -1,0 +1,348 @@
+"""The simulator against values worked by hand, against independent calculations, and against its own bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.lengths import ResponseLengths
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.settings import FilterConfig, PolicyConfig, RolloutConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.simulation.bounds import Work, bounds_of
+from rollflow.tasks.simulation.figures import Figures
+from rollflow.tasks.simulation.fit import Recorded, correlation_of, decoding_of, fitted, normal_scores
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.world import simulate
+
+
+def recipe(**changes: Any) -> RunConfig:
+    """A small recipe; 8 groups of 4 a step."""
+    rollout = RolloutConfig(depth=changes.pop("depth", None))
+    keys = {"versions": 8, "groups": 8, "group_size": 4, "async_ratio": 1.0, "policy": PolicyConfig(path="x")}
+    return RunConfig(**{**keys, "rollout": rollout, **changes})
+
+
+def hardware(**sections: dict[str, Any]) -> Hardware:
+    """Two engines of 8 slots; lognormal lengths of 100 tokens, 0.1 s each."""
+    parts: dict[str, dict[str, Any]] = {
+        "engines": {"count": 2, "slots": 8, "seconds_per_token": 0.1},
+        "responses": {"median": 100.0, "sigma": 0.8, "cap": 1000, "correlation": 0.7},
+        "learner": {"seconds_per_version": 20.0},
+    }
+    return Hardware.model_validate({name: parts.get(name, {}) | sections.get(name, {}) for name in parts | sections})
+
+
+CONSTANT = {"median": 50.0, "sigma": 0.0, "cap": 100}
+
+
+def test_a_synchronous_step_of_one_slot_is_the_sum_of_its_parts() -> None:
+    one = hardware(
+        engines={"count": 1, "slots": 1, "prefill_seconds": 0.25},
+        responses=CONSTANT,
+        reward={"seconds": 2.0},
+        learner={"seconds_per_version": 3.0, "seconds_per_trajectory": 0.5, "epochs": 2, "gpus": 4},
+        update={"seconds": 0.5, "fetch_seconds": 0.125},
+    )
+    figures = simulate(recipe(groups=3, group_size=2, async_ratio=0.0, depth=3), one).figures
+    generation = 6 * (0.25 + 50 * 0.1)  # six responses, one after another
+    train = 3.0 + 2 * 6 * 0.5 / 4
+    step = generation + 2.0 + train + 0.5 + 0.125
+    assert figures.step_seconds == pytest.approx(step, abs=1e-4)
+    assert figures.steps[1:] == pytest.approx([step] * 7, abs=1e-4)
+    assert figures.shares is not None
+    expected = (generation / step, 2.0 / step, train / step, 0.625 / step)
+    assert dataclasses.astuple(figures.shares) == pytest.approx(expected, abs=1e-5)
+    assert figures.idle.learner == pytest.approx(1 - train / step, abs=1e-5)
+    assert figures.idle.engines == pytest.approx(1 - generation / step, abs=1e-5)
+    assert figures.tokens.trained == figures.tokens.sampled == 8 * 6 * 50
+    assert figures.staleness == {0: 6 * 6}
+    assert figures.tokens_per_second == pytest.approx(6 * 50 / step, rel=1e-5)
+
+
+def test_with_alpha_the_longer_of_rollout_and_training_is_the_step() -> None:
+    """One slot, constant lengths: 6 responses of 5 s are 30 s of rollout; training takes 12 or 40 s beside it."""
+    for seconds, step in ((12.0, 30.0), (40.0, 40.0)):
+        one = hardware(engines={"count": 1, "slots": 1}, responses=CONSTANT, learner={"seconds_per_version": seconds})
+        figures = simulate(recipe(groups=3, group_size=2, depth=6, versions=12), one).figures
+        assert figures.step_seconds == pytest.approx(step, rel=1e-3)
+        assert figures.shares is None
+        assert max(figures.staleness) <= 1
+
+
+def test_slowing_and_speed_change_a_full_engine_as_worked_by_hand() -> None:
+    """Four at a time at c = 0.5 each go at 1 / 2.5, on an engine of twice the speed: 5 s x 2.5 / 2."""
+    full = hardware(
+        engines={"count": 1, "slots": 4, "slowing": 0.5, "speeds": (2.0,)},
+        responses=CONSTANT,
+        learner={"seconds_per_version": 1.0},
+    )
+    figures = simulate(recipe(groups=2, group_size=2, async_ratio=0.0), full).figures
+    assert figures.step_seconds == pytest.approx(5.0 * 2.5 / 2 + 1.0, abs=1e-4)
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_seed_others() -> None:
+    busy = hardware(reward={"seconds": 1.0, "sigma": 0.5, "workers": 3}, engines={"speed_spread": 0.3})
+    first, again = (simulate(recipe(async_ratio=0.0), busy).figures for _ in range(2))
+    assert first == again
+    assert simulate(recipe(async_ratio=0.0, seed=1), busy).figures.seconds != first.seconds
+
+
+def test_the_bound_holds_and_long_runs_come_near_the_work_that_there_is() -> None:
+    for alpha in (0.0, 1.0, 3.0):
+        figures = simulate(recipe(async_ratio=alpha, versions=20, depth=64), hardware()).figures
+        bounds = figures.bounds
+        assert figures.step_seconds >= bounds.conserving_split * 0.98  # the last steps draw other lengths than the mean
+        if alpha:
+            assert figures.step_seconds <= bounds.asynchronous_split
+    assert figures.step_seconds <= bounds.conserving_split * 1.08
+
+
+def test_the_bounds_are_those_of_the_proposition() -> None:
+    work = Work(100, mu=2.0, longest=30.0, mu_train=1.0, rollout_gpus=6, train_gpus=4, colocated=False, async_ratio=2)
+    bounds = bounds_of(work)
+    assert bounds.conserving == pytest.approx(100 * 3 / 10)
+    assert bounds.sync == pytest.approx(30 + 30)
+    assert bounds.asynchronous == pytest.approx(30 + 10)
+    assert bounds.best_training_share == pytest.approx(100 / (200 + 10 * 30 / 3 + 100))
+    assert bounds.largest_gain == pytest.approx(1 + 10 * 30 / (100 * 3))
+    assert bounds.conserving_split == pytest.approx(200 / 6)
+    assert bounds.asynchronous_split == pytest.approx(200 / 6 + 10)
+    turns = bounds_of(dataclasses.replace(work, rollout_gpus=10, train_gpus=10, colocated=True))
+    assert turns.conserving == turns.conserving_split == pytest.approx(30)
+
+
+def test_nothing_selects_at_alpha_zero_and_the_population_does_not_depend_on_the_schedule() -> None:
+    figures: list[Figures] = []
+    for alpha, count in ((0.0, 2), (2.0, 1)):
+        figures.append(simulate(recipe(async_ratio=alpha), hardware(engines={"count": count})).figures)
+    assert figures[0].bias.mean_difference == figures[0].bias.p99_difference == 0
+    assert figures[0].bias.population_mean == figures[1].bias.population_mean
+    assert figures[0].bias.trained == 8 * 32
+
+
+def test_what_an_update_throws_away_is_counted() -> None:
+    slow = hardware(learner={"seconds_per_version": 6.0}, update={"seconds": 1.0})
+    kept, restarted = (
+        simulate(recipe(engine=TimedEngineConfig(in_flight=mode), depth=64), slow).figures
+        for mode in ("continue", "restart")
+    )
+    assert kept.restarted == 0
+    assert "restarted" not in kept.tokens.wasted
+    assert restarted.restarted > 0
+    assert 0 < restarted.tokens.wasted["restarted"] < restarted.tokens.sampled
+    assert kept.update_share > 0
+
+
+def test_engines_die_and_are_replaced() -> None:
+    deaths = [{"at_seconds": 5.0, "engine": 0}, {"at_seconds": 40.0, "engine": 1}]
+    figures = simulate(recipe(), hardware(faults={"deaths": deaths, "restart_seconds": 15.0})).figures
+    assert figures.deaths == 2
+    assert figures.taken_over > 0
+    assert figures.bias.trained == 8 * 32
+    mortal = simulate(recipe(), hardware(faults={"deaths_per_hour": 60.0, "restart_seconds": 5.0})).figures
+    assert mortal.deaths > 2
+
+
+def test_a_slow_engine_costs_time() -> None:
+    well, ill = (
+        simulate(recipe(async_ratio=0.0), hardware(faults={"slow_share": 1.0, "slow_factor": factor})).figures
+        for factor in (1.0, 4.0)
+    )
+    assert well.shares is not None
+    assert ill.step_seconds == pytest.approx(20 + 4 * (well.step_seconds - 20), rel=1e-6)
+
+
+def test_the_timeline_shows_what_ran() -> None:
+    one = hardware(
+        engines={"count": 1, "slots": 2}, responses=CONSTANT, reward={"seconds": 2.0},
+        learner={"seconds_per_version": 3.0},
+    )  # fmt: skip
+    config = recipe(groups=1, group_size=2, async_ratio=0.0, versions=5)
+    timeline = simulate(config, one, timeline=True).timeline
+    assert timeline is not None
+    assert timeline.engines.shape == (1, len(timeline.rewards))
+    assert timeline.seconds == pytest.approx(5 * 10.0, rel=0.02)
+    assert timeline.engines.mean() == pytest.approx(0.5, abs=0.02)  # 5 of 10 s
+    assert timeline.rewards.mean() == pytest.approx(2 * 0.2, abs=0.02)
+    assert [span.version for span in timeline.steps] == [1, 2, 3, 4, 5]
+    assert all(span.seconds == pytest.approx(3.0) for span in timeline.steps)
+
+
+def test_hardware_that_does_not_fit_the_recipe_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there are engines 0 to 1"):
+        simulate(recipe(), hardware(faults={"deaths": [{"at_seconds": 1.0, "engine": 7}]}))
+    with pytest.raises(ConfigError, match=r"learner.colocated = True: at async_ratio = 1"):
+        simulate(recipe(), hardware(learner={"colocated": True}))
+
+
+# --- the timed engine ---------------------------------------------------------------------------------------
+
+
+def by_hand(arrivals: list[float], works: list[float], slots: int, slowing: float, speed: float) -> list[float]:
+    """When each ends under processor sharing, from one event to the next over all requests."""
+    left, ends, now = dict(enumerate(works)), [0.0] * len(works), 0.0
+    order = sorted(range(len(works)), key=lambda i: (arrivals[i], i))
+    while left:
+        running = [i for i in order if i in left and arrivals[i] <= now][:slots]
+        coming = [arrivals[i] for i in left if arrivals[i] > now]
+        if not running:
+            now = min(coming)
+            continue
+        rate = speed / (1 + slowing * (len(running) - 1))
+        step = min([left[i] / rate for i in running] + [at - now for at in coming])
+        now += step
+        for i in running:
+            left[i] -= step * rate
+            if left[i] <= 1e-9:
+                del left[i]
+                ends[i] = now
+    return ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5000), st.integers(1, 40)), min_size=1, max_size=12, unique_by=lambda pair: pair[0]
+    ),
+    st.integers(1, 5),
+    st.floats(0, 1),
+    st.floats(0.2, 3),
+)
+def test_a_timed_engine_shares_itself_as_calculated(
+    requests: list[tuple[int, int]], slots: int, slowing: float, speed: float
+) -> None:
+    config = TimedEngineConfig(
+        slots=slots, slowing=slowing, speed=speed, seconds_per_token=0.1, prefill_seconds=0.3,
+        median_tokens=1000, sigma=0.0,
+    )  # fmt: skip
+
+    async def one(engine: TimedEngine, number: int, at: int, tokens: int) -> float:
+        await asyncio.sleep(at / 1000)
+        await engine.generate(GenerationRequest(f"r{number}", (1,), tokens, seed=number))
+        return asyncio.get_running_loop().time()
+
+    async def main() -> tuple[list[float], float]:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+        calls = (one(engine, i, at, tokens) for i, (at, tokens) in enumerate(requests))
+        ends = await asyncio.gather(*calls)
+        return [end - began for end in ends], engine.usage.slot_seconds
+
+    ends, busy = run_virtual(main())
+    works = [0.3 + 0.1 * tokens for _, tokens in requests]
+    assert ends == pytest.approx(by_hand([at / 1000 for at, _ in requests], works, slots, slowing, speed), abs=1e-4)
+    if slots == 1:
+        assert busy == pytest.approx(sum(works) / speed, abs=1e-4)
+
+
+def test_an_update_costs_what_runs_its_prefill_again() -> None:
+    config = TimedEngineConfig(
+        slots=4, seconds_per_token=0.1, prefill_seconds=1.0, update_seconds=0.5, median_tokens=20, sigma=0.0
+    )
+
+    async def main() -> None:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+        task = asyncio.create_task(engine.generate(GenerationRequest("a", (1,), 64, seed=1)))
+        await asyncio.sleep(2.0)  # one second of prefill, ten tokens
+        await engine.suspend("continue")
+        await engine.update(1, Path())
+        await engine.resume()
+        made = await task
+        assert asyncio.get_running_loop().time() - began == pytest.approx(1.0 + 2.0 + 0.5 + 1.0, abs=1e-4)
+        assert made.versions == (0,) * 10 + (1,) * 10
+
+    run_virtual(main())
+
+
+def test_a_grain_shortens_the_tuples_and_not_the_time() -> None:
+    async def took(grain: int) -> tuple[float, int]:
+        engine = TimedEngine(TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, grain=grain))
+        made = await engine.generate(GenerationRequest("a", (5,), 4000 // grain, seed=3))
+        return asyncio.get_running_loop().time(), len(made.tokens)
+
+    (fine, tokens), (coarse, few) = run_virtual(took(1)), run_virtual(took(40))
+    assert fine == pytest.approx(coarse, abs=1e-6)
+    assert few == pytest.approx(tokens / 40, abs=0.5)
+
+
+def test_lengths_have_the_correlation_that_was_asked_for() -> None:
+    config = TimedEngineConfig(median_tokens=1000, sigma=1.0, correlation=0.7)
+    lengths = ResponseLengths(config)
+    drawn = np.log([[lengths.draw((p,), random.Random(1000 * p + s)) for s in range(8)] for p in range(2000)])
+    between = np.corrcoef(drawn[:, 0], drawn[:, 1])[0, 1]
+    assert between == pytest.approx(0.7, abs=0.03)
+    assert np.median(np.exp(drawn)) == pytest.approx(1000, rel=0.06)
+    assert drawn.std() == pytest.approx(1.0, abs=0.05)
+    measured = ResponseLengths(config.model_copy(update={"lengths": (5, 10, 20, 40)}))
+    found = [measured.draw((p,), random.Random(p)) for p in range(4000)]
+    assert {length: found.count(length) / 4000 for length in (5, 10, 20, 40)} == pytest.approx(
+        dict.fromkeys((5, 10, 20, 40), 0.25), abs=0.04
+    )
+
+
+# --- fitting ------------------------------------------------------------------------------------------------
+
+
+def recorded(version: int, active: float, draw: np.random.Generator) -> Recorded:
+    """A version of 60 groups of 4, on an engine with prefill 0.2 and 0.05 s a token at n = 1, slowing 0.1."""
+    shared = np.repeat(draw.normal(size=60), 4)
+    z = np.sqrt(0.6) * shared + np.sqrt(0.4) * draw.normal(size=240)
+    tokens = np.maximum(1, np.rint(50 * np.exp(0.5 * z)))
+    seconds = (0.2 + 0.05 * tokens) * (1 + 0.1 * (active - 1))
+    lasted = float(seconds.sum()) / active
+    groups = np.repeat(np.arange(60), 4).tolist()
+    return Recorded(version, lasted, 0.5, 0.03, 0.1, groups, tokens.tolist(), seconds.tolist(), [0.02] * 240)
+
+
+def test_what_was_recorded_is_found_again() -> None:
+    draw = np.random.default_rng(0)
+    versions = [recorded(v, active, draw) for v, active in enumerate((4.0, 8.0, 12.0, 16.0, 20.0) * 3)]
+    found = decoding_of(versions, engines=1)
+    for n in (4, 12, 20):  # what a generation takes at each concurrency
+        seconds = (found.prefill + 50 * found.per_token) * (1 + found.slowing * (n - 1))
+        assert seconds == pytest.approx((0.2 + 50 * 0.05) * (1 + 0.1 * (n - 1)), rel=0.15)
+    assert correlation_of(versions) == pytest.approx(0.6, abs=0.08)
+    fit = fitted(versions, recipe())
+    assert fit.update.seconds == 0.03
+    assert fit.update.fetch_seconds == pytest.approx(0.1)
+    assert set(fit.reward.measured) == {0.02}
+    assert fit.learner.measured[0] == pytest.approx(versions[0].seconds, abs=1e-5)  # nobody waited longer than 0.5 s
+    assert np.median(fit.responses.lengths) == pytest.approx(50, rel=0.1)
+
+
+def test_normal_scores_of_equal_values_are_equal() -> None:
+    scores = normal_scores(np.array([3.0, 1.0, 3.0, 2.0]))
+    assert scores[0] == scores[2]
+    assert scores[1] < scores[3] < scores[0]
+
+
+def test_what_would_end_a_run_ends_its_simulation_with_the_same_sentence() -> None:
+    agreed = hardware(reward={"agreeing": 1.0})
+    config = recipe()
+    strict = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"filter": FilterConfig(min_std=0.0, most=5)})}
+    )
+    with pytest.raises(RollflowError, match=r"rollout.filter removed 5 groups in a row"):
+        simulate(strict, agreed)
+
+
+def test_the_same_seed_gives_the_same_figures_where_groups_are_left_behind() -> None:
+    """Whatever the addresses of objects and the hashes of strings are: nothing is given up in the order of a set."""
+    tight = hardware(learner={"seconds_per_version": 4.0}, responses={"sigma": 1.2})
+    first, again = (simulate(recipe(versions=12, depth=64), tight).figures for _ in range(2))
+    assert "stale" in first.tokens.wasted
+    assert first == again
