@@ -312,7 +312,7 @@ def main() -> None:
     rows: list[Row] = []
     right = True
     for engine, kills, roles, a_run, versions in (
-        ("timed", options.timed, (*ROLES, EVERYTHING), 50, 760),
+        ("timed", options.timed, (*ROLES, EVERYTHING), 50, 1300),
         ("vllm", options.vllm, VLLM_ROLES, 20, 1500),
     ):
         if not kills:

@@ -28,6 +28,11 @@ def at_least(case: str, metric: str, value: float, target: float) -> Row:
     return Row(case, metric, value, target, value >= target)
 
 
+def at_most(case: str, metric: str, value: float, target: float) -> Row:
+    """A figure that should not lie above its target."""
+    return Row(case, metric, value, target, value <= target)
+
+
 def arguments(description: str) -> argparse.ArgumentParser:
     """A parser with the option that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)

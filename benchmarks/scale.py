@@ -1,0 +1,110 @@
+"""How the cost of scheduling grows with what is in flight, and a million trajectories on one core.
+
+    python -m benchmarks.scale [--trajectories N] [--json FILE]
+
+CPU seconds of one process, on the virtual clock. A simulation pays for its engines and its event loop, too, so the same
+number of requests is also run on the bare engines, as many at a time; what is left is scheduler, dispatches, proxy,
+buffer and batches. Responses are lognormal; one of the engines' tokens stands for 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.report import Row, arguments, at_most, publish
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.settings import RunConfig, TimedEngineConfig
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.world import simulate
+
+SLOTS, GROUP = 256, 16
+TURNS = 4  # trajectories for each slot
+
+
+def workload(engines: int, groups: int) -> tuple[RunConfig, Hardware]:
+    """Engines that are kept busy, and a learner that follows at once."""
+    config = {"groups": groups, "group_size": GROUP, "async_ratio": 4, "policy": {"path": "simulated"}}
+    hardware = {
+        "engines": {"count": engines, "slots": SLOTS, "seconds_per_token": 0.01, "slowing": 0.002},
+        "responses": {"median": 1600, "cap": 32000, "grain": 500},
+        "reward": {"seconds": 1.0},
+        "update": {"seconds": 1.0},
+    }
+    return RunConfig.model_validate(config), Hardware.model_validate(hardware)
+
+
+def simulated(engines: int, trajectories: int, groups: int) -> tuple[float, int]:
+    """CPU seconds of a whole simulation, and trajectories trained."""
+    config, hardware = workload(engines, groups)
+    began = time.process_time()
+    figures = simulate(config, hardware, versions=max(2, trajectories // (groups * GROUP))).figures
+    return time.process_time() - began, figures.bias.trained
+
+
+def bare(engines: int, trajectories: int) -> float:
+    """CPU seconds of as many requests on the engines alone, one after another in each slot."""
+    config, hardware = workload(engines, 1)
+    section = hardware.engine(config)
+    assert isinstance(section, TimedEngineConfig)
+
+    async def main() -> None:
+        async def slot(engine: TimedEngine, number: int) -> None:
+            for turn in range(trajectories // (engines * SLOTS)):
+                seed = number * 1000 + turn
+                await engine.generate(GenerationRequest(f"{seed}", (seed // GROUP,), section.max_new_tokens, seed=seed))
+
+        all_of = [TimedEngine(section) for _ in range(engines)]
+        for engine in all_of:
+            await engine.update(0, Path())
+        await asyncio.gather(*(slot(e, SLOTS * n + s) for n, e in enumerate(all_of) for s in range(SLOTS)))
+
+    gc.disable()  # as in a simulation
+    began = time.process_time()
+    run_virtual(main())
+    gc.enable()
+    return time.process_time() - began
+
+
+def growth() -> Iterator[Row]:
+    """Microseconds a trajectory, by what is in flight."""
+    first = 0.0
+    for engines in (4, 16, 64, 256, 1024):
+        flying = engines * SLOTS
+        print(f" {flying:,} in flight", file=sys.stderr)
+        seconds, trained = simulated(engines, TURNS * flying, flying // GROUP // 2)
+        alone = bare(engines, TURNS * flying) / (TURNS * flying)
+        cost = seconds / trained - alone
+        first = first or cost
+        case = f"{flying:,} in flight"
+        yield Row(case, "whole simulation, µs a trajectory", seconds / trained * 1e6)
+        yield Row(case, "bare engines, µs a trajectory", alone * 1e6)
+        last = engines == 1024
+        yield (
+            at_most(case, "scheduling / that at 1,024", cost / first, 1.3)
+            if last
+            else Row(case, "scheduling / that at 1,024", cost / first)
+        )
+
+
+def main() -> None:
+    """Simulate and print."""
+    options = arguments(__doc__.splitlines()[0])
+    options.add_argument("--trajectories", type=int, default=2**20, help="of the large simulation; 0: none")
+    chosen = options.parse_args()
+    rows = list(growth())
+    if chosen.trajectories:
+        seconds, trained = simulated(1024, chosen.trajectories, 8192)
+        case = f"1,024 engines x 256 slots, {trained:,} trajectories"
+        rows.append(at_most(case, "minutes on one core", seconds / 60, 10))
+    publish(rows, "scale, simulated", chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The simulator against a clock on the wall: one small workload, simulated, and run on timed engines in Ray actors.
+
+What runs is the same world as in the simulator: scheduler, proxy, controller, channel, timed rewards and learner. Only
+the engines live in actors, behind real calls, and time is real. Compared are the ratios of step times between ways to
+schedule, of runs that take turns. Run it as `python -m benchmarks.wall_clock`; it takes about four minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import ray
+
+from benchmarks.report import Row, arguments, publish
+from rollflow.tasks.engines.actor import RayEngine
+from rollflow.tasks.settings import PolicyConfig, RolloutConfig, RunConfig
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.records import Snapshot
+from rollflow.tasks.simulation.world import World, simulate
+
+ENGINES = 2
+WARM_UP = 2  # versions, and those that alpha lets run ahead
+VERSIONS = 7  # of a synchronous run; an asynchronous one has shorter steps, that vary more, and makes twice as many
+TOLERANCE = 0.1
+HARDWARE = Hardware.model_validate(
+    {
+        "engines": {"count": ENGINES, "slots": 4, "seconds_per_token": 0.005, "prefill_seconds": 0.02},
+        "responses": {"median": 100.0, "sigma": 0.7, "cap": 360, "correlation": 0.5},
+        "reward": {"seconds": 0.25, "workers": 4},
+        "learner": {"seconds_per_version": 0.3},
+        "update": {"seconds": 0.02},
+    }
+)
+CASES: dict[str, dict[str, Any]] = {
+    "batch, alpha = 0": {"async_ratio": 0.0, "rollout": RolloutConfig(mode="batch")},
+    "queue, alpha = 0": {"async_ratio": 0.0},
+    "queue, alpha = 2": {"async_ratio": 2.0},
+}
+RATIOS = {  # of the step times of the first over the second
+    "asynchronous / synchronous": ("queue, alpha = 2", "queue, alpha = 0"),
+    "queue / batch": ("queue, alpha = 0", "batch, alpha = 0"),
+}
+Steps = Mapping[str, Sequence[float]]  # case -> seconds of each step after the warm-up
+
+
+class WallWorld(World):
+    """The simulated world with its engines in actors, which outlive it."""
+
+    def __init__(self, config: RunConfig, actors: Sequence[Any]) -> None:
+        self._actors = actors
+        super().__init__(config, HARDWARE, config, timeline=False)
+
+    def _engine(self, place: int) -> Any:
+        return RayEngine(self._actors[place], name=f"engine-{place}")
+
+    def _snapshot(self) -> Snapshot:
+        """What the engines did is their own affair."""
+        return Snapshot(asyncio.get_running_loop().time(), 0.0, 0.0, 0, 0.0, 0.0)
+
+    async def _close(self) -> None:
+        """Let nothing more begin; the next world takes the actors over."""
+        for engine in self.engines.values():
+            await engine.suspend("restart")
+
+
+def recipe(case: str, seed: int) -> RunConfig:
+    """12 responses a step, on 8 slots."""
+    return RunConfig(groups=6, group_size=2, seed=seed, policy=PolicyConfig(path="none"), **CASES[case])
+
+
+def simulated(config: RunConfig, versions: int) -> list[float]:
+    """Seconds of each step, on the virtual clock."""
+    return list(simulate(config, HARDWARE, versions=versions).figures.steps)
+
+
+async def measured(config: RunConfig, versions: int, actors: Sequence[Any]) -> list[float]:
+    """Seconds of each step, on the wall."""
+    planned = {"engine": HARDWARE.engine(config), "versions": versions + config.capacity + 1}
+    world = WallWorld(config.model_copy(update=planned), actors)
+    began = asyncio.get_running_loop().time()
+    await world.run(versions, lambda version: None)
+    ends = [began, *(step.ended for step in world.records.steps)]
+    return [after - before for before, after in pairwise(ends)]
+
+
+@contextmanager
+def engine_actors() -> Iterator[list[Any]]:
+    """Timed engines, each in an actor of its own; Ray must be running."""
+    config = HARDWARE.engine(recipe("queue, alpha = 0", 0))
+    actors = [RayEngine.spawn(config, None).actor for _ in range(ENGINES)]
+    try:
+        ray.get([actor.health.remote() for actor in actors])
+        yield actors
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+async def by_turns(versions: int, seeds: Sequence[int], actors: Sequence[Any]) -> tuple[Steps, Steps]:
+    """All cases, one after another, once for each seed: on the wall, and simulated."""
+    wall: dict[str, list[float]] = {case: [] for case in CASES}
+    virtual: dict[str, list[float]] = {case: [] for case in CASES}
+    for seed in seeds:
+        for case in CASES:
+            config = recipe(case, seed)
+            count, warm = (versions, WARM_UP) if config.async_ratio == 0 else (2 * versions, WARM_UP + config.capacity)
+            wall[case] += (await measured(config, count, actors))[warm:]
+            virtual[case] += (await asyncio.to_thread(simulated, config, count))[warm:]
+    return wall, virtual
+
+
+def ratios(steps: Steps) -> dict[str, float]:
+    """By their names in `RATIOS`."""
+    mean = {case: statistics.fmean(seconds) for case, seconds in steps.items()}
+    return {name: mean[one] / mean[other] for name, (one, other) in RATIOS.items()}
+
+
+def rows(wall: Steps, virtual: Steps) -> list[Row]:
+    """Step times and their ratios, with how far wall and simulation are apart."""
+    found = []
+    for case in CASES:
+        on_wall, in_simulation = statistics.fmean(wall[case]), statistics.fmean(virtual[case])
+        found.append(Row(case, "step seconds, wall", on_wall))
+        found.append(Row(case, "step seconds, simulated", in_simulation))
+        found.append(Row(case, "wall / simulated", on_wall / in_simulation))
+    for name, on_wall in ratios(wall).items():
+        in_simulation = ratios(virtual)[name]
+        apart = abs(on_wall / in_simulation - 1)
+        found.append(Row(name, "ratio of step times, wall", on_wall))
+        found.append(Row(name, "ratio of step times, simulated", in_simulation))
+        found.append(Row(name, "they differ by (%)", 100 * apart, 100 * TOLERANCE, apart <= TOLERANCE))
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--versions", type=int, default=2 * VERSIONS)
+    parser.add_argument("--turns", type=int, default=2)
+    options = parser.parse_args()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with engine_actors() as actors:
+        found = rows(*asyncio.run(by_turns(options.versions, range(options.turns), actors)))
+    publish(found, "The simulator against the wall clock, on timed engines in Ray actors", options.json)
+
+
+if __name__ == "__main__":
+    main()
