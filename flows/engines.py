@@ -8,7 +8,6 @@ starts again, the others serve and take over its requests.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ class _Engine:
     starting: Any = None  # reference of its `start`
     joining: Any = None  # reference of the scheduler's `join`
     health: Any = None  # reference of the last question
+    failure: str | None = None  # why the scheduler had given it up when it was asked
     began: float = 0.0  # monotonic: when `start` was called
     asked: float = 0.0
     not_before: float = 0.0  # monotonic: when it may be started again
@@ -49,7 +49,7 @@ class _Engine:
 
     def forget(self) -> None:
         """Nothing is known of it."""
-        self.actor = self.starting = self.joining = self.health = None
+        self.actor = self.starting = self.joining = self.health = self.failure = None
         self.joined = False
 
 
@@ -97,10 +97,8 @@ class Engines:
             self._joined(engine)
         elif scheduler is not None and not engine.joined:
             engine.joining = scheduler.join.remote(engine.number)
-        elif engine.number in status["failed"]:
-            raise EngineFailed(status["failed"][engine.number])
         else:
-            self._ask(engine)
+            self._ask(engine, status["failed"].get(engine.number))
 
     def _started(self, engine: _Engine) -> None:
         if not cluster.done(engine.starting, 0):
@@ -127,22 +125,30 @@ class Engines:
             self._chronicle.write(engine.pending.done())
             engine.pending = None
 
-    def _ask(self, engine: _Engine) -> None:
-        """Ask for its health, one question at a time."""
-        if engine.health is None:
-            engine.health, engine.asked = engine.actor.health.remote(), time.monotonic()
+    def _ask(self, engine: _Engine, failure: str | None) -> None:
+        """Ask for its health, one question at a time; `failure`: why the scheduler has given it up."""
+        if engine.health is None or (failure and not engine.failure):  # an answer from before it failed tells nothing
+            engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
         elif cluster.done(engine.health, 0):
             answered, engine.health = engine.health, None
-            cluster.call(answered, self._answer, f"the health of {engine.name}")
+            try:
+                cluster.call(answered, self._answer, f"the health of {engine.name}")
+            except EngineFailed as error:  # the actor says so: it can make a new one
+                self._again(engine, failure or first_line(error), within=True)
+            else:
+                if failure:
+                    raise EngineFailed(failure)
         elif time.monotonic() - engine.asked > self._answer:
             raise EngineFailed(f"{engine.name} did not answer for {self._answer:g} s")
 
-    def _again(self, engine: _Engine, reason: str) -> None:
-        """Make sure of its end; it is started again when its pause is over."""
+    def _again(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
+        """Start it again when its pause is over: `within` its actor, or in a new one once the old one has ended."""
         pause = self._budget.spend(engine.name, reason)
-        engine.pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
+        pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
+        engine.pending = pending.after(engine.pending)
         self._chronicle.noticed(engine.pending)
-        cluster.kill_named([engine.name], self.context.run_id)
+        if not within:
+            cluster.kill_named([engine.name], self.context.run_id)
         engine.forget()
         engine.not_before = time.monotonic() + pause
 
@@ -152,7 +158,11 @@ class Engines:
 
     def _find(self, engine: _Engine) -> None:
         """An engine that lives already, after a restart of this flow or of the scheduler; it may still be starting."""
+        known = engine.actor is not None
         engine.forget()
-        with contextlib.suppress(Unreachable):
+        try:
             engine.actor = cluster.actor(engine.name, self.context.run_id)
             engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
+        except Unreachable as error:
+            if known:  # it died together with the scheduler
+                self._again(engine, first_line(error))

@@ -18,6 +18,7 @@ one can do nothing to it any more.
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,8 @@ class EngineActor:
         policy_folder: Path | None,
         dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
-        self._engine: Engine = build_engine(config, policy_folder, dtype=dtype)
+        self._build = functools.partial(build_engine, config, policy_folder, dtype=dtype)
+        self._engine: Engine = self._build()
         self._meter = Meter()
         self._started: asyncio.Task[None] | None = None
         self._owner: str | None = None
@@ -77,10 +79,31 @@ class EngineActor:
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine; a second call (of a stage that took over from a dead one) joins the first."""
+        """Start the engine; a second call (of a stage that took over from a dead one) joins the first.
+
+        A dead engine is replaced by a new one, without weights and without an owner: what this process has imported
+        and compiled is most of a start.
+        """
         if self._started is None:
             self._started = asyncio.create_task(self._engine.start())
+        elif self._died():
+            self._started = asyncio.create_task(self._start_anew())
         await asyncio.shield(self._started)
+
+    def _died(self) -> bool:
+        if self._started is None or not self._started.done():
+            return False
+        try:
+            self._engine.check()
+        except EngineFailed:
+            return True
+        return False
+
+    async def _start_anew(self) -> None:
+        self._owner = None  # who used the dead one takes this for the same, with its weights
+        await self._engine.close()
+        self._engine = self._build()
+        await self._engine.start()
 
     async def attach(self, owner: str) -> None:
         """Serve this owner from now on; what an earlier one left running is aborted and forgotten."""
@@ -189,9 +212,17 @@ class RayEngine:
     One at a time: a new one, in the place of a process that died, takes the actor over when it first uses it.
     """
 
-    def __init__(self, actor: Any, *, name: str = "engine", silent_seconds: float = SILENT_SECONDS) -> None:
-        """An actor that is silent, or makes no token while requests run, for `silent_seconds` counts as dead."""
+    def __init__(
+        self, actor: Any, *, name: str = "engine", silent_seconds: float = SILENT_SECONDS, keep_actor: bool = False
+    ) -> None:
+        """An actor that is silent, or makes no token while requests run, for `silent_seconds` counts as dead.
+
+        `keep_actor`: somebody else cares for the actor. `close` ends the engine in it, and kills only an actor that
+        does not answer.
+        """
         self._actor = actor
+        self._keep_actor = keep_actor
+        self._answers = True  # the actor does, whatever became of the engine in it
         self._name = name
         self._silent = silent_seconds
         self._moved = 0.0  # loop time of the last token, or of the last moment with nothing to do
@@ -298,8 +329,18 @@ class RayEngine:
             with suppress(EngineFailed):  # killed below all the same; its processes watch for that
                 await self._own(CLOSE_SECONDS, "close")
         failure = self._fail(EngineFailed(f"{self._name} is closed"))
-        if self._attached is not None and not isinstance(failure, TakenOver):  # else it is not its own to end
+        if self._attached is None or isinstance(failure, TakenOver):
+            return  # it is not its own to end
+        if not (self._keep_actor and self._answers):
             ray.kill(self._actor)
+
+    async def owns(self) -> bool:
+        """Whether the engine in the actor is the one that this has brought to its version."""
+        try:
+            await self._own(self._silent, "abort", [])
+        except EngineFailed:
+            return False
+        return True
 
     def _flush(self) -> None:
         if self._outbox and self._failure is None:
@@ -374,6 +415,7 @@ class RayEngine:
             async with asyncio.timeout(seconds):
                 return await getattr(self._actor, method).remote(*arguments)
         except TimeoutError as error:
+            self._answers = False
             raise self._fail(EngineFailed(f"{self._name} did not answer {method} within {seconds:.0f} s")) from error
         except EngineFailed as error:
             kind = TakenOver if isinstance(error, TakenOver) else EngineFailed
@@ -381,6 +423,7 @@ class RayEngine:
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise  # the method's own error, and not a dead actor
+            self._answers = False
             raise self._fail(EngineFailed(f"{self._name}'s actor died: {error}")) from error
 
     def _fail(self, failure: EngineFailed) -> EngineFailed:

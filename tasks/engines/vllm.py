@@ -18,10 +18,11 @@ import asyncio
 import functools
 import gc
 import json
+import multiprocessing.forkserver
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,15 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 START_SECONDS = 600.0
 CALL_SECONDS = 50.0  # for suspend, resume, abort: they take milliseconds unless the engine hangs
 UPDATE_SECONDS = 120.0
+DEATH_SECONDS = 0.2  # between two looks whether an engine that was asked something still lives
 WORKER = "rollflow.tasks.engines.vllm_worker"
+CORE_IMPORTS = [  # what vLLM's core process needs on a CPU; an incomplete list costs time, nothing else
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.qwen2",
+    WORKER,
+]
 ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTED}
 
 
@@ -77,7 +86,7 @@ class VllmEngine:
         with _environment(self._config.threads):
             async with asyncio.timeout(START_SECONDS):
                 self._llm = await asyncio.to_thread(self._build)
-                await self._call("prepare_policy_worker")
+            await self._call("prepare_policy_worker")
         gc.collect()
         gc.freeze()  # or every full collection walks all that vLLM imported: 0.4 s, several times a minute
 
@@ -95,6 +104,7 @@ class VllmEngine:
             )
 
     def _build(self) -> Any:
+        _fork_cores()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -142,8 +152,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         if self._suspended:
-            async with self._alive(CALL_SECONDS):
-                return tuple((await self._call("prompt_logprobs_while_paused", list(tokens)))[0])
+            return tuple((await self._call("prompt_logprobs_while_paused", list(tokens)))[0])
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -154,31 +163,31 @@ class VllmEngine:
 
     async def _run(self, prompt: Sequence[int], params: Any, id: str) -> Any:
         tokens = {"type": "token", "prompt_token_ids": list(prompt)}
-        async with self._alive(None):
+        self.check()
+        with self._alive():
             async for output in self._llm.generate(tokens, params, id):
                 final = output
         return final
 
     async def abort(self, ids: Sequence[str]) -> None:
-        async with self._alive(CALL_SECONDS):
-            await self._llm.abort(list(ids))
+        self.check()
+        await self._answer(self._llm.abort(list(ids)))
 
     async def suspend(self, in_flight: InFlight) -> None:
+        self.check()
         mode = "keep" if in_flight == "continue" else "abort"
-        async with self._alive(CALL_SECONDS):
-            # Not `pause_generation`: it adds a sleep of 20 ms, a price paid with an idle engine at every version.
-            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        # Not `pause_generation`: it adds a sleep of 20 ms, a price paid with an idle engine at every version.
+        await self._answer(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
         self._suspended = True
 
     async def update(self, version: int, weights: Path) -> None:
-        async with self._alive(UPDATE_SECONDS):
-            await self._call("load_policy", str(weights), self._repair_tied_head)
-            await self._llm.update_weight_version(str(version))
+        await self._call("load_policy", str(weights), self._repair_tied_head, seconds=UPDATE_SECONDS)
+        await self._answer(self._llm.update_weight_version(str(version)))
         self._version = version
 
     async def resume(self) -> None:
-        async with self._alive(CALL_SECONDS):
-            await self._llm.resume_generation()
+        self.check()
+        await self._answer(self._llm.resume_generation())
         self._suspended = False
 
     def check(self) -> None:
@@ -208,26 +217,56 @@ class VllmEngine:
             llm.shutdown = lambda: None  # its __del__ calls it again, and fails loudly at the interpreter's end
             gc.unfreeze()
 
-    async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        results: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+    async def _call(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
+        """What the workers' method returns, of each worker."""
+        self.check()
+        results: list[Any] = await self._answer(self._llm.collective_rpc(method, args=arguments), seconds)
         return results
 
-    @asynccontextmanager
-    async def _alive(self, seconds: float | None) -> AsyncIterator[None]:
-        """Turn death, closure and silence of the engine into `EngineFailed`."""
+    async def _answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
+        """What vLLM's process answers. If it dies before that, vLLM leaves the call waiting: so it is watched."""
+        asked = asyncio.ensure_future(call)
+        try:
+            with self._alive():
+                async with asyncio.timeout(seconds):
+                    while not (await asyncio.wait([asked], timeout=DEATH_SECONDS))[0]:
+                        self.check()
+                return asked.result()
+        except TimeoutError as error:
+            raise EngineFailed(f"vLLM's engine process did not answer within {seconds:.0f} s") from error
+        finally:
+            asked.cancel()
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Turn the engine's death into `EngineFailed`."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        self.check()
         try:
-            async with asyncio.timeout(seconds):
-                yield
+            yield
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
         except VLLMClientError as error:
             raise ValueError(str(error)) from None  # a type that its receiver can read without vLLM
-        except TimeoutError as error:
-            raise EngineFailed(f"vLLM's engine process did not answer within {seconds:.0f} s") from error
+
+
+def _fork_cores() -> None:
+    """On a CPU: let vLLM fork its core from a process that has imported vLLM, instead of a new interpreter.
+
+    Imports are most of an engine's start there. The first time they run on another core, beside this process's own;
+    an engine that starts again in this process finds them done. Where there is a GPU, vLLM must spawn.
+    """
+    from torch.cuda import is_available
+
+    if is_available():
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(CORE_IMPORTS)
+    multiprocessing.forkserver.ensure_running()
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: context
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ is worth more than vLLM's separate worker.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -36,8 +37,10 @@ def end_with_owner(owner: int) -> None:
     """Watch for the owner's death in a thread; then kill this process's children and itself."""
 
     def watch() -> None:
-        while os.getppid() == owner:
-            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(owner)
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(POLL_SECONDS)
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(1)  # not sys.exit: no clean-up may wait for an owner that is gone

@@ -73,9 +73,11 @@ def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
     config = context.config
-    options = {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "num_gpus": gpus, "max_concurrency": 1024}
-    # Over the nodes as far as Ray can: one that is lost takes few engines with it.
-    remote = ray.remote(EngineActor).options(name=engine_name(number), scheduling_strategy="SPREAD", **options)
+    options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
+    # Over the nodes in turn: one that is lost takes few engines with it. Ray draws a node at random for an actor that
+    # asks for nothing, whatever the strategy.
+    spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001}
+    remote = ray.remote(EngineActor).options(name=engine_name(number), **spread, **options)
     return remote.remote(config.engine, context.policy_folder, config.policy.dtype)
 
 
@@ -175,11 +177,12 @@ class RolloutActor:
         return True
 
     async def join(self, number: int) -> None:
-        """Take engine `number`'s started actor, in the place of one that died; returns when it serves."""
-        engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number))
+        """Take engine `number`, which has started, in the place of one that died; returns when it serves."""
+        engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
         present = self.proxy.engines.get(number)
-        if not isinstance(present, RayEngine) or present.actor != engine.actor:
-            await self.proxy.join(number, engine)
+        if isinstance(present, RayEngine) and present.actor == engine.actor and await present.owns():
+            return
+        await self.proxy.join(number, engine)
 
     async def status(self) -> dict[str, Any]:
         """What the stage's flow and the live view show. It waits for nobody."""

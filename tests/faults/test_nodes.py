@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.recoveries import RecoveryLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-VERSIONS = 120
+VERSIONS = 250  # enough for what is lost to start again before the end
 
 
 @pytest.fixture
@@ -30,7 +31,10 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
 
 def actors_on(node: RayNode) -> list[str]:
     """The run's actors on a node."""
-    titles = (" ".join(psutil.Process(pid).cmdline()).strip() for pid in node.processes)
+    titles = []
+    for pid in node.processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            titles.append(" ".join(psutil.Process(pid).cmdline()).strip())
     return [title for title in titles if title.startswith("ray::") and "Actor" in title]
 
 
@@ -40,8 +44,8 @@ def test_the_other_node_goes_on(tmp_path: Path, two_nodes: tuple[RayHead, RayNod
     victim = Victim(tmp_path / "home", recipe, "--set", f"cluster.address={head.address}")
     try:
         victim.wait_version(3, 300)
-        lost = actors_on(node)
-        assert lost
+        lost = actors_on(node)  # the second engine among them: they are spread over the nodes
+        assert any("EngineActor" in one for one in lost), lost
         began = time.monotonic()
         node.kill()
         victim.wait_version(victim.version() + 3, 120)  # the channel's and scheduler's last work is used up by then
@@ -51,5 +55,7 @@ def test_the_other_node_goes_on(tmp_path: Path, two_nodes: tuple[RayHead, RayNod
         kill_everything(victim.home)
     assert outcome.right, outcome
     assert (outcome.lost, outcome.doubled) == (0, 0)
-    recovered = [one.role for one in RecoveryLog(open_store(str(victim.home / "store/runs/chaos"))).read()]
+    recoveries = RecoveryLog(open_store(str(victim.home / "store/runs/chaos"))).read()
+    print("\n".join(map(str, recoveries)))
+    recovered = [one.role for one in recoveries]
     assert len(recovered) >= len(lost), recovered

@@ -78,6 +78,32 @@ async def test_a_new_owner_takes_over(cluster: None) -> None:
     await second.close()
 
 
+@pytest.mark.slow
+async def test_an_engine_that_died_is_started_anew_within_its_actor(cluster: None) -> None:
+    """It has no weights, and who used the dead one can tell; an actor that answers is not killed with its engine."""
+    actor = RayEngine.spawn(TIMED, None).actor
+    old = RayEngine(actor, keep_actor=True)
+    await old.start()
+    await old.update(4, Path())
+    assert await old.owns()
+    await actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "the timed engine was killed"))
+    with pytest.raises(EngineFailed, match="killed"):
+        await actor.health.remote()
+    new = RayEngine(actor, keep_actor=True)
+    await actor.start.remote()
+    await actor.health.remote()
+    assert not await old.owns()  # it had not heard of the death
+    await old.close()
+    proxy = InferenceProxy([], 4, replacement_seconds=10.0)
+    await proxy.join(0, new)
+    await proxy.update(5, Path(), Probe((), (), 0.1), "continue")
+    assert (await proxy.generate(GenerationRequest("x", (3,), 1))).generation.versions == (5,)
+    await new.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        await actor.health.remote()
+    ray.kill(actor)
+
+
 async def pid(engine: RayEngine) -> int:
     found: int = await engine.actor.__ray_call__.remote(lambda _: os.getpid())
     return found

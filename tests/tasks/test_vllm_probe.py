@@ -114,6 +114,14 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None
         os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)  # idle
         with pytest.raises(EngineFailed):
             await asyncio.wait_for(_while_healthy(engine), 10)
+        await engine.actor.start.remote()  # in the same actor
+        again = RayEngine(engine.actor)
+        await again.update(0, weights)
+        made = await again.generate(requests[0])
+        expected = reference_logprobs(weights, requests[0].prompt + made.tokens)[2:]
+        assert made.logprobs == pytest.approx(expected, abs=1e-4)
+        processes = [processes[0], *processes[0].children(recursive=True)]
+        assert len(processes) > 1
         os.kill(processes[0].pid, signal.SIGKILL)
         assert not _still_alive(processes, 10)
     finally:
