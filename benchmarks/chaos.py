@@ -35,6 +35,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.recoveries import RecoveryLog
 
 EVERYTHING = "everything"
+ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
 LIMIT_SECONDS = 180.0  # longest wait for one recovery
 TARGET_SECONDS = 10.0
 
@@ -103,7 +104,7 @@ class Victim:
         self.recipe = home / "recipe.toml"
         self.recipe.write_text(recipe)
         self.store = open_store(str(home / "store/runs/chaos"))
-        self.policies = PolicyStore(self.store)
+        self.policies, self.recoveries = PolicyStore(self.store), RecoveryLog(self.store)
         self.process = self._start("run", str(self.recipe), "--run-id", "chaos", *options)
         self.newest = 0
 
@@ -133,7 +134,7 @@ class Victim:
         """Kill one process of `role` and wait until the role and the run are back."""
         before = {process.pid for process in self._wait_role(role, set())}
         victim = draw.choice(sorted(before))
-        began, version = time.monotonic(), self.version()
+        began, version, served = time.monotonic(), self.version(), self._engines_recovered()
         for process in find(self.home, role):
             if process.pid == victim:
                 kill(process)
@@ -144,6 +145,8 @@ class Victim:
                 first.append(time.monotonic())
 
         self._wait_role(role, {victim}, len(before), watch)
+        if self.engine == "vllm" and role in ENGINES:
+            self._wait(lambda: self._engines_recovered() > served, "an engine that serves", watch)
         self.wait_version(self.version() + 1, LIMIT_SECONDS)
         now = time.monotonic()
         return Kill(role, (first or [now])[0] - began, now - began)
@@ -166,15 +169,27 @@ class Victim:
     def _wait_role(
         self, role: str, gone: set[int], count: int = 1, watch: Callable[[], None] = lambda: None
     ) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+
+        def lives() -> bool:
+            found[:] = [process for process in find(self.home, role) if process.pid not in gone]
+            return len(found) >= count and all(self._works(role, process) for process in found)
+
+        self._wait(lives, f"a living {role}", watch)
+        return found
+
+    def _wait(self, done: Callable[[], bool], what: str, watch: Callable[[], None]) -> None:
         limit = time.monotonic() + LIMIT_SECONDS
         while True:
             watch()
-            found = [process for process in find(self.home, role) if process.pid not in gone]
-            if len(found) >= count and all(self._works(role, process) for process in found):
-                return found
+            if done():
+                return
             if time.monotonic() > limit:
-                raise RuntimeError(f"waited {LIMIT_SECONDS:g} s for a living {role}: {self.tail()}")
+                raise RuntimeError(f"waited {LIMIT_SECONDS:g} s for {what}: {self.tail()}")
             time.sleep(0.05)
+
+    def _engines_recovered(self) -> int:
+        return sum(one.role.startswith("engine-") for one in self.recoveries.read())
 
     def _works(self, role: str, process: psutil.Process) -> bool:
         try:
@@ -195,7 +210,7 @@ class Victim:
             code = -1
         report = audit(self.store)
         regenerated: dict[str, int] = defaultdict(int)
-        for recovery in RecoveryLog(self.store).read():
+        for recovery in self.recoveries.read():
             regenerated[recovery.role] += recovery.trajectories
         kinds = [violation.kind for violation in report.violations]
         return Outcome(

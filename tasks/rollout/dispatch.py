@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -109,7 +110,12 @@ class Dispatch:
             temperature=plan.temperature,
             seed=sample_seed(plan.seed, self.key, sample),
         )
-        started = await self._generate(request, sample)
+        asked = Asked(self.key.prompt, self.key, functools.partial(self._note_start, sample), self._within)
+        self._open[request.id] = None
+        try:
+            started = await self.around.proxy.generate(request, asked)
+        finally:
+            self._open.pop(request.id, None)
         made, generated = started.generation, clock()
         self.unanswered -= 1
         if self.unanswered == 0:
@@ -118,14 +124,14 @@ class Dispatch:
         if not await self._is_kept(made):
             return None
         score = await self.around.score(ScoreRequest(made.tokens, prompt.reference))
-        asked = len(prompt.tokens)
+        given = len(prompt.tokens)
         return Trajectory(
             sample=sample,
             started_version=self._age(started),
             tokens=prompt.tokens + made.tokens,
-            loss_mask=(False,) * asked + (True,) * len(made.tokens),
-            logprobs=(0.0,) * asked + made.logprobs,
-            versions=(-1,) * asked + made.versions,
+            loss_mask=(False,) * given + (True,) * len(made.tokens),
+            logprobs=(0.0,) * given + made.logprobs,
+            versions=(-1,) * given + made.versions,
             reward=score.reward,
             reason=score.reason,
             ending=Ending(made.ending),
@@ -133,18 +139,8 @@ class Dispatch:
             reward_seconds=clock() - generated,
         )
 
-    async def _generate(self, request: GenerationRequest, sample: int) -> Started:
-        def on_start(version: int) -> None:
-            self._starts[sample] = version
-            self._note_start()
-
-        self._open[request.id] = None
-        try:
-            return await self.around.proxy.generate(request, Asked(self.key.prompt, self.key, on_start, self._within))
-        finally:
-            self._open.pop(request.id, None)
-
-    def _note_start(self) -> None:
+    def _note_start(self, sample: int, version: int) -> None:
+        self._starts[sample] = version
         former, self._oldest = self._oldest, min(self._starts.values())
         if former != self._oldest:
             self.around.started(self, former)

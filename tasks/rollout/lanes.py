@@ -54,7 +54,7 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A place in the queue, for `width` slots of one engine. `group` tells which requests share a prompt."""
+    """A place in the queue, for `width` slots of one engine. `group`: those that should run where the others do."""
 
     turn: tuple[float, int]  # priority, arrival
     group: Hashable = None
@@ -112,7 +112,7 @@ class Lanes:
 
     def ticket(self, priority: float, group: Hashable = None, width: int = 1) -> Ticket:
         """A place at the end of those with this priority."""
-        return Ticket((priority, next(self._arrivals)), group, width)
+        return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None, width)
 
     def put(self, place: int, lane: Lane) -> Lane | None:
         """Put a lane in its place; returns the one that was there."""
@@ -211,7 +211,7 @@ class Lanes:
         if ticket.width > 1:
             widest = max(self.live, key=lambda lane: lane.free, default=None)
             return widest if widest is not None and widest.free >= min(ticket.width, widest.slots) else None
-        if self._routing == "prefix" and (home := self._homes.get(ticket.group)) and home[0].free > 0:
+        if ticket.group is not None and (home := self._homes.get(ticket.group)) and home[0].free > 0:
             return home[0]
         while self._open:
             _, stamp, lane = self._open[0]

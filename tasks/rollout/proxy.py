@@ -102,6 +102,16 @@ class _Job:
     started: int | None = None
     aborted: bool = False
 
+    @property
+    def held(self) -> Lane | None:
+        """The engine that holds a slot for it, while that lives."""
+        within = self.asked.within
+        return within.lane if within is not None and within.lane.failure is None else None
+
+    def answer(self, generation: Generation, version: int) -> Started:
+        """What its caller gets; one that never started counts from the present version."""
+        return Started(generation, version if self.started is None else self.started)
+
     def start(self, version: int) -> None:
         """Its first token is asked for."""
         self.started = version
@@ -172,9 +182,18 @@ class InferenceProxy:
         self._jobs[request.id] = job
         try:
             while True:
-                generation = await self._try(job)
+                held = job.held
+                job.lane = lane = held or (None if job.aborted else await self._lanes.take(job.ticket))
+                if lane is None:
+                    return job.answer(job.ended(job.request.prefix), self.version)
+                try:
+                    generation = await self._on(lane, job)
+                finally:
+                    job.lane = None
+                    if lane is not held:
+                        self._lanes.release(lane, job.ticket)
                 if generation is not None:
-                    return Started(generation, self.version if job.started is None else job.started)
+                    return job.answer(generation, self.version)
         finally:
             del self._jobs[request.id]
 
@@ -232,27 +251,8 @@ class InferenceProxy:
         taken = self._taken.version if self._taken else -1
         self.version = min((lane.engine.version for lane in self._lanes.live), default=taken)
 
-    async def _try(self, job: _Job) -> Generation | None:
-        """One try on one engine; None if it has to go on, or start again, elsewhere."""
-        within = job.asked.within
-        if within is not None and within.lane.failure is None:
-            return await self._within(within.lane, job)
-        lane = None if job.aborted else await self._lanes.take(job.ticket)
-        if lane is None:
-            return job.ended(job.request.prefix)
-        try:
-            return await self._within(lane, job)
-        finally:
-            self._lanes.release(lane, job.ticket)
-
-    async def _within(self, lane: Lane, job: _Job) -> Generation | None:
-        job.lane = lane
-        try:
-            return await self._on(lane, job)
-        finally:
-            job.lane = None
-
     async def _on(self, lane: Lane, job: _Job) -> Generation | None:
+        """One try on one engine; None if it has to go on, or start again, elsewhere."""
         await lane.serves.wait()  # what arrives in an update is started under the version it brings
         if job.aborted:
             return job.ended(job.request.prefix)
