@@ -173,18 +173,13 @@ def queue() -> Iterator[Row]:
     for case, hardware, theirs, target, choices, limit in (
         ("tail batching", narrow, 2.16, 2.16, {"extra_groups": 4, **TAIL}, UNBIASED),
         ("16 redundant prompts", wide, 3.38, 3.4, {"extra_groups": 16}, None),
-        (
-            "16 redundant, tail after 5",
-            wide,
-            3.38,
-            3.4,
-            {"extra_groups": 16, "tail_batching": True, "tail_after": 5},
-            None,
-        ),
+        ("16 redundant, tail after 5", wide, 3.38, 3.4, {"extra_groups": 16, **TAIL, "tail_after": 5}, None),
+        ("16 redundant, tail after 1", wide, 3.38, None, {"extra_groups": 16, **TAIL}, UNBIASED),
     ):
         case = f"queue scheduling, 8 x 8, {case}"
         ours = ran(recipe(0, 8, 8, **choices, **keep), hardware, 200)
-        yield at_least(case, f"over batch mode, published {theirs:g}", batch.step_seconds / ours.step_seconds, target)
+        metric, ratio = f"over batch mode, published {theirs:g}", batch.step_seconds / ours.step_seconds
+        yield at_least(case, metric, ratio, target) if target else Row(case, metric, ratio)
         yield from bias(case, ours, limit=limit)
 
 

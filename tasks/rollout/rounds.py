@@ -7,7 +7,7 @@ the most time before its batch.
 With tail batching (RollPacker, section 4) a prompt that was left behind `tail_after` times waits in the tail. A
 *short* round issues N groups and the extras, of other prompts. Once N prompts wait in the tail, the next round is
 *long*: those N, without extras, and its batch waits for all of them. So every prompt is trained on, the slow ones
-together.
+together; the last round is a long one, of what waits then and new prompts, or a run would leave out its slowest.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class Rounds:
             self._left.clear()
         if batch > self._batch:
             self._batch = batch
-            self._is_long = self._plan.tail_batching and len(self._tail) >= self._plan.groups
-            self._long = self._plan.groups if self._is_long else 0
+            last = batch >= self._plan.batches - 1
+            self._is_long = self._plan.tail_batching and (last or len(self._tail) >= self._plan.groups)
+            self._long = min(len(self._tail), self._plan.groups) if self._is_long else 0
         return 0 if self._is_long else self._plan.extra_groups
 
     def next(self) -> Issue:
