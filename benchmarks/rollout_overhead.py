@@ -95,6 +95,7 @@ def ours(case: Case, threads: int, home: Path) -> float:
         cluster.call(start_engine(context, 0, 0).start.remote(), 300, "the engine")
         actor = start_rollout(context)
         actor.run.remote()
+        cluster.call(actor.join.remote(0), 300, "the scheduler to take the engine")
         tokens, began = 0, 0.0
         for number in range(case.batches + 1):
             batch = TrajectoryBatch.from_bytes(channel.lease(number, 300))

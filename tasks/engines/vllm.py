@@ -318,7 +318,11 @@ def _environment(threads: int) -> Iterator[None]:
     from torch.cuda import is_available
 
     before = dict(os.environ)
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # as vLLM decides by itself inside a Ray actor
+    }
     if not is_available():
         os.environ |= {
             "VLLM_TARGET_DEVICE": "cpu",
