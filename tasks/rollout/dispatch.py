@@ -51,7 +51,6 @@ class Dispatch:
     _within: Reservation | None = None
     _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
     _oldest: int | None = None
-    _open: dict[str, None] = field(default_factory=dict)  # requests under way
     _ended: int = 0  # responses that ended by themselves
     _tokens: int = 0  # of all responses
     _surplus: int = 0  # of those that are not kept
@@ -67,7 +66,14 @@ class Dispatch:
     async def give_up(self, reason: DiscardReason) -> None:
         """Abort what runs; the dispatch ends as a discard for this reason."""
         self._reason = self._reason or reason
-        await self.around.proxy.abort(list(self._open))
+        await self._abort()
+
+    async def _abort(self) -> None:
+        """End its requests; those that have ended already are nothing to the proxy."""
+        await self.around.proxy.abort([self._id(sample) for sample in range(self.responses)])
+
+    def _id(self, sample: int) -> str:
+        return f"{self.key.prompt}.{self.key.attempt}.{sample}"
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
         """Generate and score until there are G trajectories, or none are wanted any more."""
@@ -104,18 +110,14 @@ class Dispatch:
             return None
         began = clock()
         request = GenerationRequest(
-            id=f"{self.key.prompt}.{self.key.attempt}.{sample}",
+            id=self._id(sample),
             prompt=prompt.tokens,
             max_new_tokens=plan.max_new_tokens,
             temperature=plan.temperature,
             seed=sample_seed(plan.seed, self.key, sample),
         )
         asked = Asked(self.key.prompt, self.key, functools.partial(self._note_start, sample), self._within)
-        self._open[request.id] = None
-        try:
-            started = await self.around.proxy.generate(request, asked)
-        finally:
-            self._open.pop(request.id, None)
+        started = await self.around.proxy.generate(request, asked)
         made, generated = started.generation, clock()
         self.unanswered -= 1
         if self.unanswered == 0:
@@ -152,8 +154,8 @@ class Dispatch:
             self._surplus += len(made.tokens)
             return False
         self._ended += 1
-        if self._ended == self.around.plan.group_size and self._open:
-            await self.around.proxy.abort(list(self._open))
+        if self._ended == self.around.plan.group_size < self.responses:
+            await self._abort()
         return self._reason is None
 
     def _age(self, started: Started) -> int:
