@@ -66,6 +66,26 @@ async def test_the_probe_catches_a_stale_tied_head(tmp_path: Path) -> None:
     assert not [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
 
 
+async def test_who_waits_for_vllms_process_hears_of_its_death(tmp_path: Path) -> None:
+    """In the middle of a weight update, say: vLLM itself leaves such a call waiting."""
+    engine, weights = (
+        VllmEngine(VllmEngineConfig(), make_policy(tmp_path / "policy")),
+        make_weights(tmp_path / "0", seed=0),
+    )
+    await engine.start()
+    try:
+        core = next(child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
+        core.suspend()
+        updating = asyncio.create_task(engine.update(0, weights))
+        await asyncio.sleep(0.5)
+        assert not updating.done()
+        core.kill()
+        with pytest.raises(EngineFailed, match="died"):
+            await asyncio.wait_for(updating, 20)
+    finally:
+        await engine.close()
+
+
 def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
