@@ -1,0 +1,108 @@
+"""The run's engines under their keeper: which death costs an actor, which only the engine in it; each is on record."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rollflow.flows import cluster
+from rollflow.flows.engines import Engines
+from rollflow.storage.objects import open_store
+from rollflow.storage.recoveries import RecoveryLog
+from rollflow.tasks.rollout.actor import engine_name
+from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.settings import RecoveryConfig, RunConfig, TimedEngineConfig
+
+pytestmark = pytest.mark.slow
+QUIET: dict[str, Any] = {"failed": {}}
+
+
+class Joins:
+    """What a scheduler is to its engines' keeper: it takes them."""
+
+    def join(self, number: int) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_node() -> Iterator[None]:
+    ray.init(num_cpus=2, namespace="kept", include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Kept:
+    """Two timed engines, their keeper and one that they join."""
+
+    def __init__(self, folder: Path) -> None:
+        recovery = RecoveryConfig(restarts=5, backoff_seconds=0.01)
+        config = RunConfig(engine=TimedEngineConfig(replicas=2), recovery=recovery)
+        described = {"format": FORMAT, "run_id": "kept", "config": config.model_dump(mode="json")}
+        described["policy"] = str(folder)
+        open_store(str(folder)).put("run.json", json.dumps(described).encode())
+        self.context = RunContext(str(folder), folder / "cache")
+        self.engines = Engines(self.context, print)
+        self.scheduler = ray.remote(Joins).options(num_cpus=0).remote()
+        self.engines.start()
+        self.until(lambda: len(self.joined) == 2)
+
+    @property
+    def joined(self) -> list[int]:
+        return [engine.number for engine in self.engines._engines if engine.joined]
+
+    @property
+    def recovered(self) -> list[str]:
+        return [recovery.role for recovery in RecoveryLog(self.context.store).read()]
+
+    def until(self, done: Callable[[], bool], status: dict[str, Any] = QUIET) -> None:
+        deadline = time.monotonic() + 60
+        while not done():
+            assert time.monotonic() < deadline, (self.joined, self.recovered)
+            self.engines.look(self.scheduler, status)
+            time.sleep(0.05)
+
+
+def process(number: int) -> int:
+    found: int = ray.get(ray.get_actor(engine_name(number)).__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+    return found
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    yield Kept(tmp_path)
+    cluster.kill_named([engine_name(0), engine_name(1)], "kept")
+
+
+def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept) -> None:
+    before = process(1)
+    actor = ray.get_actor(engine_name(1))
+    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    kept.until(lambda: kept.recovered == ["engine-1"])
+    assert process(1) == before
+    ray.get(actor.health.remote(), timeout=30)
+    assert kept.joined == [0, 1]
+
+
+def test_an_engine_that_the_scheduler_gave_up_is_not_kept_because_it_feels_well(kept: Kept) -> None:
+    before = process(0)
+    kept.until(lambda: 0 not in kept.joined, {"failed": {0: "it made no token for 60 s"}})
+    kept.until(lambda: kept.recovered == ["engine-0"])
+    assert process(0) != before
+    [recovery] = RecoveryLog(kept.context.store).read()
+    assert recovery.reason == "it made no token for 60 s"
+
+
+def test_an_engine_that_died_together_with_the_scheduler_is_on_record(kept: Kept) -> None:
+    before = process(1)
+    cluster.kill_named([engine_name(1)], "kept")
+    kept.engines.start()  # as before a new scheduler
+    kept.until(lambda: kept.recovered == ["engine-1"])
+    assert process(1) != before
+    kept.until(lambda: kept.joined == [0, 1])
