@@ -99,6 +99,17 @@ def test_an_engine_that_the_scheduler_gave_up_is_not_kept_because_it_feels_well(
     assert recovery.reason == "it made no token for 60 s"
 
 
+def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
+    before = process(1)
+    kept.until(lambda: kept.engines._engines[1].health is not None)
+    ray.get(ray.get_actor(engine_name(1)).health.remote(), timeout=30)  # so the keeper's own question is answered: well
+    actor = ray.get_actor(engine_name(1))
+    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    kept.until(lambda: 1 not in kept.joined, {"failed": {1: "its core died"}})
+    kept.until(lambda: kept.recovered == ["engine-1"])
+    assert process(1) == before
+
+
 def test_an_engine_that_died_together_with_the_scheduler_is_on_record(kept: Kept) -> None:
     before = process(1)
     cluster.kill_named([engine_name(1)], "kept")
