@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.flows import cluster
-from rollflow.flows.supervision import Budget, Chronicle, Pending, Status, first_line, gpu_share
-from rollflow.storage.errors import ConfigError, EngineFailed, Unreachable
+from rollflow.flows.supervision import Budget, Chronicle, Pending, StageFailed, Status, first_line, gpu_share
+from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.rollout.actor import engine_name, start_engine
 from rollflow.tasks.run import RunContext
 
@@ -78,12 +78,13 @@ class Engines:
         Raises:
             StageFailed: an engine's budget of restarts is used up.
             ConfigError: no restart would help.
+            StoreFailed: the run's storage takes no more; that is no fault of an engine.
         """
         for engine in self._engines:
             try:
                 self._step(engine, scheduler, status)
-            except ConfigError:
-                raise
+            except (ConfigError, StoreFailed, StageFailed):
+                raise  # a person must act first
             except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                 self._again(engine, first_line(error))
 

@@ -14,6 +14,8 @@ import ray
 
 from rollflow.flows import cluster
 from rollflow.flows.engines import Engines
+from rollflow.flows.supervision import Budget, StageFailed
+from rollflow.storage.errors import StoreFailed
 from rollflow.storage.objects import open_store
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.rollout.actor import engine_name
@@ -108,6 +110,26 @@ def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
     kept.until(lambda: 1 not in kept.joined, {"failed": {1: "its core died"}})
     kept.until(lambda: kept.recovered == ["engine-1"])
     assert process(1) == before
+
+
+def test_over_the_budget_the_reason_is_told_once(kept: Kept) -> None:
+    kept.engines._budget = Budget(RecoveryConfig(restarts=0))
+    actor = ray.get_actor(engine_name(1))
+    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    with pytest.raises(StageFailed) as caught:
+        kept.until(lambda: False)
+    assert str(caught.value).count("engine-1 was started again") == 1
+
+
+def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(recovery: object) -> None:
+        raise StoreFailed("the disk is full")
+
+    monkeypatch.setattr(kept.engines._chronicle, "write", full)
+    actor = ray.get_actor(engine_name(1))
+    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    with pytest.raises(StoreFailed, match="the disk is full"):
+        kept.until(lambda: False)
 
 
 def test_an_engine_that_died_together_with_the_scheduler_is_on_record(kept: Kept) -> None:
