@@ -170,7 +170,9 @@ def redundancy(candidate: Candidate) -> str:
     parts = [f"+{candidate.extra_groups} groups"] if candidate.extra_groups else []
     parts += [f"+{candidate.extra_responses} responses"] if candidate.extra_responses else []
     parts += ["tail batching"] if candidate.tail_batching else []
-    parts += ["waits"] if candidate.at_bound == "wait" else []
+    parts += [f"ahead {candidate.ahead:g}"] if candidate.ahead is not None else []
+    plain = not candidate.extra_groups and not candidate.tail_batching
+    parts += ["drops at the bound"] if plain and candidate.drops else []
     return ", ".join(parts)
 
 
@@ -185,6 +187,8 @@ def sentences(planned: Planned, asked: Asked, seconds: float) -> Iterator[str]:
             f"({fastest.throughput / planned.sync.throughput:.2f} x), is {' and '.join(fastest.marks(limits))}."
         )
     taken = planned.recommended
+    if taken is not None and planned.wider is not None:
+        yield _wider(taken, planned.wider)
     if taken is not None and 2.0 * taken.bias_error > limits.bias:
         yield (
             f"Its length bias is known to ± {2.0 * taken.bias_error:.1%} only, which is more than the limit"
@@ -228,6 +232,17 @@ def _choice(planned: Planned, asked: Asked) -> str:
         f"{' (' + extra + ')' if extra else ''}: the smallest alpha within {TOLERANCE:.0%} of the best throughput "
         f"that keeps the limits ({best.throughput:,.4g} trajectories/s at alpha = {best.candidate.async_ratio:g}), "
         f"{gain:.2f} x the synchronous mode on the same {asked.gpus} GPUs."
+    )
+
+
+def _wider(taken: Outcome, wider: Outcome) -> str:
+    """What a larger bound would bring, where as much is in flight as before."""
+    return (
+        f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.ahead = "
+        f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "
+        f"{taken.figures.step_seconds:,.4g}, at a mean staleness of {wider.figures.staleness_mean:.2f} instead of "
+        f"{taken.figures.staleness_mean:.2f}; single responses get up to "
+        f"{max(wider.figures.staleness, default=0)} versions old."
     )
 
 

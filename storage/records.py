@@ -165,3 +165,8 @@ class Discard:
     reason: DiscardReason
     started_version: int
     response_tokens: int
+
+    @property
+    def slow(self) -> bool:
+        """Whether it ran and was left behind. One that never ran a token says nothing of its length."""
+        return self.reason in (DiscardReason.REDUNDANT, DiscardReason.STALE) and self.response_tokens > 0

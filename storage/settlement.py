@@ -93,6 +93,7 @@ def _settle(batches: TrajectoryStore, trained: int) -> None:
     unused = {(v.batch, v.edition) for v in voids if v.batch >= trained or (v.batch, v.edition + 1) in history}
     account = _account(batches, history, unused, trained)
     number, edition = _next_name(history, {(v.batch, v.edition) for v in voids[:known]}, trained)
+    in_flight = account.in_flight()
     commit = BatchCommit(
         number=number,
         edition=edition,
@@ -106,8 +107,9 @@ def _settle(batches: TrajectoryStore, trained: int) -> None:
         started_versions=(),
         response_tokens=(),
         cursor=account.cursor,
-        in_flight=account.in_flight(),
+        in_flight=in_flight,
         discards=tuple(account.corrupt),
+        behind=tuple((key.prompt, times) for key in in_flight if (times := account.behind[key.prompt])),
         writer=batches.writer,
     )
     if committed_editions(batches.run) != list(history):
@@ -158,6 +160,7 @@ class _Account:
 
     issued: tuple[int, ...] = ()  # of each source
     filtered: set[int] = field(default_factory=set)  # prompts
+    behind: Counter[int] = field(default_factory=Counter)  # prompt -> times it was left behind
     fates: dict[GroupKey, bool] = field(default_factory=dict)
     corrupt: list[Discard] = field(default_factory=list)  # fates that are still to be committed
 
@@ -165,6 +168,7 @@ class _Account:
         """What a commit says."""
         self.fates.update(dict.fromkeys(used, False))
         self.fates.update({d.key: d.reason.issued_again for d in discards})
+        self.behind.update(d.key.prompt for d in discards if d.slow)
         self.filtered |= {d.key.prompt for d in discards if d.reason is DiscardReason.FILTERED}
         self.issued = tuple(map(max, zip_longest(self.issued, cursor.issued, fillvalue=0)))
 

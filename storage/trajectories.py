@@ -31,7 +31,8 @@ from rollflow.storage.errors import Conflict, Corrupt, Missing, Stale
 from rollflow.storage.objects.base import ObjectStore, first_missing
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, TrajectoryGroup
 
-COMMIT_SCHEMA = 2  # of a batch commit; its file has one of its own
+COMMIT_SCHEMA = 3  # of a batch commit; its file has one of its own
+READABLE = (2, 3)  # 2 did not count how often a prompt was left behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class StagedBatch:
     edition: int = 0
     order: int = 0  # commits of the run before this one
     voids: int = 0  # voids its scheduler knows to be settled
+    behind: tuple[tuple[int, int], ...] = ()  # prompts in flight that were left behind, and how often
 
     def check_fresh(self, async_ratio: float) -> None:
         """Raise `Stale` if any group is older than version `number` - alpha (invariant 1)."""
@@ -77,6 +79,7 @@ class BatchCommit:
     discards: tuple[Discard, ...]
     writer: str
     surplus_tokens: int = 0  # of responses that were started beyond what the groups needed
+    behind: tuple[tuple[int, int], ...] = ()  # prompts in flight that were left behind, and how often
 
     @property
     def path(self) -> str:
@@ -95,11 +98,12 @@ class BatchCommit:
         """Parse a commit; `Corrupt` if it is not one this version reads."""
         try:
             body = _opened(data)
-            if body.pop("schema") != COMMIT_SCHEMA:
+            if body.pop("schema") not in READABLE:
                 raise Corrupt(f"{name} was written by another version of rollflow; use that one to read it")
             body["groups"] = tuple(GroupKey(*k) for k in body["groups"])
             body["cursor"] = Cursor.of(body["cursor"])
             body["in_flight"] = tuple(GroupKey(*k) for k in body["in_flight"])
+            body["behind"] = tuple((prompt, times) for prompt, times in body.get("behind", ()))
             body["started_versions"] = tuple(body["started_versions"])
             body["response_tokens"] = tuple(body["response_tokens"])
             body["discards"] = tuple(
@@ -207,6 +211,7 @@ class TrajectoryStore:
             cursor=staged.cursor,
             in_flight=staged.in_flight,
             discards=staged.discards,
+            behind=staged.behind,
             writer=self.writer,
         )
         sha256 = self.run.create_naming(draft.path, lambda found: replace(draft, sha256=found).to_json(), file, pieces)

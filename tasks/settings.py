@@ -191,12 +191,16 @@ class RolloutConfig(Section):
     tail_batching: bool = Field(
         False, description="collect prompts that were too slow, and give them a batch of their own that waits for all"
     )
-    tail_after: int = Field(
-        1, gt=0, description="with tail_batching: times a prompt is left behind before it goes into such a batch"
+    tail_after: int | None = Field(
+        None,
+        gt=0,
+        description="times a prompt is left behind before a batch waits for it: one of its own with tail_batching "
+        "(default: 1), else the next one (default: 3)",
     )
-    at_bound: Literal["drop", "wait"] = Field(
-        "drop",
-        description="a group that would be too old for the next batch is issued again, or the batch waits for it",
+    at_bound: Literal["drop", "wait"] | None = Field(
+        None,
+        description="what a batch does with a group that would be too old for the next one: wait for it (the default), "
+        "or drop it, to be issued again (the default with extra_groups or tail_batching)",
     )
     order: Literal["finished", "started"] = Field(
         "finished", description="which groups make a batch: the first to finish, or the first that were started"
@@ -205,8 +209,13 @@ class RolloutConfig(Section):
         "started", description="a response's age counts from its request, or from its oldest token"
     )
     filter: FilterConfig | None = None
-    attempts: int = Field(3, gt=0, description="times a failed group is issued before the run fails")
+    attempts: int = Field(3, gt=0, description="times a request that failed is sent before the run fails")
     patience_seconds: float = Field(600.0, gt=0, description="longest wait without any progress before the stage fails")
+
+    @property
+    def bound(self) -> Literal["drop", "wait"]:
+        """`at_bound`, as it is when a person does not say: nothing is dropped unless something is to be left over."""
+        return self.at_bound or ("drop" if self.extra_groups or self.tail_batching else "wait")
 
 
 # --- training -----------------------------------------------------------------------------------------------
@@ -348,7 +357,7 @@ class RunConfig(Section):
         if (self.policy.path is None) == (self.policy.cold_start is None):
             refuse("policy.path", self.policy.path, "give either policy.path or [policy.cold_start], one of the two")
         rollout = self.rollout
-        if rollout.extra_groups and (rollout.at_bound == "wait" or rollout.order == "started"):
+        if rollout.extra_groups and (rollout.bound == "wait" or rollout.order == "started"):
             cure = 'extra groups are left behind: set rollout.at_bound = "drop" and rollout.order = "finished"'
             refuse("rollout.extra_groups", rollout.extra_groups, cure)
         if rollout.ahead is not None and rollout.ahead > self.async_ratio:

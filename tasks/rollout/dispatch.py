@@ -1,9 +1,10 @@
 """One dispatch under way: from a prompt to a scored group, or to the reason why there is none.
 
     prompt --> G (+ extra) x ( queue --> engine --> verifier )  --> TrajectoryGroup
-                                  |                        `------> Discard: engines failed, or it was given up
+                                                           `------> Discard: it was given up
 
 - Its responses are requests of their own; a reward starts as soon as its response ends.
+- A request that no engine was left for is sent again, with its seed; what the others have is kept meanwhile.
 - Of responses beyond G the first G to end are kept, the others are aborted; their tokens are counted.
 - `give_up` aborts what still runs. The dispatch ends as a discard, with all tokens that were made for it.
 """
@@ -13,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
@@ -23,6 +26,9 @@ from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.plan import Plan
 from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Reservation, Started
+
+T = TypeVar("T")
+WHOLE = -1  # in place of a sample: all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,10 @@ class Dispatch:
     number: int  # of the dispatches of its scheduler
     awaited: bool = field(kw_only=True)  # a batch waits for it rather than leave it behind
     unanswered: int = field(init=False)  # requests whose end `generated` was not told of
-    failure: EngineFailed | None = None
     _reason: DiscardReason | None = None
     _within: Reservation | None = None
     _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
+    _tries: Counter[int] = field(default_factory=Counter)  # sample, or WHOLE -> times it failed
     _oldest: int | None = None
     _ended: int = 0  # responses that ended by themselves
     _tokens: int = 0  # of all responses
@@ -73,19 +79,23 @@ class Dispatch:
         await self.around.proxy.abort([self._id(sample) for sample in range(self.responses)])
 
     def _id(self, sample: int) -> str:
-        return f"{self.key.prompt}.{self.key.attempt}.{sample}"
+        """Another one for each try: an engine may still know the one before."""
+        return f"{self.key.prompt}.{self.key.attempt}.{sample}" + "'" * self._tries[sample]
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
-        """Generate and score until there are G trajectories, or none are wanted any more."""
+        """Generate and score until there are G trajectories, or none are wanted any more.
+
+        Raises:
+            EngineFailed: no engine was left for one of its requests, `Plan.attempts` times.
+        """
         made: list[Trajectory | None] = []
         try:
             if self.around.plan.whole_groups:
-                self._within = await self.around.proxy.reserve(self.responses, self.key.prompt)
+                reserve = functools.partial(self.around.proxy.reserve, self.responses, self.key.prompt)
+                self._within = await self._insist(WHOLE, reserve)
             async with asyncio.TaskGroup() as samples:
                 tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
             made = [task.result() for task in tasks]
-        except* EngineFailed as failed:
-            self._fail(failed)
         finally:
             self._release()
         if self._reason is not None:
@@ -94,30 +104,19 @@ class Dispatch:
         kept = tuple(one for one in made if one is not None)
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
 
-    def _fail(self, failed: BaseExceptionGroup[EngineFailed]) -> None:
-        if self._reason is None:
-            self._reason = DiscardReason.FAILED
-            self.failure = next(e for e in failed.exceptions if isinstance(e, EngineFailed))
-
     def _release(self) -> None:
         if self._within is not None:
             self._within.release()
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
         """One response and its reward; None if it is not among those that are kept."""
-        plan, clock = self.around.plan, asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
         if self._reason is not None:
             return None
         began = clock()
-        request = GenerationRequest(
-            id=self._id(sample),
-            prompt=prompt.tokens,
-            max_new_tokens=plan.max_new_tokens,
-            temperature=plan.temperature,
-            seed=sample_seed(plan.seed, self.key, sample),
-        )
-        asked = Asked(self.key.prompt, self.key, functools.partial(self._note_start, sample), self._within)
-        started = await self.around.proxy.generate(request, asked)
+        started = await self._response(prompt, sample)
+        if started is None:
+            return None
         made, generated = started.generation, clock()
         self.unanswered -= 1
         if self.unanswered == 0:
@@ -140,6 +139,33 @@ class Dispatch:
             generation_seconds=generated - began,
             reward_seconds=clock() - generated,
         )
+
+    async def _response(self, prompt: Prompt, sample: int) -> Started | None:
+        plan = self.around.plan
+        asked = Asked(self.key.prompt, self.key, functools.partial(self._note_start, sample), self._within)
+
+        def generate() -> Awaitable[Started]:
+            request = GenerationRequest(
+                id=self._id(sample),
+                prompt=prompt.tokens,
+                max_new_tokens=plan.max_new_tokens,
+                temperature=plan.temperature,
+                seed=sample_seed(plan.seed, self.key.prompt, sample),
+            )
+            return self.around.proxy.generate(request, asked)
+
+        return await self._insist(sample, generate)
+
+    async def _insist(self, sample: int, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """Ask the engines until one answers; None if all failed when nothing was wanted any more."""
+        while self._reason is None:
+            try:
+                return await ask()
+            except EngineFailed:
+                self._tries[sample] += 1
+                if self.around.proxy.version < 0 or self._tries[sample] == self.around.plan.attempts:
+                    raise
+        return None
 
     def _note_start(self, sample: int, version: int) -> None:
         self._starts[sample] = version
@@ -165,7 +191,7 @@ class Dispatch:
         return started.version
 
 
-def sample_seed(seed: int, key: GroupKey, sample: int) -> int:
-    """A 63-bit seed for one response: the same dispatch of the same run always samples alike."""
-    text = f"{seed}:{key.prompt}:{key.attempt}:{sample}".encode()
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """A 63-bit seed for one response. Every attempt has the same: a prompt that was too slow must not draw shorter."""
+    text = f"{seed}:{prompt}:{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

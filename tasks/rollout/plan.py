@@ -29,8 +29,8 @@ class Plan:
     extra_groups: int = 0
     extra_responses: int = 0
     tail_batching: bool = False
-    tail_after: int = 1
-    at_bound: Literal["drop", "wait"] = "drop"
+    tail_after: int | None = None  # None: 1 with tail batching, else 3
+    at_bound: Literal["drop", "wait"] = "wait"
     order: Literal["finished", "started"] = "finished"
     staleness: Literal["started", "oldest-token"] = "started"
     whole_groups: bool = False  # a group holds slots of one engine until its last response
@@ -41,6 +41,11 @@ class Plan:
     def lead(self) -> float:
         """Batches that generation may run ahead of training."""
         return self.async_ratio if self.ahead is None else self.ahead
+
+    @property
+    def awaited_after(self) -> int:
+        """Times a prompt may be left behind before a batch waits for it."""
+        return self.tail_after or (1 if self.tail_batching else 3)
 
 
 def plan_of(config: RunConfig) -> Plan:
@@ -67,7 +72,7 @@ def plan_of(config: RunConfig) -> Plan:
         extra_responses=rollout.extra_responses,
         tail_batching=rollout.tail_batching,
         tail_after=rollout.tail_after,
-        at_bound=rollout.at_bound,
+        at_bound=rollout.bound,
         order=rollout.order,
         staleness=rollout.staleness,
         whole_groups=whole,

@@ -8,6 +8,7 @@
 - A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version. One that was
   aborted by `abort` ends with the tokens it has.
 - An engine that joins holds the present version, probed, before it gets a request. A failed one is closed at once.
+- `version` is the new one as soon as one engine serves it: no other takes a request before it has it, too.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class InferenceProxy:
         self._taken: _Taken | None = None
         self._changing = asyncio.Lock()  # an update of all engines, or one that joins
         self._closing: set[asyncio.Task[None]] = set()
-        self.version = -1  # the oldest any live engine holds; while none lives, the newest that was to be taken
+        self.version = -1  # the newest that serves: what is started now is started under; if none serves, as before
+        self.on_change: Callable[[], None] = lambda: None  # called when there is a newer version, or another engine
         self.restarted = 0  # requests that started again: aborted by an update, or their engine failed
         self.taken_over = 0  # requests that went on elsewhere with the tokens they had
         self.update_seconds = 0.0
@@ -159,6 +161,11 @@ class InferenceProxy:
     def running(self) -> int:
         """Requests at the engines, or waiting for them."""
         return len(self._jobs)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that the live engines can run; one engine's while none lives, so that somebody asks for it."""
+        return self._slots * max(1, len(self._lanes.live))
 
     @property
     def engines(self) -> Mapping[int, Engine]:
@@ -244,12 +251,17 @@ class InferenceProxy:
                 raise lane.failure
             old = self._lanes.put(place, lane)
             self._note_version()
+            self.on_change()
         if old is not None:
             self._fail(old, EngineFailed("another engine took its place"))
 
     def _note_version(self) -> None:
-        taken = self._taken.version if self._taken else -1
-        self.version = min((lane.engine.version for lane in self._lanes.live), default=taken)
+        serving = [lane.engine.version for lane in self._lanes.live if lane.serves.is_set()]
+        if not self._lanes.live and self._taken is not None:
+            serving.append(self._taken.version)
+        if (newest := max(serving, default=self.version)) != self.version:
+            self.version = newest
+            self.on_change()
 
     async def _on(self, lane: Lane, job: _Job) -> Generation | None:
         """One try on one engine; None if it has to go on, or start again, elsewhere."""
@@ -305,6 +317,7 @@ class InferenceProxy:
 
     async def _renew(self, lane: Lane, to: _Taken) -> None:
         await self._bring(lane, to)
+        self._note_version()
         self._lanes.changed(lane)
 
     async def _bring(self, lane: Lane, to: _Taken) -> None:

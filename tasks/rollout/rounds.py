@@ -4,7 +4,8 @@ A round is what is issued for one batch. What is to be issued again goes first, 
 the `Mixture` chooses. A prompt that was left behind waits for the next policy version: right after an update it has
 the most time before its batch.
 
-With tail batching (RollPacker, section 4) a prompt that was left behind `tail_after` times waits in the tail. A
+A prompt that was left behind `Plan.awaited_after` times is *awaited*: its batch waits for it. With tail batching
+(RollPacker, section 4) it waits in the tail until there are enough of its kind. A
 *short* round issues N groups and the extras, of other prompts. Once N prompts wait in the tail, the next round is
 *long*: those N, without extras, and its batch waits for all of them. So every prompt is trained on, the slow ones
 together; the last round is a long one, of what waits then and new prompts, or a run would leave out its slowest.
@@ -12,15 +13,15 @@ together; the last round is a long one, of what waits then and new prompts, or a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.rollout.plan import Plan
 
-SLOW = (DiscardReason.REDUNDANT, DiscardReason.STALE)
+LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)  # these are for the next version
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,12 @@ class Issue:
 class Rounds:
     """The order of issue. What is in it and not issued is `again`, wherever it waits."""
 
-    def __init__(self, plan: Plan, cursor: Cursor, again: Iterable[GroupKey]) -> None:
-        """`again` is what was in flight when the run stopped."""
+    def __init__(
+        self, plan: Plan, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """`again` is what was in flight when the run stopped, `behind` how often prompts of it were left behind."""
         self._plan = plan
+        self._behind = Counter(dict(behind))
         self._mixture = Mixture(plan.shares, cursor.issued, cursor.filtered)
         self._again: deque[GroupKey] = deque()
         self._left: deque[GroupKey] = deque()  # behind: for the next version
@@ -59,6 +63,12 @@ class Rounds:
         """What is to be issued again."""
         return (*self._again, *self._left, *self._tail)
 
+    def behind(self, open_: Collection[GroupKey]) -> tuple[tuple[int, int], ...]:
+        """Which prompts were left behind, and how often; those that are not among `open_` any more are forgotten."""
+        prompts = {key.prompt for key in open_}
+        self._behind = Counter({prompt: times for prompt, times in self._behind.items() if prompt in prompts})
+        return tuple(sorted(self._behind.items()))
+
     def enter(self, batch: int, version: int) -> int:
         """The next group is for this batch, under this version; returns how many groups its round has to spare."""
         if version > self._version:
@@ -78,20 +88,26 @@ class Rounds:
             self._long -= 1
             return Issue(self._tail.popleft(), self._plan.group_size, awaited=True)
         spare = 0 if self._is_long else self._plan.extra_responses
-        return Issue(self._key(), self._plan.group_size + spare, awaited=self._plan.at_bound == "wait")
+        key = self._key()
+        awaited = self._plan.at_bound == "wait" or (not self._plan.tail_batching and self._is_slow(key))
+        return Issue(key, self._plan.group_size + spare, awaited)
 
     def ended(self, discard: Discard) -> None:
         """A dispatch was discarded: issue its prompt again, unless another of its source takes its place."""
         if discard.reason.issued_again:
             key = GroupKey(discard.key.prompt, discard.key.attempt + 1)
-            slow = self._tail if self._is_tail(key) else self._left
-            (slow if discard.reason in SLOW else self._again).append(key)
+            if discard.slow:
+                self._behind[key.prompt] += 1
+            later = self._left if discard.reason in LATER else self._again
+            (self._tail if self._is_tail(key) else later).append(key)
         else:
             self._mixture.filtered(discard.key.prompt)
 
     def _is_tail(self, key: GroupKey) -> bool:
-        """Another attempt is what tells that a prompt was slow, also after the scheduler has died."""
-        return self._plan.tail_batching and key.attempt >= self._plan.tail_after
+        return self._plan.tail_batching and self._is_slow(key)
+
+    def _is_slow(self, key: GroupKey) -> bool:
+        return self._behind[key.prompt] >= self._plan.awaited_after
 
     def _key(self) -> GroupKey:
         return self._again.popleft() if self._again else GroupKey(self._mixture.next(), 0)

@@ -24,13 +24,14 @@ were voided are formed again first.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollflow.storage.batch import packed
-from rollflow.storage.buffer import TrajectoryBuffer
+from rollflow.storage.buffer import Rank, TrajectoryBuffer
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.settlement import missing, newest_commit, settled
@@ -54,6 +55,7 @@ class Beginning:
     missing: tuple[tuple[int, int], ...] = ()  # batches to form again, as (number, edition)
     order: int = 0  # commits there are
     voids: int = 0  # voids that are settled
+    behind: tuple[tuple[int, int], ...] = ()  # prompts of `again` that were left behind, and how often
 
     @classmethod
     def of(cls, batches: TrajectoryStore, trained: int) -> Beginning:
@@ -70,6 +72,7 @@ class Beginning:
                 missing=missing(batches, trained, newest.voids),
                 order=newest.order + 1,
                 voids=newest.voids,
+                behind=newest.behind,
             )
             if newest_commit(batches) == newest:  # else another scheduler committed while this one read
                 return found
@@ -112,10 +115,9 @@ class RolloutScheduler:
         self.buffer = TrajectoryBuffer()
         self.counts = Counts()
         self._missing = deque(place for place in beginning.missing if place[0] < plan.batches)
-        self._formed = beginning.number - len(beginning.missing)
         self.voids = beginning.voids  # once the run has more, this scheduler is to be replaced by one that knows
         self._order = beginning.order
-        self._rounds = Rounds(plan, beginning.cursor, beginning.again)
+        self._rounds = Rounds(plan, beginning.cursor, beginning.again, beginning.behind)
         self._around = Surroundings(plan, proxy, outside.score, self._generated, self._note_start)
         self._running: dict[GroupKey, Dispatch] = {}  # in the order they were started
         self._issued = 0
@@ -127,13 +129,13 @@ class RolloutScheduler:
             dict
         )  # the running ones, by their oldest start
         self._discards: list[Discard] = []
-        self._failures: Counter[int] = Counter()  # by prompt
         self._filtered_in_a_row = 0
         self._published = proxy.version  # the newest there is: the learner is ready for the batch of this number
         self._held_since: float | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._ready = asyncio.Event()
+        proxy.on_change = self.wake
 
     @property
     def running(self) -> int:
@@ -146,7 +148,7 @@ class RolloutScheduler:
         self._ready.set()
 
     def wake(self) -> None:
-        """The engines hold a new version: more may be admitted."""
+        """An engine holds a new version, or another one is there: more may be admitted."""
         self.published(self._proxy.version)
         self._room.set()
 
@@ -177,22 +179,38 @@ class RolloutScheduler:
     def _may_start(self) -> bool:
         """Whether one more group may start; notes since when alpha alone is what holds the engines back."""
         plan, running = self.plan, len(self._running)
-        free = running < plan.depth and (plan.slots is None or self._generating < plan.slots or plan.mode == "batch")
+        free = running < plan.depth and self._generating < self._slots
         fresh, wanted = self._allowance() if free else (0, 0)
         self._note_held(held=free and fresh <= 0 < wanted and self._proxy.version >= 0)
         return min(fresh, wanted) > 0
 
     def _allowance(self) -> tuple[int, int]:
         """How many groups alpha allows to start now, and how many the run can still use."""
-        plan, version = self.plan, self._proxy.version
-        started = self._formed * plan.groups + self._outstanding
-        fresh = allowance(version, started, groups=plan.groups, ahead=plan.lead)
-        extra = self._rounds.enter(min(started // plan.groups, math.floor(version + plan.lead)), version)
-        if self._formed > version + plan.lead:  # this version's batches are formed: extras would be for none
+        plan, version, outstanding = self.plan, self._proxy.version, self._outstanding
+        (first, _), missing = self._next, [number for number, _ in self._missing]
+        fresh = allowance(
+            version, outstanding, number=self.number, missing=missing, groups=plan.groups, ahead=plan.lead
+        )
+        following = outstanding // plan.groups  # batches that what is under way may fill
+        batch = missing[following] if following < len(missing) else self.number + following - len(missing)
+        extra = self._rounds.enter(min(batch, math.floor(version + plan.lead)), version)
+        if first > version + plan.lead:  # this version's batches are formed: extras would be for none
             extra = 0
-        if self._formed > version + plan.async_ratio:  # and so would be what is started now
+        if first > version + plan.async_ratio:  # and so would be what is started now
             fresh = min(fresh, 0)
-        return fresh + extra, plan.batches * plan.groups + extra - started
+        return fresh + extra, self._unformed * plan.groups + extra - outstanding
+
+    @property
+    def _slots(self) -> float:
+        """Requests that may be under way."""
+        if self.plan.slots is None or self.plan.mode == "batch":
+            return math.inf
+        return min(self.plan.slots, self._proxy.capacity)
+
+    @property
+    def _unformed(self) -> int:
+        """Batches that are still to be formed."""
+        return max(0, self.plan.batches - self.number) + len(self._missing)  # settlements take numbers, too
 
     @property
     def _outstanding(self) -> int:
@@ -216,11 +234,9 @@ class RolloutScheduler:
             self._by_start[dispatch.started_version].pop(dispatch, None)
         self._freed(dispatch.unanswered)
         if isinstance(ended, TrajectoryGroup):
-            self._scored(ended, dispatch.number)
+            self._scored(ended, dispatch)
         else:
             self._discard(ended)
-        if dispatch.failure is not None:
-            self._failed(dispatch.key, dispatch.failure)
         self._ready.set()
 
     async def _generated(self, tokens: int) -> None:
@@ -243,10 +259,10 @@ class RolloutScheduler:
             self._by_start[former].pop(dispatch, None)
         if dispatch.started_version is not None and dispatch not in self._left_behind:
             self._by_start[dispatch.started_version][dispatch] = None
-            if self._formed < self.plan.batches and dispatch.started_version < self._oldest_allowed(self._next[0]):
+            if self._unformed and dispatch.started_version < self._oldest_allowed(self._next[0]):
                 self._give_up(dispatch)
 
-    def _scored(self, group: TrajectoryGroup, issue: int) -> None:
+    def _scored(self, group: TrajectoryGroup, dispatch: Dispatch) -> None:
         """A complete group: into the buffer, unless it is filtered or came too late."""
         self.counts.surplus_tokens += group.surplus_tokens
         why = filtered(self.plan.filter, [t.reward for t in group.trajectories])
@@ -256,7 +272,7 @@ class RolloutScheduler:
             self._drop(group)
         else:
             self._filtered_in_a_row = 0
-            self.buffer.add(self._outside.pack(group), issue)
+            self.buffer.add(self._outside.pack(group), dispatch.number, awaited=dispatch.awaited)
             self._count(group)
 
     def _filtered(self, group: TrajectoryGroup, why: str) -> None:
@@ -268,12 +284,6 @@ class RolloutScheduler:
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
                 "widen it, or choose prompts that this policy sometimes answers right"
             )
-
-    def _failed(self, key: GroupKey, failure: Exception) -> None:
-        """The engines died under a group: it is issued again, unless that happened too often."""
-        self._failures[key.prompt] += 1
-        if self._failures[key.prompt] >= self.plan.attempts or self._proxy.version < 0:
-            raise failure
 
     def _drop(self, group: TrajectoryGroup) -> None:
         self._discard(Discard(group.key, self._too_slow, group.started_version, group.response_tokens))
@@ -319,8 +329,10 @@ class RolloutScheduler:
         self._advance()
         discards, self._discards = tuple(self._discards), []
         in_flight = (*self._running, *self.buffer.keys, *self._rounds.again)
-        cursor = self._rounds.cursor
-        return StagedBatch(number, taken.groups, cursor, in_flight, discards, edition, self._order - 1, self.voids)
+        cursor, behind = self._rounds.cursor, self._rounds.behind(in_flight)
+        return StagedBatch(
+            number, taken.groups, cursor, in_flight, discards, edition, self._order - 1, self.voids, behind
+        )
 
     def _must_wait(self, number: int) -> bool:
         """Whether a group is still to come that this batch may not leave behind.
@@ -330,8 +342,17 @@ class RolloutScheduler:
         if self.plan.order == "started":
             first = next((d for d in self._running.values() if d not in self._left_behind), None)
             return first is not None and self.buffer.before(first.number) < self.plan.groups
-        behind = self._started_before(self._oldest_allowed(number + 1))
-        return bool(behind) if number > self._published else any(d.awaited for d in behind)
+        bound = self._oldest_allowed(number + 1)
+        behind = self._started_before(bound)
+        return bool(behind) if number > self._published else self._has_room_for_awaited(behind, bound)
+
+    def _has_room_for_awaited(self, running: list[Dispatch], bound: float) -> bool:
+        """Whether the batch would take one of these; more groups than it holds may have come to the bound at once."""
+        awaited = {Rank(v, False, d.key) for d in running if d.awaited and (v := d.started_version) is not None}
+        ready = self.buffer.older(bound) if awaited else []
+        if len(awaited) + len(ready) > self.plan.groups:
+            awaited &= set(heapq.nsmallest(self.plan.groups, (*awaited, *ready)))
+        return bool(awaited)
 
     def _started_before(self, bound: float) -> list[Dispatch]:
         """The running dispatches that were started under an older version than `bound`."""
@@ -343,12 +364,11 @@ class RolloutScheduler:
             self._missing.popleft()
         else:
             self.number += 1
-        self._formed += 1
         self._order += 1
         bound = self._oldest_allowed(self._next[0])
         for group in self.buffer.take(0, bound).stale:
             self._drop(group)
-        if self._formed < self.plan.batches:
+        if self._unformed:
             for dispatch in self._started_before(bound):
                 self._give_up(dispatch)
         self._by_start = defaultdict(dict, {v: found for v, found in self._by_start.items() if found})

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.settings import RolloutConfig, RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 
-REDUNDANCY = ("extra_groups", "extra_responses", "tail_batching", "at_bound")
+CHOICES = ("extra_groups", "extra_responses", "tail_batching", "at_bound", "ahead")  # of `RolloutConfig`
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,19 @@ class Candidate:
     extra_groups: int
     extra_responses: int
     tail_batching: bool
-    at_bound: Literal["drop", "wait"]
+    at_bound: Literal["drop", "wait"] | None
+    ahead: float | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether what is slow may be left behind."""
+        chosen = RolloutConfig(extra_groups=self.extra_groups, tail_batching=self.tail_batching, at_bound=self.at_bound)
+        return chosen.bound == "drop"
+
+    @property
+    def lead(self) -> float:
+        """Batches that generation may run ahead of training."""
+        return self.async_ratio if self.ahead is None else self.ahead
 
     def changes(self, base: RunConfig, hardware: Hardware) -> dict[str, Any]:
         """Dotted key -> value of what differs from the recipe."""
@@ -67,7 +79,7 @@ class Candidate:
         wanted: dict[str, Any] = {"async_ratio": self.async_ratio, "engine.replicas": self.engines}
         wanted |= {"engine.slots": slots} if slots else {}
         wanted |= {"engine.tensor_parallel": int(width)} if base.engine.kind == "vllm" and width == int(width) else {}
-        wanted |= {f"rollout.{name}": getattr(self, name) for name in REDUNDANCY}
+        wanted |= {f"rollout.{name}": getattr(self, name) for name in CHOICES}
         return {key: value for key, value in wanted.items() if _get(base, key) != value}
 
     def config(self, base: RunConfig, hardware: Hardware) -> RunConfig:

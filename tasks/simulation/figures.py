@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from rollflow.storage.records import GroupKey
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.rollout.dispatch import sample_seed
 from rollflow.tasks.rollout.mixing import Mixture
@@ -196,7 +195,7 @@ def population(config: RunConfig, prompts: int) -> list[int]:
     drawn = []
     for index in (mixture.next() for _ in range(prompts)):
         for sample in range(config.group_size):
-            draw = random.Random(sample_seed(config.seed, GroupKey(index, 0), sample))
+            draw = random.Random(sample_seed(config.seed, index, sample))
             length = min(lengths.draw(Prompts.tokens(index), draw), longest)
             drawn.append(max(1, round(length / engine.grain)))
     return drawn

@@ -5,10 +5,10 @@ limit (`Limits`); and no simulated candidate of a smaller alpha that keeps them 
 
     1. synchronous     all GPUs in turns where the hardware says so, the best split otherwise: what gains are over
     2. alpha = 1 ...   for each, the best split: downhill from beta* (Proposition 2), later from the last alpha's best;
-                       with waiting at the bound where dropping passes a limit. Ends early where no schedule could be
-                       5 % faster
-    3. redundancy      extra groups, extra responses, tail batching, the bound waited at: one after another at the
-                       alphas that are in play; what gains gets a split of its own
+                       with waiting at the bound where the recipe drops and that passes a limit. Ends early where no
+                       schedule could be 5 % faster
+    3. choices         extra groups, extra responses, tail batching, dropping at the bound, a wider bound at the same
+                       depth: one after another at the alphas in play; what gains gets a split of its own
     4. finals          the best of each again, for longer, also where a short look marked it: only these are shown and
                        chosen from
 
@@ -43,6 +43,7 @@ TOLERANCE = 0.05  # of the best throughput: what a smaller alpha may cost ("the 
 TIE = 0.01  # throughputs that differ by less are taken as equal
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 FINALISTS = 12  # simulations kept for the finals
+WIDER = 4  # times alpha: the bound that is looked at where only the depth stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,21 @@ class Planned:
     settled: bool  # larger ones need not be: no schedule could be faster by more than the tolerance
     simulations: int
     trajectories: int
+
+    @property
+    def wider(self) -> Outcome | None:
+        """The fastest of a wider bound, at the depth of what is recommended and faster; None if there is none."""
+        one = self.recommended
+        if one is None:
+            return None
+        same = [
+            other
+            for other in self.finals
+            if other.candidate.async_ratio > one.candidate.async_ratio
+            and other.candidate.lead == one.candidate.lead
+            and other.throughput > (1.0 + TIE) * one.throughput
+        ]
+        return max(same, key=lambda other: other.throughput, default=None)
 
 
 def plan(
@@ -195,7 +211,8 @@ class _Search:
     def _waiting(self, plain: Outcome) -> Outcome | None:
         """Where dropping what is too old passes a limit: waiting for it instead, if that keeps them."""
         other = replace(plain.candidate, at_bound="wait")
-        if not plain.marks(self._limits) or other == plain.candidate or not self._allowed(other) or self._spent():
+        drops = plain.candidate.drops and plain.marks(self._limits)
+        if not drops or not self._allowed(other) or self._spent():
             return None
         self._passing.append(plain)
         waiting = self._descend(other, 2)
@@ -238,7 +255,8 @@ class _Search:
         ]
         if base.async_ratio:
             more.append(replace(base, tail_batching=not base.tail_batching))
-            more.append(replace(base, at_bound="wait" if base.at_bound == "drop" else "drop"))
+            more.append(replace(base, at_bound="wait" if base.drops else "drop"))
+            more.append(replace(base, async_ratio=min(WIDER * base.async_ratio, self._largest), ahead=base.lead))
         return (other for other in more if other != base and self._allowed(other))
 
     def _allowed(self, candidate: Candidate) -> bool:
@@ -285,7 +303,8 @@ class _Search:
         """The recipe itself, on so many engines."""
         rollout, learner = self._config.rollout, self._gpus if colocated else self._gpus - engines * self._width
         redundancy = (rollout.extra_groups, rollout.extra_responses, rollout.tail_batching, rollout.at_bound)
-        return Candidate(engines, learner, colocated, alpha, *redundancy)
+        ahead = None if rollout.ahead is None else min(rollout.ahead, alpha)
+        return Candidate(engines, learner, colocated, alpha, *redundancy, ahead)
 
     def _with(self, candidate: Candidate, engines: int) -> Candidate:
         return replace(candidate, engines=engines, learner_gpus=self._gpus - engines * self._width)

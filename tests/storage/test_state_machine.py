@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections import deque
+from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.storage.settlement import newest_commit
-from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore, commit_path
+from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore, commit_path, committed_editions
 from rollflow.tasks.clock import VirtualClockLoop
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.rollout.scheduler import Beginning
@@ -46,6 +47,7 @@ class Scheduler:
         self.missing, self.again = deque(found.missing), deque(found.again)
         self.running: list[GroupKey] = []
         self.discards: list[Discard] = []
+        self.behind = Counter(dict(found.behind))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -60,9 +62,11 @@ class Scheduler:
             self.running.append(GroupKey(self.mixture.next(), 0))
 
     def discard(self, key: GroupKey, reason: DiscardReason) -> None:
-        """A group failed, or was filtered for good."""
+        """A group failed, was left behind, or was filtered for good."""
         self.running.remove(key)
         self.discards.append(Discard(key, reason, 0, 3))
+        if reason is DiscardReason.STALE:
+            self.behind[key.prompt] += 1
         if reason.issued_again:
             self.again.append(GroupKey(key.prompt, key.attempt + 1))
         else:
@@ -74,15 +78,18 @@ class Scheduler:
             self.dispatch()
         taken, self.running = self.running[:GROUPS], self.running[GROUPS:]
         number, edition = self.place
+        in_flight = (*self.running, *self.again)
+        prompts = {key.prompt for key in in_flight}
         staged = StagedBatch(
             number,
             tuple(group(key, version) for key in taken),
             self.mixture.state,
-            (*self.running, *self.again),
+            in_flight,
             tuple(self.discards),
             edition,
             self.order,
             self.voids,
+            tuple((prompt, times) for prompt, times in self.behind.items() if prompt in prompts),
         )
         self.discards = []
         made = self.batches.commit(staged, ALPHA)
@@ -150,14 +157,22 @@ class Run(RuleBasedStateMachine):
         """Another one starts from storage; the old ones may be dead, or only slow."""
         self.schedulers = [*self.schedulers[-2:], Scheduler(self.store, self.version)]
 
-    @rule(which=st.integers(0, 2), count=st.integers(1, 5), failing=st.integers(0, 2), filtered=st.integers(0, 3))
-    def dispatch(self, which: int, count: int, failing: int, filtered: int) -> None:
-        """Groups are issued; some of them fail, and most that are filtered are of one source."""
+    @rule(
+        which=st.integers(0, 2),
+        count=st.integers(1, 5),
+        failing=st.integers(0, 2),
+        slow=st.integers(0, 2),
+        filtered=st.integers(0, 3),
+    )
+    def dispatch(self, which: int, count: int, failing: int, slow: int, filtered: int) -> None:
+        """Groups are issued; some of them fail or are too slow, and most that are filtered are of one source."""
         scheduler = self.schedulers[which % len(self.schedulers)]
         for _ in range(count):
             scheduler.dispatch()
         for key in scheduler.running[:failing]:
             scheduler.discard(key, DiscardReason.FAILED)
+        for key in scheduler.running[:slow]:
+            scheduler.discard(key, DiscardReason.STALE)
         for key in [key for key in scheduler.running if key.prompt % len(SHARES) == 1 or filtered == 3][:filtered]:
             scheduler.discard(key, DiscardReason.FILTERED)
 
@@ -243,6 +258,16 @@ class Run(RuleBasedStateMachine):
         assert len(prompts) == len(set(prompts))
         newest = newest_commit(self.batches)
         assert (set(newest.in_flight) if newest else set()) == set(scheduler.again)
+        assert scheduler.behind == self.left_behind({key.prompt for key in scheduler.again})
+
+    def left_behind(self, prompts: set[int]) -> Counter[int]:
+        """How often these were, by all discards that can be read."""
+        commits = []
+        for name in committed_editions(self.store):
+            with suppress(Corrupt):
+                commits.append(self.batches.record_of(*name))
+        discards = (d for commit in commits for d in commit.discards)
+        return Counter(d.key.prompt for d in discards if d.slow and d.key.prompt in prompts)
 
 
 Run.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -74,6 +74,8 @@ class Case:
     extra_groups: int = 0
     extra_responses: int = 0
     tail_batching: bool = False
+    tail_after: int | None = None
+    ahead: float = 1.0  # as a part of alpha
     at_bound: Literal["drop", "wait"] = "drop"
     order: Literal["finished", "started"] = "finished"
     staleness: Literal["started", "oldest-token"] = "started"
@@ -91,6 +93,7 @@ class Case:
     patience: float = 1e6  # for an engine to join, when none is left
     trouble: tuple[Trouble, ...] = ()
     stops: tuple[Stop, ...] = ()
+    attempts: int = 10**6
     seed: int = 0
 
     @property
@@ -103,7 +106,7 @@ class Case:
             group_size=self.group_size,
             async_ratio=self.async_ratio,
             depth=self.depth,
-            attempts=10**6,
+            attempts=self.attempts,
             max_new_tokens=MAX_NEW_TOKENS,
             temperature=1.0,
             slots=self.slots * len(self.speeds) if self.limited else None,
@@ -111,6 +114,8 @@ class Case:
             extra_groups=self.extra_groups,
             extra_responses=self.extra_responses,
             tail_batching=self.tail_batching,
+            tail_after=self.tail_after,
+            ahead=self.ahead * self.async_ratio,
             at_bound=self.at_bound,
             order=self.order,
             staleness=self.staleness,
@@ -143,9 +148,11 @@ class Ledger:
         self.cursor = Cursor((0,) * len(case.shares), (0,) * len(case.shares))
         self.open: set[GroupKey] = set()  # dispatches without a fate, as of the newest commit
         self.again: tuple[GroupKey, ...] = ()
+        self.behind: tuple[tuple[int, int], ...] = ()
         self.missing: list[tuple[int, int]] = []
         self.started: dict[GroupKey, dict[int, int]] = {}  # version at which each sample reached an engine first
         self.discards: Counter[DiscardReason] = Counter()
+        self.slow: Counter[int] = Counter()  # prompt -> times it ran and was left behind
         self.order = 0
         self._next = 0
         self._changed = asyncio.Event()
@@ -165,7 +172,7 @@ class Ledger:
         """Where the next scheduler starts."""
         if not self.order:
             return Beginning()
-        return Beginning(self._next, self.cursor, self.again, tuple(self.missing), self.order)
+        return Beginning(self._next, self.cursor, self.again, tuple(self.missing), self.order, behind=self.behind)
 
     async def commit(self, staged: StagedBatch) -> None:
         """Takes a moment; after it the batch is there for ever. Then it waits for room, as in the channel."""
@@ -175,7 +182,7 @@ class Ledger:
         self._check_groups(staged)
         self._check_fates(staged)
         self.batches[staged.number] = staged
-        self.cursor, self.again = staged.cursor, staged.in_flight
+        self.cursor, self.again, self.behind = staged.cursor, staged.in_flight, staged.behind
         self.order += 1
         if self.missing:
             self.missing.pop(0)
@@ -222,6 +229,9 @@ class Ledger:
         before = self.cursor.filtered
         assert staged.cursor.filtered == tuple(count + filtered[source] for source, count in enumerate(before))
         self.discards.update(d.reason for d in staged.discards)
+        self.slow.update(d.key.prompt for d in staged.discards if d.slow)
+        waiting = {key.prompt for key in staged.in_flight}
+        assert dict(staged.behind) == {prompt: n for prompt, n in self.slow.items() if prompt in waiting}
 
     def void(self, count: int) -> None:
         """So many of the batches that were not trained on are gone; their prompts are issued again."""
@@ -231,6 +241,7 @@ class Ledger:
             self.again += tuple(GroupKey(group.key.prompt, group.key.attempt + 1) for group in gone.groups)
         self.missing.sort()
         self.open = set(self.again)
+        self.behind = tuple((key.prompt, n) for key in self.again if (n := self.slow[key.prompt]))
 
     async def batch(self, number: int) -> StagedBatch:
         """A batch, once it is there; within bounds."""

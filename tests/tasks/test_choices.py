@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.plan import Plan, filtered
+from rollflow.tasks.rollout.plan import Plan, filtered, plan_of
 from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Probe
-from rollflow.tasks.rollout.rounds import Rounds
-from rollflow.tasks.settings import FilterConfig, Routing, TimedEngineConfig
+from rollflow.tasks.rollout.rounds import Issue, Rounds
+from rollflow.tasks.settings import FilterConfig, PolicyConfig, RolloutConfig, Routing, RunConfig, TimedEngineConfig
 from tests.support.pipeline import Pipeline
 
 NO_PROBE = Probe((), (), 0.1)
+DROP: Any = {"at_bound": "drop"}
 
 
 def ran(**kwargs: Any) -> tuple[Pipeline, float]:
@@ -58,7 +59,7 @@ def test_extra_groups_shorten_a_synchronous_step_and_are_issued_again() -> None:
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
-    pipeline, spared = ran(**common, choices={"extra_groups": 4})
+    pipeline, spared = ran(**common, choices={"extra_groups": 4, **DROP})
     assert spared < 0.9 * plain
     assert set(reasons(pipeline)) == {"redundant"}
     last = commits(pipeline)[-1]
@@ -80,7 +81,7 @@ def test_of_extra_responses_the_first_to_end_are_kept() -> None:
 
 
 def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
-    choices = {"extra_groups": 2, "tail_batching": True}
+    choices = {"extra_groups": 2, "tail_batching": True, **DROP}
     pipeline, _ = ran(versions=40, groups=6, async_ratio=0.0, slots=64, sigma=1.5, choices=choices)
     made = commits(pipeline)
     attempts = [{key.attempt > 0 for key in commit.groups} for commit in made]
@@ -90,8 +91,8 @@ def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
 
 
 def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
-    plan = Plan(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True)
-    rounds = Rounds(plan, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)])
+    plan = Plan(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
+    rounds = Rounds(plan, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)], [(3, 1)])
     assert rounds.enter(0, 0) == 1
     assert rounds.next().key == GroupKey(4, 0)
     rounds.ended(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
@@ -104,9 +105,9 @@ def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
 
 
 def test_the_last_round_takes_what_waits_in_the_tail() -> None:
-    plan = Plan(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True)
+    plan = Plan(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
     assert plan.batches == 3
-    rounds = Rounds(plan, Cursor((5,), (0,)), [GroupKey(3, 1)])
+    rounds = Rounds(plan, Cursor((5,), (0,)), [GroupKey(3, 1)], [(3, 1)])
     assert rounds.enter(1, 1) == 1
     assert rounds.next().key == GroupKey(5, 0)  # one prompt makes no round
     assert rounds.enter(2, 2) == 0
@@ -116,12 +117,85 @@ def test_the_last_round_takes_what_waits_in_the_tail() -> None:
     assert all(issue.responses == 1 for issue in issued)
 
 
+def spoken(pipeline: Pipeline) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(prompt, sample) -> the tokens it was trained with."""
+    store = TrajectoryStore(pipeline.store)
+    groups = [g for n in range(pipeline.versions) for g in TrajectoryBatch.from_bytes(store.read(n)[1]).groups()]
+    return {(group.key.prompt, one.sample): one.tokens for group in groups for one in group.trajectories}
+
+
+def test_what_was_left_behind_keeps_its_draws() -> None:
+    """Else it would be trained on with another answer, seldom as long: that was the whole bias of extra groups."""
+    common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
+    plain, _ = ran(**common)
+    pipeline, _ = ran(**common, choices={"extra_groups": 8, **DROP})
+    drawn, kept = spoken(plain), spoken(pipeline)
+    again = {key.prompt for commit in commits(pipeline) for key in commit.groups if key.attempt}
+    assert len(again) > 30
+    assert all(kept[which] == drawn[which] for which in kept.keys() & drawn.keys())
+
+
+def test_a_prompt_that_was_left_behind_often_enough_is_awaited() -> None:
+    """Of 10 groups the first 4 make a batch: the longest would wait for ever. If all 10 are awaited, the last of them
+    wait for two more batches."""
+    common: dict[str, Any] = {"versions": 60, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
+    common["choices"] = {"extra_groups": 6, **DROP}
+    starving, _ = ran(**common | {"choices": common["choices"] | {"tail_after": 10**6}})
+    times = Counter(d.key.prompt for commit in commits(starving) for d in commit.discards)
+    assert max(times.values()) > 5
+    for most in (1, 2):
+        pipeline, _ = ran(**common | {"choices": common["choices"] | {"tail_after": most}})
+        slow = Counter(d.key.prompt for commit in commits(pipeline) for d in commit.discards if d.slow)
+        assert most <= max(slow.values()) <= most + 2
+
+
+def test_a_scheduler_that_died_still_knows_who_was_left_behind() -> None:
+    rounds = Rounds(plan_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
+    rounds.enter(0, 0)
+    assert [rounds.next() for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
+    assert rounds.behind([GroupKey(4, 1)]) == ((4, 2),)
+    assert rounds.behind([GroupKey(3, 5)]) == ()
+
+
+@pytest.mark.parametrize("reason", list(DiscardReason))
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_only_what_ran_and_was_left_behind_counts_as_slow(reason: DiscardReason, tokens: int) -> None:
+    """Not an engine's death, nor a batch that rotted, nor a request that had no time to start."""
+    rounds = Rounds(plan_for(tail_batching=True), Cursor((9,), (0,)), [])
+    rounds.ended(Discard(GroupKey(3, 0), reason, 0, tokens))
+    slow = tokens > 0 and reason in (DiscardReason.REDUNDANT, DiscardReason.STALE)
+    assert rounds.behind([GroupKey(3, 1)]) == (((3, 1),) if slow else ())
+    rounds.enter(5, 5)
+    waits_in_the_tail = reason.issued_again and rounds.next().key.prompt != 3
+    assert waits_in_the_tail == slow
+
+
+def plan_for(**choices: Any) -> Plan:
+    return replace(Plan(0, 99, 2, 1, 0.0, 9, 1, 9, 1.0, **DROP), **choices)
+
+
 # --- what a batch is made of --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choices", "bound"),
+    [
+        ({}, "wait"),
+        ({"extra_responses": 1}, "wait"),
+        ({"extra_groups": 1}, "drop"),
+        ({"tail_batching": True}, "drop"),
+        ({"tail_batching": True, "at_bound": "wait"}, "wait"),
+        ({"at_bound": "drop"}, "drop"),
+    ],
+)
+def test_nothing_is_dropped_unless_a_person_asks_for_it(choices: dict[str, Any], bound: str) -> None:
+    config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
+    assert plan_of(config).at_bound == bound
 
 
 def test_waiting_at_the_bound_drops_nothing() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32, "seconds_per_token": 0.01}
-    dropping, fast = ran(**common)
+    dropping, fast = ran(**common, choices=DROP)
     waiting, slow = ran(**common, choices={"at_bound": "wait"})
     assert reasons(dropping)["stale"] > 0
     assert reasons(waiting) == {}

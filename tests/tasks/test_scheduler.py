@@ -79,9 +79,11 @@ def test_any_schedule_audits_clean(
 
 
 CHOICES = st.fixed_dictionaries(
-    {},
+    {"at_bound": st.just("drop")},
     optional={
         "slots": st.integers(1, 24),
+        "ahead": st.just(0.0),
+        "tail_after": st.integers(1, 2),
         "mode": st.sampled_from(["queue", "batch"]),
         "extra_groups": st.integers(1, 4),
         "extra_responses": st.integers(1, 2),
@@ -94,6 +96,7 @@ STRICT = st.fixed_dictionaries(
     {},
     optional={
         "slots": st.integers(1, 24),
+        "ahead": st.just(0.0),
         "at_bound": st.sampled_from(["drop", "wait"]),
         "order": st.sampled_from(["finished", "started"]),
     },
@@ -210,6 +213,7 @@ def test_a_run_continues_from_storage_alone() -> None:
     train_seconds=st.floats(0.0, 1.0),
     in_flight=st.sampled_from(["continue", "restart"]),
     seed=st.integers(0, 1000),
+    choices=CHOICES | STRICT,
     stops=st.lists(st.floats(0.05, 4.0), max_size=4),
     engine_deaths=st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 2)), max_size=4),
     damage=st.dictionaries(
@@ -226,6 +230,7 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
     train_seconds: float,
     in_flight: str,
     seed: int,
+    choices: dict[str, Any],
     stops: list[float],
     engine_deaths: list[tuple[float, int]],
     damage: dict[tuple[int, int], Damage],
@@ -244,6 +249,7 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
             in_flight=in_flight,
             seed=seed,
             engine_deaths=engine_deaths,
+            choices=choices,
             damage=damage,
         )
 
@@ -313,17 +319,23 @@ def groups_of(store: MemoryStore, number: int) -> list[TrajectoryGroup]:
 
 
 @pytest.mark.parametrize(
-    ("version", "started", "alpha", "expected"),
+    ("version", "number", "missing", "outstanding", "ahead", "expected"),
     [
-        (-1, 0, 2.0, 0),  # no weights yet
-        (0, 0, 0.0, 4),  # synchronous: one batch
-        (0, 4, 0.0, 0),
-        (0, 6, 2.0, 6),  # (0 + 1 + 2) * 4 = 12
-        (3, 12, 0.5, 6),  # 4 * 4.5 = 18 in all, 12 are started
+        (-1, 0, (), 0, 2.0, 0),  # no weights yet
+        (0, 0, (), 0, 0.0, 4),  # synchronous: one batch
+        (0, 0, (), 4, 0.0, 0),
+        (0, 1, (), 2, 2.0, 6),  # (0 + 1 + 2) * 4 = 12
+        (3, 3, (), 0, 0.5, 6),  # 4 * 4.5 = 18 in all, 12 are formed
+        (0, 3, (0,), 0, 0.0, 4),  # 1 and 2 were formed ahead and take nothing from 0, which was lost
+        (0, 3, (0, 2), 0, 1.0, 4),  # it is too early for 2
+        (0, 3, (0, 2), 1, 1.5, 5),  # 0, and half of 2
+        (0, 3, (0, 2), 1, 2.5, 9),  # 0, 2, and half of 3
     ],
 )
-def test_allowance(version: int, started: int, alpha: float, expected: int) -> None:
-    assert allowance(version, started, groups=4, ahead=alpha) == expected
+def test_allowance(
+    version: int, number: int, missing: tuple[int, ...], outstanding: int, ahead: float, expected: int
+) -> None:
+    assert allowance(version, outstanding, number=number, missing=missing, groups=4, ahead=ahead) == expected
 
 
 def test_the_virtual_clock_names_a_deadlock() -> None:
@@ -336,7 +348,8 @@ def test_the_virtual_clock_names_a_deadlock() -> None:
 
 def test_stragglers_past_the_bound_are_discarded_and_issued_again() -> None:
     """A learner faster than the slowest responses: they go stale, are counted with their tokens, and come again."""
-    pipeline = Pipeline(fresh_store(), versions=12, async_ratio=1.0, train_seconds=0.01, slots=32)
+    dropping = {"at_bound": "drop"}
+    pipeline = Pipeline(fresh_store(), versions=12, async_ratio=1.0, train_seconds=0.01, slots=32, choices=dropping)
     report = run_and_audit(pipeline)
     assert report.violations == []
     assert report.fates["discarded: stale"] > 0

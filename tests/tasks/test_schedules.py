@@ -68,6 +68,8 @@ CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "extra_groups": st.integers(0, 3),
     "extra_responses": st.integers(0, 2),
     "tail_batching": st.booleans(),
+    "tail_after": st.sampled_from([None, 1, 2, 5]),
+    "ahead": st.sampled_from([1.0, 0.0, 0.5, 0.95]),
     "at_bound": st.sampled_from(["drop", "wait"]),
     "order": st.sampled_from(["finished", "started"]),
     "staleness": st.sampled_from(["started", "oldest-token"]),
