@@ -1,15 +1,15 @@
 """What a simulation says: figures made of its records.
 
 Times and shares are those after a warm-up (`Figures.warm_up` versions), staleness too; counts, tokens and lengths are
-of the whole simulation. The *population* that trained lengths are held against is what the first prompts in order, as
-many as were trained, draw at their first issue: nothing that depends on the schedule selects it.
+of the whole simulation. The *population* that trained lengths are held against is what the first prompts in order draw
+that are not filtered, as many as were trained: nothing that depends on the schedule selects it.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -175,7 +175,7 @@ def _bias(records: Records, config: RunConfig, versions: int, grain: int) -> tup
     """Also the population's lengths."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
-    drawn = np.array(population(config, -(-count // config.group_size)), np.int64) * grain
+    drawn = np.array(population(config, -(-count // config.group_size), records.filtered), np.int64) * grain
     found = Bias(
         trained_mean=float(trained.mean()),
         population_mean=float(drawn.mean()),
@@ -186,14 +186,18 @@ def _bias(records: Records, config: RunConfig, versions: int, grain: int) -> tup
     return found, drawn.tolist()
 
 
-def population(config: RunConfig, prompts: int) -> list[int]:
-    """Simulated tokens of every response that the first `prompts` prompts draw when they are first issued."""
+def population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) -> list[int]:
+    """Simulated tokens of every response that the first `prompts` prompts draw, but for those that were filtered."""
     engine = config.engine
     assert isinstance(engine, TimedEngineConfig)
     lengths, longest = ResponseLengths(engine), engine.max_new_tokens * engine.grain
     mixture = Mixture([source.share for source in config.prompts])
-    drawn = []
-    for index in (mixture.next() for _ in range(prompts)):
+    drawn: list[int] = []
+    while len(drawn) < prompts * config.group_size:
+        index = mixture.next()
+        if index in filtered:
+            mixture.filtered(index)
+            continue
         for sample in range(config.group_size):
             draw = random.Random(sample_seed(config.seed, index, sample))
             length = min(lengths.draw(Prompts.tokens(index), draw), longest)

@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
+from rollflow.storage.records import DiscardReason
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.timed import Usage
 
@@ -85,6 +86,7 @@ class Records:
     steps: list[Span] = field(default_factory=list)  # train steps, until the version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # of each trained response
+    filtered: set[int] = field(default_factory=set)  # prompts that went for good
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by the version just published
@@ -99,6 +101,7 @@ class Records:
         for discard in staged.discards:
             self.discarded_groups[discard.reason.value] += 1
             self.discarded_tokens[discard.reason.value] += discard.response_tokens
+        self.filtered |= {d.key.prompt for d in staged.discards if d.reason is DiscardReason.FILTERED}
         self.discarded_tokens["surplus"] += sum(group.surplus_tokens for group in staged.groups)
         trajectories = [t for group in staged.groups for t in group.trajectories]
         lengths = [t.response_tokens for t in trajectories]

@@ -15,7 +15,7 @@ from rollflow.tasks.simulation.bounds import bounds_of, work_of
 from rollflow.tasks.simulation.candidates import Budget, Candidate, Limits, Outcome
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.planner import choose, plan, settled_bias
+from rollflow.tasks.simulation.planner import Planned, choose, plan, settled_bias
 from rollflow.tasks.simulation.world import simulate
 
 SMALL = Budget(40, 4, 100, 12, 300)
@@ -102,12 +102,33 @@ def test_what_the_recipe_forbids_is_not_tried() -> None:
 def test_where_dropping_passes_a_limit_waiting_is_looked_at() -> None:
     """No waste at all is allowed: what is dropped at the bound is waste, what is waited for is not."""
     uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
-    planned = plan(recipe(), uneven, 6, largest=1, budget=SMALL, limits=Limits(bias=0.02, waste=0.0))
+    dropping = recipe(rollout=RolloutConfig(at_bound="drop"))
+    planned = plan(dropping, uneven, 6, largest=1, budget=SMALL, limits=Limits(bias=0.02, waste=0.0))
     assert planned.recommended is not None
     assert planned.recommended.candidate.at_bound == "wait"
     assert planned.recommended.candidate.async_ratio == 1
     assert planned.recommended.wasted == 0
     assert "wasteful" in max(planned.finals, key=lambda one: one.wasted).marks(Limits(waste=0.0))
+
+
+def test_a_wider_bound_at_the_same_depth_is_looked_at() -> None:
+    """A few responses take much longer than a step: a batch at alpha = 1 waits for them, at alpha = 4 it need not."""
+    uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
+    seen: list[Candidate] = []
+    planned = plan(
+        recipe(),
+        uneven,
+        6,
+        largest=4,
+        budget=SMALL,
+        limits=Limits(bias=1.0),
+        watch=lambda _, one: seen.append(one.candidate),
+    )
+    assert {(one.async_ratio, one.ahead) for one in seen} >= {(4.0, 1.0)}
+    assert planned.recommended is not None
+    if (wider := planned.wider) is not None:
+        assert wider.candidate.lead == planned.recommended.candidate.lead
+        assert wider.throughput > planned.recommended.throughput
 
 
 @pytest.mark.parametrize(
@@ -164,6 +185,20 @@ def test_neither_biased_nor_wasteful_is_taken_nor_measured_against(figures: Figu
     assert choose(finals, Limits()) == (plain, plain)
     assert choose(finals[1:], Limits()) == (None, None)
     assert choose(finals, Limits(bias=0.1))[1] is finals[1]
+
+
+def test_what_a_wider_bound_would_bring_is_told(figures: Figures) -> None:
+    narrow, deep = outcome(figures, 1, 100), outcome(figures, 4, 120)
+    wide = replace(
+        deep, candidate=replace(deep.candidate, ahead=1.0), figures=replace(figures, trajectories_per_second=110)
+    )
+
+    def planned(*finals: Outcome) -> Outcome | None:
+        return Planned(finals, narrow, narrow, narrow, (), True, 0, 0).wider
+
+    assert planned(narrow, deep, wide) is wide  # what runs deeper is another matter
+    assert planned(narrow, deep) is None
+    assert planned(narrow, replace(wide, figures=replace(figures, trajectories_per_second=100.5))) is None
 
 
 def test_of_equally_fast_ones_the_least_wasteful_is_taken(figures: Figures) -> None:
