@@ -201,7 +201,7 @@ class RolloutActor:
             "discards": dict(counts.discards),
             "filtered": dict(counts.filtered),
             "wasted_tokens": counts.discarded_tokens + counts.surplus_tokens,
-            "held": counts.held_seconds / max(time.monotonic() - self.began, 1e-9) if self.began else 0.0,
+            "held": counts.held.seconds / max(time.monotonic() - self.began, 1e-9) if self.began else 0.0,
             "restarted": self.proxy.restarted,
             "update_seconds": self.proxy.update_seconds,
             "seconds": time.monotonic() - self.began if self.began else 0.0,

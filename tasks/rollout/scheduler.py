@@ -92,17 +92,33 @@ class Outside:
 
 
 @dataclass(slots=True)
+class Stopwatch:
+    """How long something was so."""
+
+    seconds: float = 0.0
+    since: float | None = None
+
+    def note(self, now: float, *, holds: bool) -> None:
+        """It is so from now on, or not."""
+        if self.since is not None:
+            self.seconds += now - self.since
+        self.since = now if holds else None
+
+
+@dataclass(slots=True)
 class Counts:
     """What a scheduler has done since it started."""
 
     tokens: int = 0
     surplus_tokens: int = 0  # of responses that were started beyond G
     discarded_tokens: int = 0
+    dropped_tokens: int = 0  # of these, because it was too slow or not needed
     trajectories: int = 0
     reward_sum: float = 0.0
     discards: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)  # by what was wrong with the group
-    held_seconds: float = 0.0  # engines had free slots, and alpha allowed no more to start
+    held: Stopwatch = field(default_factory=Stopwatch)  # engines had free slots, and alpha allowed no more to start
+    waited: Stopwatch = field(default_factory=Stopwatch)  # the learner was ready, and a full batch waited at the bound
     recent_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=512))
 
 
@@ -131,7 +147,6 @@ class RolloutScheduler:
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
         self._published = proxy.version  # the newest there is: the learner is ready for the batch of this number
-        self._held_since: float | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._ready = asyncio.Event()
@@ -181,7 +196,8 @@ class RolloutScheduler:
         plan, running = self.plan, len(self._running)
         free = running < plan.depth and self._generating < self._slots
         fresh, wanted = self._allowance() if free else (0, 0)
-        self._note_held(held=free and fresh <= 0 < wanted and self._proxy.version >= 0)
+        held = free and fresh <= 0 < wanted and self._proxy.version >= 0
+        self.counts.held.note(asyncio.get_running_loop().time(), holds=held)
         return min(fresh, wanted) > 0
 
     def _allowance(self) -> tuple[int, int]:
@@ -216,12 +232,6 @@ class RolloutScheduler:
     def _outstanding(self) -> int:
         """Groups that may still come into a batch."""
         return len(self._running) - len(self._left_behind) + len(self.buffer)
-
-    def _note_held(self, *, held: bool) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._held_since is not None:
-            self.counts.held_seconds += now - self._held_since
-        self._held_since = now if held else None
 
     # --- what is under way ----------------------------------------------------------------------------------
 
@@ -292,6 +302,7 @@ class RolloutScheduler:
         self._discards.append(discard)
         self.counts.discards[discard.reason] += 1
         self.counts.discarded_tokens += discard.response_tokens
+        self.counts.dropped_tokens += discard.response_tokens if discard.slow else 0
         self._rounds.ended(discard)
 
     # --- what is trained on ---------------------------------------------------------------------------------
@@ -317,7 +328,10 @@ class RolloutScheduler:
     def _stage(self) -> StagedBatch | None:
         """Choose the next batch if there is one; stale groups are discarded and issued again."""
         plan, (number, edition) = self.plan, self._next
-        if len(self.buffer) < plan.groups or self._must_wait(number):
+        full = len(self.buffer) >= plan.groups
+        waits = full and self._must_wait(number)
+        self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)
+        if not full or waits:
             return None
         taken = self.buffer.take(plan.groups, self._oldest_allowed(number), in_order=plan.order == "started")
         for group in taken.stale:

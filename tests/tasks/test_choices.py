@@ -264,8 +264,25 @@ def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
 def test_alpha_that_holds_the_engines_back_is_measured() -> None:
     common = {"versions": 10, "slots": 8, "train_seconds": 2.0, "depth": 10**6}
     (bound, seconds), (free, _) = (ran(**common, async_ratio=alpha, choices={"slots": 8}) for alpha in (1.0, 100.0))
-    assert 0.5 * seconds < bound.scheduler.counts.held_seconds < seconds
-    assert free.scheduler.counts.held_seconds == 0.0
+    assert 0.5 * seconds < bound.scheduler.counts.held.seconds < seconds
+    assert free.scheduler.counts.held.seconds == 0.0
+
+
+def test_a_learner_that_waits_at_the_bound_is_measured() -> None:
+    """A full batch waits for a group that would be too old for the next one."""
+    common = {"versions": 30, "slots": 64, "train_seconds": 0.01, "sigma": 1.5}
+    (waiting, seconds), (free, _) = (ran(**common, async_ratio=alpha) for alpha in (1.0, 100.0))
+    assert 0.1 * seconds < waiting.scheduler.counts.waited.seconds < seconds
+    assert free.scheduler.counts.waited.seconds == 0.0
+
+
+def test_what_is_dropped_is_counted_with_its_tokens() -> None:
+    common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32}
+    dropping, _ = ran(**common, choices=DROP)
+    slow = [d for commit in commits(dropping) for d in commit.discards if d.slow]
+    assert 0 < sum(d.response_tokens for d in slow) <= dropping.scheduler.counts.dropped_tokens
+    waiting, _ = ran(**common)
+    assert waiting.scheduler.counts.dropped_tokens == 0
 
 
 # --- who runs where -----------------------------------------------------------------------------------------

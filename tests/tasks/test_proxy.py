@@ -97,6 +97,68 @@ def test_running_requests_at_an_update(in_flight: str) -> None:
     run_virtual(main())
 
 
+class Slow(TimedEngine):
+    """A timed engine that takes new weights in its own time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(CONFIG)
+        self.seconds = seconds
+
+    async def update(self, version: int, weights: Path) -> None:
+        await asyncio.sleep(self.seconds)
+        await super().update(version, weights)
+
+
+def test_a_version_is_there_when_the_first_engine_serves_it() -> None:
+    """The slowest one must not hold admission back: it takes no request before it has the version, too."""
+
+    async def main() -> None:
+        engines = [Slow(1.0), Slow(100.0)]
+        for engine in engines:
+            await engine.start()
+        proxy = InferenceProxy(engines, 4)
+        seen: list[tuple[float, int]] = []
+        clock = asyncio.get_running_loop().time
+        proxy.on_change = lambda: seen.append((clock(), proxy.version))
+        await proxy.update(0, Path(), NO_PROBE, "continue")
+        began = clock()
+        updating = asyncio.create_task(proxy.update(1, Path(), NO_PROBE, "continue"))
+        await asyncio.sleep(2.0)
+        assert proxy.version == 1
+        assert any(at < began + 2.0 and version == 1 for at, version in seen)
+        assert {(await proxy.generate(request(i))).version for i in range(4)} == {1}
+        assert engines[1].version == 0
+        assert clock() < began + 100.0
+        await updating
+        assert [engine.version for engine in engines] == [1, 1]
+
+    run_virtual(main())
+
+
+def test_capacity_is_that_of_the_engines_that_live() -> None:
+    async def main() -> None:
+        engines = [TimedEngine(CONFIG) for _ in range(3)]
+        for engine in engines:
+            await engine.start()
+        proxy = InferenceProxy(engines, 4, 1e6)
+        await proxy.update(0, Path(), NO_PROBE, "continue")
+        assert proxy.capacity == 12
+        told: list[int] = []
+        proxy.on_change = lambda: told.append(proxy.capacity)
+        for engine, left in zip(engines, (8, 4, 4), strict=True):  # of none left one's, so that somebody asks and fails
+            running = [asyncio.create_task(proxy.generate(request(100 * left + i))) for i in range(12)]
+            await asyncio.sleep(0.1)
+            engine.kill("killed by the test")
+            await asyncio.sleep(0.1)
+            assert proxy.capacity == left
+            for one in running:
+                one.cancel()
+        await proxy.join(0, TimedEngine(CONFIG))
+        assert told[-1] == 4  # it has joined
+
+    run_virtual(main())
+
+
 def test_requests_spread_over_engines_and_keep_to_their_slots() -> None:
     async def main() -> None:
         engines = [TimedEngine(CONFIG) for _ in range(3)]

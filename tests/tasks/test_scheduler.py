@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +13,19 @@ from hypothesis import strategies as st
 
 from rollflow.storage.audit import AuditReport, audit
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Stale
+from rollflow.storage.errors import EngineFailed, Stale
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Cursor, TrajectoryGroup
+from rollflow.storage.records import Cursor, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.clock import Deadlock, run_virtual
+from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rewards.pool import ScoreRequest
+from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.admission import allowance
+from rollflow.tasks.rollout.dispatch import Dispatch, Surroundings
+from rollflow.tasks.rollout.plan import Plan
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.settings import FilterConfig, Routing, TimedEngineConfig
 from tests.support.pipeline import Damage, Pipeline
 
@@ -280,8 +287,6 @@ class Dying(TimedEngine):
         self.updates = updates
 
     async def update(self, version, weights):  # type: ignore[no-untyped-def]
-        from rollflow.storage.errors import EngineFailed
-
         self.updates -= 1
         if self.updates < 0:
             raise EngineFailed("died on purpose")
@@ -303,6 +308,53 @@ def test_without_any_engine_the_run_fails_with_the_reason() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         run_virtual(Pipeline(fresh_store(), engine_list=engines).run())
     assert "died on purpose" in str(caught.value.exceptions)
+
+
+@pytest.mark.parametrize(("attempts", "fails"), [(3, False), (2, True)])
+def test_a_request_that_fails_is_sent_again_and_its_group_keeps_the_rest(attempts: int, fails: bool) -> None:
+    """For 2.5 s there is no engine, and each request waits for one second: it fails twice."""
+
+    class Noting(TimedEngine):
+        given: tuple[str, ...] = ()
+
+        async def generate(self, request: GenerationRequest) -> Generation:
+            self.given += (request.id,)
+            return await super().generate(request)
+
+    async def main() -> None:
+        config = TimedEngineConfig(slots=4, max_new_tokens=64, sigma=1.5, seconds_per_token=0.1)
+        engines = [Noting(config), Noting(config)]
+        proxy = InferenceProxy(engines[:1], 4, 1.0)
+        await proxy.update(0, Path(), Probe((), (), 0.0), "continue")
+        ended = asyncio.Event()
+
+        async def generated(_: int) -> None:
+            ended.set()
+
+        async def score(_: ScoreRequest) -> Score:
+            return Score(1.0, "")
+
+        plan = Plan(0, 1, 1, 4, 0.0, 9, attempts, 64, 1.0)
+        dispatch = Dispatch(
+            GroupKey(0, 0), Surroundings(plan, proxy, score, generated, lambda *_: None), 4, 1, awaited=False
+        )
+        running = asyncio.create_task(dispatch.run(Prompt("p", 0, "", "", (1, 2))))
+        await ended.wait()
+        engines[0].kill("killed by the test")
+        await asyncio.sleep(2.5)
+        await proxy.join(0, engines[1])
+        if fails:
+            with pytest.raises(BaseExceptionGroup) as caught:
+                await running
+            assert all(isinstance(error, EngineFailed) for error in caught.value.exceptions)
+            return
+        group = await running
+        assert isinstance(group, TrajectoryGroup)
+        assert sorted(t.sample for t in group.trajectories) == [0, 1, 2, 3]
+        assert len(engines[0].given) == 4
+        assert 0 < len(engines[1].given) < 4  # what had ended is not asked for again
+
+    run_virtual(main())
 
 
 def test_a_stale_group_cannot_be_committed() -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.records import DiscardReason
+from rollflow.tasks.settings import RolloutConfig
 from tests.support.schedules import FILTERS, Case, Stop, Trouble, ran
 
 MANY = settings(
@@ -87,6 +88,7 @@ TROUBLE = {
         st.builds(Trouble, at(6), st.integers(0, 2), st.sampled_from(["kill", "replace"]), TENTHS), max_size=4
     ).map(tuple),
     "patience": st.sampled_from([1e6, 0.1, 0.35]),
+    "attempts": st.just(10**6),  # a few would end the run, as they should
 }
 ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
     **{name: CHOICES[name] for name in ("mode", "at_bound", "order", "staleness", "filter", "shares")},
@@ -130,6 +132,13 @@ def test_at_alpha_zero_neither_time_nor_trouble_changes_what_is_trained_on(case:
     changed = {name: getattr(other, name) for name in OUTER}
     disturbed = possible(replace(case, **changed, stops=stops, patience=1e6))
     assert ran(disturbed).trained == ran(case).trained
+
+
+def test_every_choice_a_person_has_is_drawn() -> None:
+    """A key of the config that no schedule draws may hide a deadlock: one did."""
+    drawn = set(COMMON) | set(CHOICES) | set(TROUBLE) | set(TIMES)
+    named = {"patience_seconds": "patience", "attempts": "attempts"}
+    assert {named.get(key, key) for key in RolloutConfig.model_fields} <= drawn
 
 
 @pytest.mark.parametrize("seconds", [4.0, 400.0])
