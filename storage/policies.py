@@ -201,7 +201,7 @@ class PolicyStore:
         local = self.run.local_path(stored.path)
         try:
             data = mapped(local) if local is not None else memoryview(self.run.get(stored.path))
-        except (Missing, FileNotFoundError) as error:
+        except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
         _check(stored, len(data), hashlib.sha256(data).hexdigest())
         return data
@@ -286,7 +286,7 @@ def _sound(folder: Path, manifest: Manifest) -> bool:
 
     try:
         _each(checked, manifest.weights)
-    except (Corrupt, FileNotFoundError):
+    except (Corrupt, Missing):
         shutil.rmtree(folder, ignore_errors=True)
         return False
     return True
