@@ -45,8 +45,8 @@ class Board:
     def _count_recoveries(self) -> None:
         for recovery in self.recoveries.read()[self._recovered.total() :]:
             self._recovered[recovery.role] += 1
-            seconds = {"recovery_seconds": recovery.seconds}
-            by_role = {f"recoveries_{recovery.role.replace(' ', '_')}": float(self._recovered[recovery.role])}
+            seconds = {"seconds": recovery.seconds}
+            by_role = {recovery.role.replace(" ", "_"): float(self._recovered[recovery.role])}
             self.tracker.log_recovery(self._recovered.total(), seconds | by_role, recovery.resumed_at)
             self.messages.append(f"recovered {recovery.sentence()}")
 

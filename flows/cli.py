@@ -95,6 +95,12 @@ def _storage_commands(commands: Any) -> None:
     inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
     inspect.set_defaults(command=inspect_command)
 
+    export = commands.add_parser("export", help="write a version as a Hugging Face folder")
+    _run_argument(export, required=True)
+    export.add_argument("version", type=int)
+    export.add_argument("folder", type=Path, help="a new folder")
+    export.set_defaults(command=export_command)
+
     gc = commands.add_parser("gc", help="delete objects that nothing in the run needs any more")
     _run_argument(gc, required=True)
     gc.add_argument("--dry-run", action="store_true", help="show them, delete nothing")
@@ -355,6 +361,19 @@ def inspect_command(options: argparse.Namespace) -> int:
     from rollflow.flows.inspection import inspect
 
     inspect(find_run(options.run, options.store), options.what)
+    return OK
+
+
+def export_command(options: argparse.Namespace) -> int:
+    """`rollflow export RUN VERSION FOLDER`."""
+    from rollflow.flows.export import export
+    from rollflow.flows.home import find_run
+
+    context = find_run(options.run, options.store)
+    export(context, options.version, options.folder)
+    dtype = context.config.policy.dtype
+    print(f"version {options.version} of run {context.run_id} is in {options.folder} ({dtype}); serve it as it was")
+    print(f"trained with: vllm serve {options.folder} --dtype {dtype}")
     return OK
 
 

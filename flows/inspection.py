@@ -112,13 +112,18 @@ def _recoveries(context: RunContext, console: Console) -> None:
 # --- a version ----------------------------------------------------------------------------------------------
 
 
-def _version(context: RunContext, version: int, console: Console) -> None:
-    policies, batches = context.policies(), TrajectoryStore(context.store)
+def published(context: RunContext, version: int) -> Manifest:
+    """The manifest of a version that a person names; `ConfigError` if there is none."""
+    policies = context.policies()
     latest = policies.latest()
-    if version > latest:
-        published = f"has versions 0 to {latest}" if latest >= 0 else "has none yet"
-        raise ConfigError(f"version {version} is not published; run {context.run_id!r} {published}")
-    manifest = policies.manifest(version)
+    if not 0 <= version <= latest:
+        there = f"has versions 0 to {latest}" if latest >= 0 else "has none yet"
+        raise ConfigError(f"version {version} is not published; run {context.run_id!r} {there}")
+    return policies.manifest(version)
+
+
+def _version(context: RunContext, version: int, console: Console) -> None:
+    manifest, batches = published(context, version), TrajectoryStore(context.store)
     parent = f"version {version - 1} (manifest {manifest.parent[:12]})" if manifest.parent else "none"
     console.print(f"version {version} of run {context.run_id}")
     table = _grid()

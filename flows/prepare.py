@@ -15,9 +15,9 @@ from pathlib import Path
 from rollflow.flows.home import context_of, store_uri
 from rollflow.storage.errors import ConfigError, Conflict
 from rollflow.storage.objects import open_store
-from rollflow.tasks.policies.folder import build_cold_folder, copy_folder
+from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
-from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.run import FORMAT, RunContext, open_order, probe_tokens
 from rollflow.tasks.settings import RunConfig
 
@@ -36,7 +36,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     context = context_of(uri, run_id)
     if context.store.exists("run.json"):
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id")
-    files = _policy_files(config)
+    files = with_dtype(_policy_files(config), config.policy.dtype)
     probe = _check_policy(config, files)
     for name, data in files.items():
         context.store.put(f"policy/{name}", data)
@@ -79,8 +79,8 @@ def _check_policy(config: RunConfig, files: dict[str, bytes]) -> list[int]:
             )
         order = open_order(config, tokenizer)
         order.held_out()
-        for index in range(max(min(config.groups, 64), len(config.prompts))):
-            order.prompt(index)
+        prompts = [order.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
+        _check_reading(config, folder, [prompt.text for prompt in prompts])
         return probe_tokens(order)
 
 
@@ -89,4 +89,14 @@ def _check_end(config: RunConfig, folder: Path) -> None:
         raise ConfigError(
             f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token; "
             "set eos_token_id in its config.json, or choose a policy that has one"
+        )
+
+
+def _check_reading(config: RunConfig, folder: Path, texts: list[str]) -> None:
+    """Refuse a policy whose tokenizer is another one to everybody who is to use what is trained."""
+    path = config.policy.path
+    if path is not None and (what := other_reading(folder, texts)) is not None:
+        raise ConfigError(
+            f"policy.path = {path!r}: {what}; keep the tokenizer it is meant to have: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes the two one"
         )

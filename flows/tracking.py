@@ -1,5 +1,8 @@
 """What MLflow shows of a run: parameters, metrics by policy version, the reward plot.
 
+A metric's prefix says whose it is: `rollout/` what the trajectories of a batch say about the policies that made them,
+`train/` what the learner did with them, `eval/` held-out prompts, `recovery/` restarts (by number, not by version).
+
 MLflow is a view, so tracking never holds up a run and never ends one:
 - every method returns at once; one thread imports MLflow (seconds), opens the store (seconds when it is new) and
   writes, many versions in one call;
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RUN_TAG = "rollflow.run_id"
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # without it the page may open on GenAI traces
+VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
+ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
 METRICS_A_CALL = 900  # MLflow takes 1,000 of them,
 PARAMETERS_A_CALL = 100  # and 100 of these, in one call
 PARAMETER_LENGTH = 6000
@@ -105,15 +111,15 @@ class Tracker:
 
     def log_version(self, version: int, metrics: Mapping[str, float], when: float) -> None:
         """Log the metrics of a committed version (`when`: seconds since the epoch)."""
-        self._queue.put(Point("version", version, dict(metrics), when))
+        self._queue.put(Point(VERSION, version, {shown_name(name): v for name, v in metrics.items()}, when))
 
     def log_accuracy(self, version: int, accuracy: float, when: float) -> None:
         """Log the held-out accuracy of a version."""
-        self._queue.put(Point("evaluated_version", version, {"accuracy": accuracy}, when))
+        self._queue.put(Point(EVALUATED, version, {"eval/accuracy": accuracy}, when))
 
     def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
         """Log a recovery, the `number`-th of the run (from 1)."""
-        self._queue.put(Point("recoveries", number, dict(metrics), when))
+        self._queue.put(Point(RECOVERIES, number, {f"recovery/{name}": v for name, v in metrics.items()}, when))
 
     def log_reward_plot(self, curves: Curves, path: Path) -> None:
         """Draw the curves to `path` (PNG) and log it as the artifact `reward.png`."""
@@ -232,9 +238,11 @@ def _open_run(place: TrackingPlace, run_id: str, parameters: Mapping[str, str]) 
     experiment = client.get_experiment_by_name(place.experiment)
     if experiment is None:
         location = place.artifacts.as_uri() if place.artifacts is not None else None
-        experiment_id = client.create_experiment(place.experiment, artifact_location=location)
+        experiment_id = client.create_experiment(place.experiment, artifact_location=location, tags={KIND_TAG: KIND})
     else:
         experiment_id = experiment.experiment_id
+        if KIND_TAG not in experiment.tags:
+            client.set_experiment_tag(experiment_id, KIND_TAG, KIND)
     found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
     if found:
         run = found[0]
@@ -244,9 +252,13 @@ def _open_run(place: TrackingPlace, run_id: str, parameters: Mapping[str, str]) 
     fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
     for start in range(0, len(fresh), PARAMETERS_A_CALL):
         client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
-    markers = ("version", "evaluated_version", "recoveries")
-    last = {marker: int(run.data.metrics[marker]) for marker in markers if marker in run.data.metrics}
+    last = {marker: int(run.data.metrics[marker]) for marker in MARKERS if marker in run.data.metrics}
     return _Open(client, run.info.run_id, experiment_id, last)
+
+
+def shown_name(metric: str) -> str:
+    """The name in MLflow of a metric that a version was published with."""
+    return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 
 
 def _chunks(points: Sequence[Point]) -> Iterator[list[Point]]:

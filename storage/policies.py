@@ -201,7 +201,7 @@ class PolicyStore:
         local = self.run.local_path(stored.path)
         try:
             data = mapped(local) if local is not None else memoryview(self.run.get(stored.path))
-        except (Missing, FileNotFoundError) as error:
+        except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
         _check(stored, len(data), hashlib.sha256(data).hexdigest())
         return data
@@ -226,22 +226,26 @@ class PolicyStore:
             self._sound.add(folder)
         return folder
 
-    def _fetch(self, manifest: Manifest, folder: Path) -> None:
-        """Fetch the weights beside `folder`, which gets its name when they are whole; whoever is first wins."""
-        with explained(folder.parent):
-            _tidy(folder.parent)
-            temporary = Path(tempfile.mkdtemp(prefix=FETCHING, dir=folder.parent))
+    def copy_weights(self, manifest: Manifest, folder: Path) -> None:
+        """Copy the version's weights into a local folder; `Corrupt` if one is missing or not what was committed."""
 
-        def fetched(stored: StoredObject) -> None:
-            file = temporary / Path(stored.path).name
+        def copied(stored: StoredObject) -> None:
+            file = folder / Path(stored.path).name
             try:
                 sha256 = self.run.fetch(stored.path, file)
             except Missing as error:
                 raise Corrupt(f"{stored.path} is missing") from error
             _check(stored, file.stat().st_size, sha256)
 
+        _each(copied, manifest.weights)
+
+    def _fetch(self, manifest: Manifest, folder: Path) -> None:
+        """Fetch the weights beside `folder`, which gets its name when they are whole; whoever is first wins."""
+        with explained(folder.parent):
+            _tidy(folder.parent)
+            temporary = Path(tempfile.mkdtemp(prefix=FETCHING, dir=folder.parent))
         try:
-            _each(fetched, manifest.weights)
+            self.copy_weights(manifest, temporary)
             temporary.rename(folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -282,7 +286,7 @@ def _sound(folder: Path, manifest: Manifest) -> bool:
 
     try:
         _each(checked, manifest.weights)
-    except (Corrupt, FileNotFoundError):
+    except (Corrupt, Missing):
         shutil.rmtree(folder, ignore_errors=True)
         return False
     return True

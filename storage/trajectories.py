@@ -29,6 +29,7 @@ import pyarrow as pa
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Stale
 from rollflow.storage.objects.base import ObjectStore, first_missing
+from rollflow.storage.objects.disk import found
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, TrajectoryGroup
 
 COMMIT_SCHEMA = 3  # of a batch commit; its file has one of its own
@@ -329,11 +330,19 @@ class TrajectoryStore:
 
 
 def verified(run: ObjectStore, record: BatchCommit) -> pa.Buffer:
-    """The bytes of a commit's file, or `Corrupt` with the file's name."""
-    local = run.local_path(record.file)
+    """The bytes of a commit's file, or `Corrupt` with the file's name; `Unreachable` if it cannot be read now."""
     try:
-        data = pa.memory_map(str(local)).read_buffer() if local else pa.py_buffer(run.get(record.file))
-    except (Missing, OSError) as error:
+        data = _bytes_of(run, record.file)
+    except Missing as error:
         raise Corrupt(f"{record.file}, committed as batch {record.number}, is missing") from error
     TrajectoryStore.verify(record, data)
     return data
+
+
+def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:
+    """An object's bytes: mapped where it lies on this machine, but for an empty one, which cannot be."""
+    local = run.local_path(path)
+    if local is None or run.stat(path).size == 0:
+        return pa.py_buffer(run.get(path))
+    with found(local):
+        return pa.memory_map(str(local)).read_buffer()

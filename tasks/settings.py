@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 
 class ColdStart(Section):
-    """Build a small Qwen2 policy and supervise it on demonstrations until it is weak but real."""
+    """Build a small Llama policy and supervise it on demonstrations until it is weak but real."""
 
     hidden_size: int = Field(128, gt=0, description="width; a multiple of heads")
     layers: int = Field(2, gt=0)

@@ -108,6 +108,7 @@ class ObjectStore(ABC):
 
         Raises:
             Missing: there is none.
+            Unreachable: it cannot be read now, which says nothing about it. So may every method that reads.
             Corrupt: its bytes are not those that were written, time and again (where the store can tell).
         """
 

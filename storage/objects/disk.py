@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from rollflow.storage.errors import StoreFailed
+from rollflow.storage.errors import Missing, StoreFailed, Unreachable
 from rollflow.storage.objects.base import CHUNK, digest
 
 CURES = {
@@ -24,6 +24,8 @@ CURES = {
     errno.EPERM: "let this user write there",
     errno.EIO: "check that disk",
 }
+
+NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 AHEAD = 4 << 20  # bytes that are written before the disk is told to begin
 MOST_PARTS = 512  # of one `writev`; POSIX promises 16, Linux and macOS take 1024
@@ -57,9 +59,23 @@ def explained(target: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def found(target: Path) -> Iterator[None]:
+    """A file that is not there is `Missing`. One that cannot be read now may well be good: `Unreachable`."""
+    try:
+        yield
+    except NO_FILE as error:
+        raise Missing(f"there is no object {target}") from error
+    except OSError as error:
+        raise Unreachable(f"{target} cannot be read now ({error.strerror or error}); nothing is known of it") from error
+
+
 def mapped(path: Path) -> memoryview:
-    """The bytes of a file, uncopied: pages come when they are looked at, and writes to them stay in this process."""
-    with open(path, "rb") as file:
+    """The bytes of a file, uncopied: pages come when they are looked at, and writes to them stay in this process.
+
+    Raises as `found`.
+    """
+    with found(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

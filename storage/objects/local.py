@@ -22,14 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollflow.storage.errors import ConfigError, Conflict, Missing, StoreFailed
+from rollflow.storage.errors import ConfigError, Conflict, StoreFailed, Unreachable
 from rollflow.storage.objects.base import CHUNK, Data, ObjectStore, Stat, checked, pieces
-from rollflow.storage.objects.disk import explained, hashed, write_out
+from rollflow.storage.objects.disk import NO_FILE, explained, found, hashed, write_out
 
 SCRATCH = ".tmp"
 ABANDONED_SECONDS = 24 * 3600.0
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -86,31 +85,34 @@ class LocalStore(ObjectStore):
 
     def get(self, path: str) -> bytes:
         target = self.local_path(path)
-        with _found(target):
+        with found(target):
             return target.read_bytes()
 
     def fetch(self, path: str, file: Path) -> str:
-        source, read = self.local_path(path), hashlib.sha256()
-        with explained(file), open(file, "xb", buffering=0) as copy, _found(source), open(source, "rb") as whole:
-            while chunk := whole.read(CHUNK):
+        read = hashlib.sha256()
+        with explained(file), open(file, "xb", buffering=0) as copy:
+            for chunk in _chunks(self.local_path(path)):
                 read.update(chunk)
                 copy.write(chunk)
         return read.hexdigest()
 
     def stat(self, path: str) -> Stat:
         target = self.local_path(path)
-        with _found(target):
-            found = target.stat()
-            if stat.S_ISDIR(found.st_mode):
+        with found(target):
+            known = target.stat()
+            if stat.S_ISDIR(known.st_mode):
                 raise IsADirectoryError
-            return Stat(found.st_size, found.st_mtime)
+            return Stat(known.st_size, known.st_mtime)
 
     def exists(self, path: str) -> bool:
-        return self.local_path(path).is_file()
+        target = self.local_path(path)
+        with found(target):
+            return target.is_file()
 
     def list(self, prefix: str = "") -> Iterator[str]:
         top = self.local_path(prefix) if prefix else self.root
-        return iter(sorted(path.relative_to(self.root).as_posix() for path in _files(top)))
+        with found(top):
+            return iter(sorted(path.relative_to(self.root).as_posix() for path in _files(top)))
 
     def delete(self, path: str) -> None:
         target = self.local_path(path)
@@ -124,7 +126,7 @@ class LocalStore(ObjectStore):
             self.get(probe)
             self.delete(probe)
             self._sweep()
-        except (OSError, StoreFailed) as error:
+        except (OSError, StoreFailed, Unreachable) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             raise ConfigError(
                 f"store.uri = {self.uri!r} cannot be written ({getattr(cause, 'strerror', cause)}); "
@@ -194,13 +196,10 @@ class LocalStore(ObjectStore):
                 continue  # its writer has just finished
 
 
-@contextlib.contextmanager
-def _found(target: Path) -> Iterator[None]:
-    """A file that is not there is `Missing`."""
-    try:
-        yield
-    except NO_FILE as error:
-        raise Missing(f"there is no object {target}") from error
+def _chunks(source: Path) -> Iterator[bytes]:
+    with found(source), open(source, "rb", buffering=0) as whole:
+        while chunk := whole.read(CHUNK):
+            yield chunk
 
 
 def _files(top: Path) -> Iterator[Path]:

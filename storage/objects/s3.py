@@ -23,7 +23,7 @@ import botocore.exceptions  # type: ignore[import-untyped]
 
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.objects.base import Data, ObjectStore, Stat, checked, digest, pieces
-from rollflow.storage.objects.disk import explained
+from rollflow.storage.objects.disk import CURES, explained
 from rollflow.storage.objects.s3_requests import FAILURES, HASTY, REFUSED, WRONG, code_of, connection, passing
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
@@ -227,7 +227,7 @@ def _explained(error: Exception, store: S3Store, path: str) -> RollflowError | N
         return Unreachable(f"object storage did not answer for {store.uri}/{path} ({tried}): {error or type(error)}")
     if code == "NoSuchBucket":
         return ConfigError(f"{where} names a bucket that does not exist; create {bucket!r} or name another")
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and code:
         return Missing(f"there is no object {store.uri}/{path}")
     if code in FULL:
         return StoreFailed(f"{where} takes no more ({error}); nothing was committed: free space, then resume the run")
@@ -240,4 +240,6 @@ def _explained(error: Exception, store: S3Store, path: str) -> RollflowError | N
         )
     if isinstance(error, botocore.exceptions.BotoCoreError):
         return ConfigError(f"{where} cannot be used ({error}); set the AWS credentials (AWS_PROFILE) and the address")
+    if isinstance(error, OSError) and not code and error.errno not in CURES:
+        return Unreachable(f"{store.uri}/{path} cannot be asked for now ({error}); nothing is known of it")
     return None

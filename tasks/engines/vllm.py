@@ -43,6 +43,7 @@ CORE_IMPORTS = [  # what vLLM's core process needs on a CPU; an incomplete list 
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen2",
     WORKER,
 ]

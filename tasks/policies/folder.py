@@ -21,14 +21,20 @@ COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
 )
 
 
 def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
-    """Files of a small Qwen2 policy: tied embeddings, byte-level BPE with single digits, learned from `texts`."""
+    """Files of a small Llama policy: tied embeddings, byte-level BPE with single digits, learned from `texts`.
+
+    Llama, for transformers gives some model types (Qwen2) a pre-tokenizer of its own, whatever the folder says; of
+    this one every tool reads `tokenizer.json` as it is.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -50,19 +56,22 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
         "eos_token": END,
         "pad_token": PAD,
         "model_max_length": cold.context,
+        "clean_up_tokenization_spaces": False,
     }
+    ends = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
     return {
-        "config.json": _json(_qwen2(cold, tokenizer.get_vocab_size(), tokenizer.token_to_id(END))),
+        "config.json": _json(_llama(cold, tokenizer.get_vocab_size()) | ends),
+        "generation_config.json": _json(ends),
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": _json(described),
     }
 
 
-def _qwen2(cold: ColdStart, vocabulary: int, end: int | None) -> dict[str, Any]:
-    """config.json of a Qwen2 model."""
+def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
+    """config.json of a Llama model, but for its special tokens."""
     return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "vocab_size": vocabulary,
         "hidden_size": cold.hidden_size,
         "intermediate_size": 4 * cold.hidden_size,
@@ -75,12 +84,9 @@ def _qwen2(cold: ColdStart, vocabulary: int, end: int | None) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "use_sliding_window": False,
+        "attention_bias": True,  # as Qwen2 has for queries, keys and values; without it a cold start takes longer
         "attention_dropout": 0.0,
         "bos_token_id": None,
-        "eos_token_id": end,
-        "pad_token_id": 0,
-        "torch_dtype": "float32",
     }
 
 
@@ -113,6 +119,19 @@ def copy_folder(path: str) -> dict[str, bytes]:
             f"policy.path = {path!r} has no tokenizer.json; save a fast tokenizer there (save_pretrained)"
         )
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
+
+
+def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
+    """The files, with a config.json that names the type in which the run trains and stores its weights.
+
+    Others load weights in the type that is named there, and compute other log-probs in another one.
+    """
+    try:
+        config = json.loads(files["config.json"])
+    except ValueError as error:
+        raise ConfigError(f"policy.path: its config.json is not JSON ({error}); save the policy again") from None
+    config.pop("dtype", None)  # the newer name; all versions of transformers read the older one
+    return files | {"config.json": _json(config | {"torch_dtype": dtype})}
 
 
 def _json(body: dict[str, Any]) -> bytes:

@@ -1,10 +1,15 @@
-"""The policy's tokenizer, read from its folder: plain text by `tokenizers`, chat templates by `transformers`."""
+"""The policy's tokenizer, read from its folder: plain text by `tokenizers`, chat templates by `transformers`.
+
+Everybody else opens the folder with `AutoTokenizer`, which for some model types builds a tokenizer that is not the one
+in `tokenizer.json`. `other_reading` finds out; a policy on which the two differ is neither trained nor exported.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,9 @@ from tokenizers import Tokenizer
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.stop import stop_tokens
+
+# What tokenizers treat differently, alone and beside each other: letters, digits, blanks, signs, marks, scripts.
+PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
 
 
 class PolicyTokenizer:
@@ -54,3 +62,26 @@ class PolicyTokenizer:
                 "prompts.chat = True: the policy's tokenizer has no chat template; set prompts.chat = false"
             )
         return tokenizer
+
+
+def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
+    """How `AutoTokenizer` reads the folder differently than a run would; None where it does not.
+
+    Compared are tokens and texts of `texts`, of every special token and of what `PIECES` give, and the vocabularies.
+    """
+    from transformers import AutoTokenizer
+
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        return f"AutoTokenizer cannot open it ({str(error).strip().splitlines()[0]})"
+    special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
+    for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
+        mine, found = list(ours.encode(text).ids), list(theirs.encode(text))
+        if found != mine:
+            return f"of {text!r} AutoTokenizer makes the tokens {found}, its tokenizer.json {mine}"
+        if theirs.decode(mine, skip_special_tokens=True, clean_up_tokenization_spaces=False) != ours.decode(mine):
+            return f"the tokens {mine} are another text to AutoTokenizer than by its tokenizer.json"
+    same = theirs.get_vocab() == ours.get_vocab()
+    return None if same else "AutoTokenizer gives it another vocabulary than its tokenizer.json"

@@ -146,7 +146,7 @@ def check_mlflow(home: Path, run_id: str) -> None:
     assert found.info.run_name == run_id
     assert found.info.status == "FINISHED"
     assert found.data.params["async_ratio"] == "2.0"
-    assert [m.step for m in client.get_metric_history(found.info.run_id, "reward")] == list(range(1, 8))
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "rollout/reward")] == list(range(1, 8))
     assert "reward.png" in [a.path for a in client.list_artifacts(found.info.run_id)]
 
 

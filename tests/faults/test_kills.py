@@ -83,8 +83,10 @@ def assert_in_mlflow(home: Path, recoveries: int) -> None:
     client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
     [experiment] = [e for e in client.search_experiments() if e.name == "rollflow"]
     [found] = client.search_runs([experiment.experiment_id])
-    assert found.data.metrics["recoveries"] == recoveries
-    assert [m.step for m in client.get_metric_history(found.info.run_id, "reward")] == list(range(1, VERSIONS + 1))
+    assert found.data.metrics["recovery/count"] == recoveries
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "rollout/reward")] == list(
+        range(1, VERSIONS + 1)
+    )
 
 
 def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:

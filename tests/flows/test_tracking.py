@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(place: Tra
     assert (first.failures, resumed.failures) == (0, 0), resumed.warnings
 
     client, run = stored(place, "run-1")
-    assert steps(client, run, "reward") == list(range(1, 411))
-    assert steps(client, run, "accuracy") == [400, 410]
+    assert steps(client, run, "rollout/reward") == list(range(1, 411))
+    assert steps(client, run, "eval/accuracy") == [400, 410]
     assert run.info.run_name == "run-1"
     assert run.info.status == "FINISHED"
     assert run.data.params["name"] == "arithmetic"  # what the run was started with stands
@@ -100,8 +101,47 @@ def test_a_failure_is_recorded_and_what_was_to_be_written_is_tried_again(
     tracker.log_version(2, {"reward": 0.2}, when=2.0)
     assert tracker.finish("FAILED", 60)
     client, run = stored(place, "run-2")
-    assert steps(client, run, "reward") == [1, 2]
+    assert steps(client, run, "rollout/reward") == [1, 2]
     assert run.info.status == "FAILED"
+
+
+@pytest.mark.slow
+def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
+    """Training accuracy and held-out accuracy are two series on one axis; a plain name would be neither."""
+    tracker = Tracker(place, "run-4", {})
+    metrics = {"accuracy": 0.25, "reward": 0.3, "staleness_0": 4.0, "discarded_stale": 1.0, "groups_sums": 2.0}
+    tracker.log_version(1, metrics | {"loss": 0.1, "wait_seconds": 2.0}, when=1.0)
+    tracker.log_accuracy(1, 0.5, when=1.0)
+    tracker.log_recovery(1, {"seconds": 2.0, "learner": 1.0}, when=1.0)
+    assert tracker.finish("FINISHED", 60)
+    _, run = stored(place, "run-4")
+    assert run.data.metrics == {
+        **{f"rollout/{name}": value for name, value in metrics.items()},
+        "train/loss": 0.1,
+        "train/wait_seconds": 2.0,
+        "train/version": 1.0,
+        "eval/accuracy": 0.5,
+        "eval/version": 1.0,
+        "recovery/seconds": 2.0,
+        "recovery/learner": 1.0,
+        "recovery/count": 1.0,
+    }
+
+
+@pytest.mark.slow
+def test_the_experiment_is_one_of_model_training(place: TrackingPlace) -> None:
+    """Also one that was there before without saying so; what a person chose stands."""
+    from mlflow import MlflowClient
+
+    client, kind = MlflowClient(tracking_uri=place.uri), "mlflow.experimentKind"
+    client.create_experiment("older")
+    client.create_experiment("chosen", tags={kind: "genai_development"})
+    found = {}
+    for name in ("fresh", "older", "chosen"):
+        assert Tracker(replace(place, experiment=name), "run", {}).finish("FINISHED", 60)
+        found[name] = client.get_experiment_by_name(name).tags[kind]
+    training = "custom_model_development"
+    assert found == {"fresh": training, "older": training, "chosen": "genai_development"}
 
 
 @pytest.fixture

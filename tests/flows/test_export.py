@@ -1,0 +1,183 @@
+"""`rollflow export`: whole folders or none, from any store; a policy that others would read differently is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.cli import main
+from rollflow.flows.prepare import prepare
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.tokenizer import other_reading
+from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
+from tests.support.s3_server import s3_server, use
+from tests.support.small_run import make_policy, prepare_small, train_small
+
+FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+    """6 versions, of which 1 no longer has its weights."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        context = prepare_small(home, keep_last=2, keep_every=3)
+        train_small(context)
+        yield context
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object, code: int) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in ("export", *arguments)]) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return captured.out if code == 0 else captured.err
+
+
+def test_a_version_is_a_whole_folder(trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "new" / "below"):
+        out = command(capsys, "small", 3, folder, code=0)
+        assert "vllm serve" in out
+        assert {file.name for file in folder.iterdir()} == FILES
+        assert list(folder.parent.glob(".*")) == []
+    [weights] = trained.policies().manifest(3).weights
+    assert (tmp_path / "empty/model.safetensors").read_bytes() == trained.store.get(weights.path)
+
+
+def test_what_cannot_be_exported_is_said(
+    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One sentence, exit code 2, and nothing is written."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    new = tmp_path / "new"
+    for arguments, words in (
+        (("nowhere", 1, new), "there is no run.json; check the run id"),
+        (("small", 9, new), "version 9 is not published; run 'small' has versions 0 to 6"),
+        (
+            ("small", 1, new),
+            "version 1: its weights are no longer kept; of run 'small' those of versions 0, 2, 3, 4, 5, 6",
+        ),
+        (("small", 3, tmp_path / "full"), "exists and is not empty; name a new one"),
+        (("small", 3, tmp_path / "file"), "cannot be written (Not a directory)"),
+        (("small", 3, tmp_path / "file/below"), "cannot be written (File exists)"),
+        (("small", 3, "/proc/new"), "cannot be written"),
+    ):
+        sentence = command(capsys, *arguments, code=2)
+        assert words in sentence
+        assert sentence.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["file", "full"]
+    assert os.listdir(tmp_path / "full") == ["mine"]
+
+
+def test_damaged_weights_are_not_exported(
+    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    [weights] = trained.policies().manifest(5).weights
+    before = trained.store.get(weights.path)
+    trained.store.put(weights.path, before[:-1] + bytes([before[-1] ^ 1]))
+    try:
+        assert "is not what its manifest committed" in command(capsys, "small", 5, tmp_path / "new", code=1)
+    finally:
+        trained.store.put(weights.path, before)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_on_s3(
+    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server("bucket") as endpoint:
+        use(endpoint, monkeypatch)
+        remote = RunContext("s3://bucket/runs/small", tmp_path / "cache")
+        for path in trained.store.list():
+            remote.store.put(path, trained.store.get(path))
+        command(capsys, "small", 6, tmp_path / "new", "--store", "s3://bucket", code=0)
+        assert "are no longer kept" in command(capsys, "small", 1, tmp_path / "other", "--store", "s3://bucket", code=2)
+    assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
+
+
+def as_qwen2(folder: Path) -> None:
+    """The same policy under a model type to which transformers gives a pre-tokenizer of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
+def prepared(folder: Path) -> RunContext:
+    return prepare(RunConfig(policy=PolicyConfig(path=str(folder))), uuid.uuid4().hex)
+
+
+def test_a_policy_that_others_read_differently_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the cure that is named cures it."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    make_policy(folder := tmp_path / "policy")
+    prepared(folder)
+    as_qwen2(folder)
+    with pytest.raises(
+        ConfigError, match=r"AutoTokenizer makes the tokens \[.*\], its tokenizer.json \[.*save_pretrained"
+    ):
+        prepared(folder)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    context = prepared(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert context.tokenizer.encode("Calculate 1 + 1 + 1.") == theirs.encode("Calculate 1 + 1 + 1.")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("tokenizer_config.json", {"pad_token": "<pad>"}, "another vocabulary"),
+        ("tokenizer_config.json", {"split_special_tokens": True}, "makes the tokens"),
+        ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}, None),
+        ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}, None),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["no.Such", "no.Such"]}}, None),
+    ],
+)
+def test_how_others_read_a_folder(file: str, change: dict[str, object], words: str | None, tmp_path: Path) -> None:
+    make_policy(folder := tmp_path / "policy")
+    assert other_reading(folder) is None
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    assert (words or "None") in str(other_reading(folder))
+
+
+def test_a_run_from_before_goes_on_but_is_not_exported_for_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older versions prepared small Qwen2 policies with a tokenizer that is not Qwen2's."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    make_policy(tmp_path / "policy")
+    as_qwen2(tmp_path / "policy")
+    with monkeypatch.context() as before:
+        before.setattr("rollflow.flows.prepare.other_reading", lambda *_: None)
+        context = prepare_small(tmp_path)
+    train_small(context, 2)
+    train_small(context, 4)
+    assert context.policies().latest() == 4
+    sentence = command(capsys, "small", 4, tmp_path / "new", code=2)
+    assert "run 'small' cannot be exported for other tools" in sentence
+    assert "AutoTokenizer makes the tokens" in sentence
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_cold_start_names_its_end_wherever_others_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    policy = PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=2), dtype="bfloat16")
+    folder = prepare(RunConfig(policy=policy), "cold").policy_folder
+    config, generation = (json.loads((folder / f).read_text()) for f in ("config.json", "generation_config.json"))
+    assert config["torch_dtype"] == "bfloat16"
+    assert generation == {"eos_token_id": 1, "pad_token_id": 0}
+    assert {name: config[name] for name in generation} == generation

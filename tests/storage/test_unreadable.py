@@ -1,0 +1,180 @@
+"""Only what is truly not there is missing: a process out of descriptors, or a stale mount, condemns nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rollflow.storage.errors import Corrupt, Unreachable
+from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects.s3 import S3Store
+from rollflow.storage.policies import Manifest, PolicyStore
+from rollflow.storage.trajectories import TrajectoryStore
+from tests.storage.test_stores import staged
+
+WEIGHTS = {"weights/a.safetensors": b"a" * 1000, "weights/b.safetensors": b"b" * 1000}
+
+OUT_OF_DESCRIPTORS = """
+import os, resource, sys
+from pathlib import Path
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.objects import open_store
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.trajectories import TrajectoryStore
+
+run = open_store(sys.argv[1])
+batches, policies = TrajectoryStore(run), PolicyStore(run)
+manifest = policies.manifest(0)
+calls = {
+    "read": lambda: batches.read(0),
+    "void": lambda: batches.void(0, "cannot be read"),
+    "record": lambda: batches.record(0),
+    "weights": lambda: policies.read(manifest.weights[0]),
+    "folder": lambda: policies.weights_folder(manifest, Path(sys.argv[1]) / "cache"),
+    "list": lambda: run.list("trajectories"),
+}
+for call in calls.values():
+    call()  # all that is imported late is there now
+policies = PolicyStore(run)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+found = {}
+for name, call in calls.items():
+    try:
+        found[name] = repr(call())
+    except Exception as error:
+        found[name] = f"{type(error).__name__}: {error}"
+for descriptor in held:
+    os.close(descriptor)
+for name, what in found.items():
+    print(name, what)
+"""
+
+
+def committed(run: ObjectStore) -> Manifest:
+    """A run with a batch and a version."""
+    TrajectoryStore(run).commit(staged(0), 1.0)
+    policies = PolicyStore(run)
+    manifest = Manifest(0, None, policies.stage(0, WEIGHTS), (), None, writer=policies.writer)
+    policies.publish(manifest)
+    return manifest
+
+
+def test_a_process_out_of_descriptors_condemns_nothing(tmp_path: Path) -> None:
+    run = open_store(str(tmp_path))
+    committed(run)
+    ended = subprocess.run(
+        [sys.executable, "-c", OUT_OF_DESCRIPTORS, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = dict(line.split(" ", 1) for line in ended.stdout.splitlines())
+    assert found.keys() == {"read", "void", "record", "weights", "folder", "list"}
+    for what in found.values():
+        assert what.startswith("Unreachable: "), found
+        assert "Too many open files" in what
+    batches = TrajectoryStore(run)
+    assert batches.voids() == []
+    assert batches.read(0)[0].number == 0
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ETIMEDOUT])
+@pytest.mark.parametrize("what", ["open", "pyarrow", "stat"])
+def test_a_file_that_cannot_be_read_now_may_be_good(
+    code: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_store(str(tmp_path))
+    manifest = committed(run)
+    batches, policies = TrajectoryStore(run), PolicyStore(run)
+    with monkeypatch.context() as trouble:
+        match what:
+            case "open":
+                trouble.setattr("builtins.open", failing(code))
+                trouble.setattr("io.open", failing(code))
+                calls = [lambda: batches.record(0), lambda: policies.read(manifest.weights[0])]
+            case "pyarrow":
+                trouble.setattr(pa, "memory_map", failing(code))
+                calls = [lambda: batches.read(0), lambda: batches.void(0, "cannot be read")]
+            case _:
+                trouble.setattr(os, "stat", failing(code))
+                calls = [lambda: batches.read(0), lambda: run.exists("a"), lambda: batches.current_edition(0)]
+        for call in calls:
+            with pytest.raises(Unreachable, match="cannot be read now"):
+                call()
+    assert batches.voids() == []
+    assert batches.read(0)[0].number == 0
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "folder"])
+def test_what_is_truly_not_there_is_quarantined(damage: str, tmp_path: Path) -> None:
+    run = open_store(str(tmp_path))
+    committed(run)
+    batches = TrajectoryStore(run)
+    file = tmp_path / batches.record(0).file
+    file.unlink()
+    if damage == "empty":
+        file.touch()
+    elif damage == "folder":
+        file.mkdir()
+    with pytest.raises(Corrupt, match="is not what batch 0 committed" if damage == "empty" else "is missing"):
+        batches.read(0)
+    batches.void(0, "it is damaged")
+    assert len(batches.voids()) == 1
+
+
+def test_a_full_disk_is_still_told_apart_from_a_bad_source(tmp_path: Path) -> None:
+    """`fetch` reads one file and writes another: which one fails says what to do."""
+    from rollflow.storage.errors import StoreFailed
+
+    run = open_store(str(tmp_path / "run"))
+    run.put("a", b"x" * 10)
+    with pytest.raises(StoreFailed, match="No space left"):
+        run_fetch_to_full(run)
+
+
+def run_fetch_to_full(run: ObjectStore) -> None:
+    class Full:
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def write(self, _: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    real = open
+
+    def opened(file: Any, mode: str = "r", **named: Any) -> Any:
+        return Full() if mode == "xb" else real(file, mode, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.open", opened)
+        run.fetch("a", Path(f"/nowhere/{uuid.uuid4().hex}"))
+
+
+def test_a_file_of_this_machine_is_no_object_of_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates that cannot be read on the way to S3 do not make an object missing."""
+    store = S3Store("bucket/run")
+    monkeypatch.setattr(S3Store, "_call", failing(errno.ENOENT))
+    with pytest.raises(Unreachable, match="No such file"):
+        store.exists("a")
