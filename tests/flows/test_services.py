@@ -83,14 +83,18 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def sleepers(mark: str) -> list[int]:
-    """Of those, the children that the test's actors started."""
+def lines(mark: str) -> list[bytes]:
+    """Their command lines."""
     found = []
     for pid in marked(mark):
         with contextlib.suppress(OSError):  # it has just ended
-            if b"sleep" in Path("/proc", str(pid), "cmdline").read_bytes():
-                found.append(pid)
+            found.append(Path("/proc", str(pid), "cmdline").read_bytes())
     return found
+
+
+def sleepers(mark: str) -> list[bytes]:
+    """Of those, the children that the test's actors started."""
+    return [line for line in lines(mark) if b"sleep" in line]
 
 
 @pytest.fixture
@@ -162,6 +166,27 @@ time.sleep(600)
     until(lambda: not marked(mark))
 
 
+@pytest.mark.slow
+def test_a_cluster_ends_with_its_guards_and_starts_again_where_it_was(tmp_path: Path, mark: str) -> None:
+    """As when the kernel is short of memory and takes the guards first."""
+    head = RayHead(tmp_path, cpus=1)
+    head.start()
+    try:
+        token = (head.folder / "token").read_text()
+        assert head._process is not None
+        head._process.kill()
+        until(lambda: not head.running)
+        head.restart()
+        assert len([line for line in lines(mark) if b"gcs_server" in line]) == 1
+        assert (head.folder / "token").read_text() == token  # its clients have read it
+        for pid in marked(mark):  # both guards at once: Ray's processes end with the one that made them
+            if b"guard.py" in Path("/proc", str(pid), "cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not marked(mark))
+    finally:
+        head.stop()
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -180,10 +205,35 @@ def test_stop_is_bounded_and_reaches_orphans_that_ignore_sigterm(
     env = {"PYTHONPATH": str(tmp_path)}
     runner = Runner(tmp_path / "log", env, module="stubborn", ready=tmp_path / "ready", grace_seconds=0.3)
     with runner:
-        until(lambda: len(marked(mark)) == 3)  # guard, process, orphan
+        until(lambda: len(marked(mark)) == 4)  # two guards, process, orphan
         runner.stop()
         assert not runner.running
     until(lambda: not marked(mark))
+
+
+@pytest.mark.parametrize("owner_too", [False, True], ids=["guard", "guard and owner"])
+def test_what_a_killed_guard_leaves_is_ended(tmp_path: Path, mark: str, owner_too: bool) -> None:
+    owner_code = f"""
+import sys, time
+from pathlib import Path
+from rollflow.flows.services import Runner
+runner = Runner(Path("log"), {{"PYTHONPATH": {os.pathsep.join([str(tmp_path), *sys.path])!r}}}, module="stubborn", ready=Path("ready"), grace_seconds=0.3)
+runner.start()
+print(runner._process.pid, flush=True)
+time.sleep(600)
+"""  # noqa: E501
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", owner_code]
+    owner = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    guard = int(owner.stdout.readline())
+    until(lambda: len([line for line in lines(mark) if b"guard.py" not in line]) == 3)  # owner, process, orphan
+    for pid in [guard, owner.pid] if owner_too else [guard]:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: marked(mark) == [owner.pid] or not marked(mark))
+    owner.kill()
+    owner.wait()
 
 
 def test_a_service_that_ends_while_starting_is_named_with_its_log(tmp_path: Path) -> None:
