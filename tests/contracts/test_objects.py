@@ -353,6 +353,16 @@ def test_check_sweeps_what_killed_writers_left(local: LocalStore) -> None:
     assert not old.exists()
 
 
+def test_what_is_being_written_is_not_swept_whatever_the_clock_says(local: LocalStore) -> None:
+    with local._written(pieces(b"half")) as (temporary, _):
+        os.utime(temporary, (0, 0))
+        [left] = local.unfinished()
+        local.check()
+        local.discard(left)
+        assert temporary.exists()
+    assert list(local.unfinished()) == []
+
+
 @pytest.mark.parametrize("size", [5, 3_000_000])
 def test_a_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """A power cut at any moment: the record is never there while its file, its name or a folder above is not."""

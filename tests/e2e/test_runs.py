@@ -199,7 +199,11 @@ def test_stop_then_resume_synchronous(tmp_path: Path) -> None:
     described = json.loads(store.get("run.json"))
     described["config"]["versions"] = stopped.versions + 3  # enough to see it go on
     store.put("run.json", json.dumps(described).encode())
+    left = tmp_path / "store/runs/third/.tmp/by-a-killed-writer"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
     command.run("resume", "third")
+    assert not left.exists()
     report = audit(store)
     assert report.clean
     assert report.versions == stopped.versions + 3
