@@ -75,7 +75,7 @@ def kill_everything(home: Path) -> None:
     found = list(mine(home))
     for process in sorted(found, key=lambda one: "guard.py" not in _line(one)):
         kill(process)
-    psutil.wait_procs(found, timeout=10)
+    psutil.wait_procs(found, timeout=60)
 
 
 def _is(process: psutil.Process, role: str) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from prefect.runtime import flow_run
+
 from rollflow.flows.progress import RECENT, Progress
 from rollflow.flows.stages import Stages
 from rollflow.flows.status import STATUS, Phase, RunStatus
@@ -29,6 +31,8 @@ class Board:
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
         self._recovered: Counter[str] = Counter()
+        # Its age by the wall clock, once; from then on no clock that steps makes it younger.
+        self._began = time.monotonic() - max(0.0, time.time() - float(context.described["created_at"]))
         self._accuracy: dict[int, float] = {}
 
     def refresh(self, phase: Phase | None = None) -> None:
@@ -88,7 +92,8 @@ class Board:
             buffer_capacity=int((1 + config.async_ratio) * config.groups),
             in_flight_groups=int(rollout.get("running", 0)),
             stages=self.stages.statuses(),
-            seconds=time.time() - float(self.context.described["created_at"]),
+            seconds=time.monotonic() - self._began,
+            flow_run=flow_run.id or "",
             messages=(*self.messages[-MESSAGES:], *([self.failure] if self.failure else [])),
         )
 

@@ -231,7 +231,7 @@ def _stopped(context: RunContext) -> int:
     from rollflow.flows.status import STATUS, RunStatus
     from rollflow.storage.audit import audit
 
-    last = read_status(context, since=0.0) or RunStatus(context.run_id, versions=context.config.versions)
+    last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
     context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())
     report = audit(context.store)
     state = "clean" if report.clean else f"{len(report.violations)} violations"

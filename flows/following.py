@@ -34,14 +34,14 @@ class Following:
 
     def __init__(self, context: RunContext, flow_run: UUID, upkeep: Upkeep) -> None:
         self.context, self.flow_run, self._upkeep = context, flow_run, upkeep
-        self._began = self._since = time.time()
+        self._first, self._since = flow_run, time.monotonic()
         self._successor: Successor | None = None
         self._moved = (-1.0, time.monotonic())
 
     def read(self) -> RunStatus | None:
         """The run's status, if the present supervisor has written one."""
         try:
-            return read_status(self.context, self._since)
+            return read_status(self.context, self.flow_run)
         except Unreachable:
             return None
 
@@ -103,10 +103,10 @@ class Following:
     def _start_again(self, status: RunStatus) -> RunStatus:
         from rollflow.flows.recover import start_again
 
-        successor = start_again(self.flow_run, self.context, since=self._began)
+        successor = start_again(self.flow_run, self.context, first=self._first)
         if successor is None:
             return replace(status, phase="done")
-        self._successor, self.flow_run, self._since = successor, successor.flow_run, time.time()
+        self._successor, self.flow_run, self._since = successor, successor.flow_run, time.monotonic()
         reason = successor.pending.reason if successor.pending else "somebody else saw it end"
         return replace(status, phase="starting", messages=(f"the supervisor starts again: {reason}",))
 

@@ -7,10 +7,14 @@ command itself ends, or this process gets SIGTERM, every descendant of the comma
 were orphaned or opened a session of their own: the command first (SIGTERM, GRACE_SECONDS), then the rest
 (SIGTERM, `REST_SECONDS`), then SIGKILL. What a command leaves that ended by itself gets SIGKILL at once: it has
 lost its parent, so nobody waits for an orderly end. Nothing else is ever signalled. The exit code is the command's.
+It holds where the guard itself gets SIGKILL, and whoever holds the other end of its standard input sees that end
+break when all is over.
 
 How: the guard is the "child subreaper" of its descendants, so an orphan becomes its child instead of init's and
-stays findable. Standard library only and run as a script, so that a guard costs milliseconds. Where there is
-no subreaper (macOS), descendants that were orphaned *and* left the session are out of reach.
+stays findable. Between it and the command stands a second guard, which ends all that is below it when the first one
+is gone, as the first one does with the second. Standard library only and run as a script, so that a guard costs
+milliseconds. Where there is no subreaper (macOS), descendants that were orphaned *and* left the session are out of
+reach.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 REST_SECONDS = 1.5
 KILL_SECONDS = 5.0
@@ -70,33 +76,22 @@ def descendants(root: int) -> list[int]:
 
 
 class Guard:
-    """Owns the command's process tree."""
+    """Owns the process tree of a child, which begins as `child()`; ends it with its `parent`, or as its input says."""
 
-    def __init__(self, grace_seconds: float, command: list[str]) -> None:
+    def __init__(self, grace_seconds: float, child: Callable[[], NoReturn], parent: int | None = None) -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._grace = grace_seconds
+        self._parent, self._input = parent, [] if parent else [0]
         self._told_to_stop = False
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to act on
         self._status: int | None = None
         self._root = os.fork()
         if self._root == 0:
-            self._become(command)
+            child()
 
     def _on_term(self, *_: object) -> None:
         self._told_to_stop = True
-
-    @staticmethod
-    def _become(command: list[str]) -> None:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the guard itself was killed
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        try:
-            os.execvp(command[0], command)
-        except OSError as error:
-            print(f"cannot run {command[0]}: {error}", file=sys.stderr)
-            os._exit(127)
 
     def _reap(self) -> None:
         """Collect every child that ended, adopted ones included."""
@@ -112,8 +107,8 @@ class Guard:
 
     def watch(self) -> None:
         """Return when the command ended or is to be ended."""
-        while self._status is None and not self._told_to_stop:
-            readable, _, _ = select.select([0], [], [], POLL_SECONDS)
+        while self._status is None and not self._told_to_stop and self._parent in (None, os.getppid()):
+            readable, _, _ = select.select(self._input, [], [], POLL_SECONDS)
             if readable and not os.read(0, 4096):
                 return
             self._reap()
@@ -148,12 +143,33 @@ class Guard:
             ended = self._wait_for(0.2, only_root=False)
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 1
 
+    def serve(self) -> NoReturn:
+        """Watch, then end; exits with the command's code."""
+        self.watch()
+        code = self.end()
+        sys.exit(code if code >= 0 else 128 - code)
+
+
+def become(command: list[str]) -> NoReturn:
+    """Run the command in this process."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # both guards were killed
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error}", file=sys.stderr)
+        os._exit(127)
+
 
 def main() -> None:
-    guard = Guard(float(sys.argv[1]), sys.argv[2:])
-    guard.watch()
-    code = guard.end()
-    sys.exit(code if code >= 0 else 128 - code)
+    grace, command, first = float(sys.argv[1]), sys.argv[2:], os.getpid()
+
+    def second() -> NoReturn:
+        Guard(grace, lambda: become(command), first).serve()
+
+    Guard(grace + POLL_SECONDS, second).serve()  # the second one hears of its end that much later
 
 
 if __name__ == "__main__":

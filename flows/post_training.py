@@ -25,6 +25,7 @@ from rollflow.flows.stages import Stages
 from rollflow.flows.summary import summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
 from rollflow.storage.claims import Claim
+from rollflow.storage.collect import sweep
 from rollflow.storage.errors import ConfigError, Conflict, RollflowError, Unreachable
 from rollflow.tasks.rollout.evaluation import evaluation_path
 from rollflow.tasks.run import RunContext
@@ -44,6 +45,7 @@ def post_training(config: RunConfig, run_id: str | None = None, storage: str | N
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
     claim = Claim.take(context.store, f"flow run {flow_run.id}", address)
+    _sweep(context)
     tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"])
     with cluster.attached(address, context.run_id):
         stages = Stages(context, address, claim.epoch, log)
@@ -66,6 +68,14 @@ def _prepared(config: RunConfig, run_id: str) -> RunContext:
     """The run in storage: new, or the one of that name."""
     context = context_of(store_uri(config), run_id)
     return context if context.store.exists("run.json") else prepare(config, run_id)
+
+
+def _sweep(context: RunContext) -> None:
+    """What killed writers left unfinished goes; a store that does not let us is no reason not to train."""
+    try:
+        sweep(context.store)
+    except RollflowError as error:
+        get_run_logger().warning("what killed writers left was not looked for: %s", error)
 
 
 def trained(context: RunContext) -> bool:

@@ -48,7 +48,7 @@ class Progress:
     @property
     def training_seconds(self) -> float:
         """From version 0 to the newest."""
-        return self.manifests[-1].created_at - self.manifests[0].created_at if self.manifests else 0.0
+        return max(0.0, self.manifests[-1].created_at - self.manifests[0].created_at) if self.manifests else 0.0
 
     @property
     def tokens(self) -> int:
@@ -61,4 +61,5 @@ class Progress:
         if len(last) < 2:
             return 0.0
         seconds = last[-1].created_at - last[0].created_at
-        return sum(m.metrics["response_tokens"] for m in last[1:]) / max(seconds, 1e-9)
+        # The clocks of two learners, or one that stepped back: better no figure than a wrong one.
+        return sum(m.metrics["response_tokens"] for m in last[1:]) / seconds if seconds > 0 else 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def serve(given: argparse.Namespace) -> str:
         dashboard_agent_listen_port=_free_port(),
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
-    node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=False)
+    # On Linux a reaper is none: the kernel ends the node's processes with this one, whoever killed it.
+    node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
     while node.remaining_processes_alive():
         time.sleep(WATCH_SECONDS)

@@ -115,12 +115,12 @@ def _is_up(successor: Successor) -> bool:
         return False
 
 
-def start_again(flow_run: UUID, context: RunContext, *, since: float = 0.0) -> Successor | None:
+def start_again(flow_run: UUID, context: RunContext, *, first: UUID | None = None) -> Successor | None:
     """Start the supervisor of `context` again after `flow_run` crashed, or find the one that follows it already.
 
     None where nothing is to be done: the run has ended, or the flow run did not crash.
 
-    Crashes before `since` (seconds since the epoch) do not count against the budget.
+    Only crashes of `first` and of what followed it count against the budget (None: those of all the run's supervisors).
 
     Raises:
         StageFailed: it crashed too often.
@@ -132,13 +132,14 @@ def start_again(flow_run: UUID, context: RunContext, *, since: float = 0.0) -> S
         attempts = [run for run in supervisors(client) if run_uri(run) == context.uri]
         if not attempts:
             return None
-        crashed = attempts[0]
+        crashed = line(attempts, attempts[0].id)[-1]
         if crashed.id != flow_run:
             return Successor(context, crashed.id)
         if not (crashed.state and crashed.state.is_crashed() and crashed.deployment_id):
             return None
-        crashes = [ended_at(run) for run in attempts if run.state and run.state.is_crashed()]
-        pause = _pause(client, crashed, [at for at in crashes if at >= since])
+        crashes = [run for run in attempts if run.state and run.state.is_crashed()]
+        counted = {run.id for run in line(attempts, first)} if first else {run.id for run in crashes}
+        pause = _pause(client, crashed, [ended_at(run) for run in crashes if run.id in counted])
         made = client.create_flow_run_from_deployment(
             crashed.deployment_id,
             parameters=crashed.parameters | {"run_id": context.uri.rpartition("/")[2]},
@@ -147,6 +148,15 @@ def start_again(flow_run: UUID, context: RunContext, *, since: float = 0.0) -> S
             idempotency_key=f"after:{crashed.id}",
         )
     return Successor(context, made.id, Pending("supervisor", crash_reason(crashed), len(crashes), REDONE))
+
+
+def line(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
+    """`first` and the flow runs that followed it, each after the one before: by their names, not by a clock."""
+    after = {run.idempotency_key: run for run in attempts}
+    found = [run for run in attempts if run.id == first]
+    while found and (successor := after.get(f"after:{found[-1].id}")):
+        found.append(successor)
+    return found
 
 
 def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float]) -> float:
@@ -162,12 +172,12 @@ def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float]
 
 
 def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -> float:
-    """Seconds to wait before the next start, given when it crashed.
+    """Seconds to wait before the next start, given when it crashed; a clock that stepped back may say: in the future.
 
     Raises:
         StageFailed: too often within the window.
     """
-    recent = sum(now - at < limits.window_seconds for at in crashes)
+    recent = sum(abs(now - at) < limits.window_seconds for at in crashes)
     if recent > limits.restarts:
         raise StageFailed(
             f"the supervisor was started again {limits.restarts} times within {limits.window_seconds:g} s "

@@ -4,8 +4,9 @@ Guarantees:
 - `start()` returns when the service answers, or raises `Unreachable` saying what it waited for, how long, and
   where the service's log is; `stop()` may be called any number of times and returns within the service's grace
   plus `guard.REST_SECONDS + guard.KILL_SECONDS`, with every process of that service gone and no other touched.
-- If this process dies, by SIGKILL too, the services end by themselves: each runs under a `guard` that holds the
-  other end of a pipe. (A parent-death signal would not do: it fires when the *thread* that forked ends.)
+- If this process dies, by SIGKILL too, the services end by themselves, and so does one whose guard is killed: each
+  runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: it fires when the
+  *thread* that forked ends.)
 - `restart()` brings a service back at the address it had, with what it had stored; what is left of it is ended first.
 - Nothing listens outside loopback and nothing is reported home.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -42,6 +44,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _await_break(pipe: int, seconds: float) -> None:
+    """Wait until nobody has the pipe's other end any more."""
+    ends = select.poll()
+    ends.register(pipe, 0)  # a break is always told
+    ends.poll(seconds * 1000)
 
 
 class Service(ABC):
@@ -118,8 +127,8 @@ class Service(ABC):
 
     @property
     def processes(self) -> list[int]:
-        """The process ids of the service."""
-        return guard.descendants(self._process.pid) if self._process is not None and self.running else []
+        """The process ids of the service, without its guards."""
+        return guard.descendants(self._process.pid)[1:] if self._process is not None and self.running else []
 
     def kill(self) -> None:
         """End every process of the service at once, in no order."""
@@ -148,10 +157,15 @@ class Service(ABC):
         """End every process of the service."""
         if self._process is None:
             return
-        if self._process.stdin is not None:
+        longest = self.grace_seconds + guard.REST_SECONDS + guard.KILL_SECONDS + 2
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            if not self.running:
+                _await_break(
+                    self._process.stdin.fileno(), longest
+                )  # the guard was killed; the second one ends the rest
             self._process.stdin.close()  # the guard takes this for "end it"
         try:
-            self._process.wait(self.grace_seconds + guard.REST_SECONDS + guard.KILL_SECONDS + 2)
+            self._process.wait(longest)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

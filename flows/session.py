@@ -150,11 +150,10 @@ def _import_prefect() -> None:
     import prefect.deployments  # noqa: F401 - takes seconds
 
 
-def read_status(context: RunContext, since: float) -> RunStatus | None:
-    """The run's `status.json`, unless it is older than `since` (left by an earlier attempt)."""
+def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
+    """The run's `status.json`, unless another supervisor than `flow_run` wrote it (which no clock would tell)."""
     try:
         status = RunStatus.from_json(context.store.get(STATUS))
     except Missing:
         return None
-    began = float(context.described["created_at"]) + status.seconds
-    return status if began >= since - 1 else None
+    return status if flow_run is None or status.flow_run == str(flow_run) else None

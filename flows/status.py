@@ -32,7 +32,7 @@ class RunStatus:
     `reward` is the recent mean training reward, `rewards` its course (oldest first), `accuracy` the held-out points
     `(version, accuracy)`, `staleness` trained trajectories by staleness, `domains` trained groups by domain (`shares`:
     what was asked for), `tokens_per_second` recent and `tokens_per_second_total` over the whole run, `buffer_groups` of
-    `buffer_capacity` groups ready for the learner.
+    `buffer_capacity` groups ready for the learner, `flow_run` the supervisor that says all this.
     """
 
     run_id: str
@@ -53,6 +53,7 @@ class RunStatus:
     stages: Mapping[str, StageStatus] = field(default_factory=dict)
     seconds: float = 0.0
     messages: tuple[str, ...] = ()
+    flow_run: str = ""
 
     @property
     def ended(self) -> bool:

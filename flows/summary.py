@@ -29,7 +29,7 @@ def summarize(context: RunContext, idle: Mapping[str, float], held: float, pages
     progress.advance()
     points = {e.version: e.accuracy for e in evaluations(context.store)}
     report = audit(context.store)
-    seconds = time.time() - float(context.described["created_at"])
+    seconds = max(0.0, time.time() - float(context.described["created_at"]))
     versions = max(progress.version, 0)
     summary = {
         "run_id": context.run_id,

@@ -61,7 +61,7 @@ class Budget:
 
 @dataclass
 class Pending:
-    """A recovery under way: noticed, later restored, later resumed."""
+    """A recovery under way: noticed, later restored, later resumed. Only the first is read off the wall clock."""
 
     role: str
     reason: str
@@ -71,11 +71,16 @@ class Pending:
     noticed_at: float = field(default_factory=time.time)
     restored_at: float | None = None
     baseline: float = 0.0
+    noticed: float = field(default_factory=time.monotonic)
+
+    @property
+    def _now(self) -> float:
+        return self.noticed_at + time.monotonic() - self.noticed
 
     def seen(self, progress: float) -> bool:
         """Take note of the successor's progress; true once there is some."""
         if self.restored_at is None:
-            self.restored_at, self.baseline = time.time(), progress
+            self.restored_at, self.baseline = self._now, progress
             return False
         return progress > self.baseline
 
@@ -84,13 +89,12 @@ class Pending:
         if other is None:
             return self
         more = self.trajectories + other.trajectories
-        return replace(
-            self, reason=f"{other.reason}; then {self.reason}", noticed_at=other.noticed_at, trajectories=more
-        )
+        reason = f"{other.reason}; then {self.reason}"
+        return replace(self, reason=reason, noticed_at=other.noticed_at, noticed=other.noticed, trajectories=more)
 
     def done(self) -> Recovery:
         """The recovery, resumed now."""
-        now = time.time()
+        now = self._now
         return Recovery(
             role=self.role,
             reason=self.reason,

@@ -33,6 +33,7 @@ class Fall:
 
     pending: Pending
     due: float  # monotonic
+    noticed: float  # monotonic
     launched: float | None = None  # monotonic
 
 
@@ -44,7 +45,7 @@ class Upkeep:
         self._budget = Budget(limits)
         self._falls: dict[str, Fall] = {}
         self._answered: dict[str, float] = {}
-        self.cluster_lost_at = 0.0  # seconds since the epoch: flows that were attached before have lost their actors
+        self.cluster_lost_at = 0.0  # monotonic: flows that were attached before have lost their actors
 
     def look(self, record: Callable[[Recovery], None]) -> None:
         """One step with every service that is down; waits for none of them.
@@ -80,9 +81,10 @@ class Upkeep:
     def _note(self, role: str, reason: str) -> Fall:
         pause = self._budget.spend(role, reason)
         pending = Pending(role, reason, self._budget.attempt(role), REDONE.get(role, "nothing"))
-        self._falls[role] = Fall(pending, time.monotonic() + pause)
+        now = time.monotonic()
+        self._falls[role] = Fall(pending, now + pause, now)
         if role == RAY:
-            self.cluster_lost_at = time.time()
+            self.cluster_lost_at = now
             self._services[RUNNER].kill()  # with the flows in it: they may wait long for what is gone
         return self._falls[role]
 
@@ -93,7 +95,7 @@ class Upkeep:
             if role == RUNNER:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
         except Unreachable as error:  # the server is down, too: it comes first
-            if time.time() - fall.pending.noticed_at > self._limits.window_seconds:
+            if time.monotonic() - fall.noticed > self._limits.window_seconds:
                 raise StageFailed(f"the {RUNNER} died and cannot be replaced: {error}") from error
             return
         service.relaunch()

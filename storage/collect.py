@@ -3,7 +3,8 @@
 Orphans are what a killed or beaten writer left (objects that no manifest and no commit names), and what retention
 would have removed, had its learner lived to do it. An object named by any manifest that retention needs, by any batch
 commit, voided or not, or younger than the age that was asked for, is never one: whoever writes it may be about to
-name it. The names are read after the listing, so what was named in between counts as named.
+name it. The names are read after the listing, so what was named in between counts as named. What a writer began and
+never ended (a temporary file, an upload in parts) goes when it has not grown for a week.
 
 Ages are by the store's own clock, at both ends.
 """
@@ -14,14 +15,16 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.objects.base import ObjectStore
+from rollflow.storage.objects.base import ABANDONED_SECONDS, ObjectStore, Unfinished
 from rollflow.storage.policies import PolicyStore, Retention, manifest_path
 
 UNNAMED_WEIGHTS = "no manifest names it"
 UNNAMED_BATCH = "no batch commit names it"
 RELEASED = "version {version} is past retention"
+ABANDONED = "its writer never ended it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Orphan:
     size: int  # bytes
     age: float  # seconds
     why: str
+    left: Unfinished | None = None  # what it is, if it never became an object
 
 
 def store_clock(run: ObjectStore) -> float:
@@ -56,16 +60,34 @@ def orphans(run: ObjectStore, retention: Retention, older_than_seconds: float, n
             continue  # retention has just removed it
         if now - stat.modified >= older_than_seconds:
             found.append(Orphan(path, stat.size, now - stat.modified, why))
-    return sorted(found, key=lambda orphan: orphan.path)
+    return sorted(chain(found, abandoned(run, older_than_seconds, now)), key=lambda orphan: orphan.path)
+
+
+def abandoned(run: ObjectStore, older_than_seconds: float, now: float) -> list[Orphan]:
+    """What writers began and never ended, if it has not grown for so long, and for longer than a living one pauses."""
+    oldest = now - max(older_than_seconds, ABANDONED_SECONDS)
+    return [
+        Orphan(left.name, left.size, now - left.touched, ABANDONED, left)
+        for left in run.unfinished()
+        if left.touched < oldest
+    ]
 
 
 def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
     """Remove orphans; returns the bytes that came free."""
     freed = 0
     for orphan in found:
-        run.delete(orphan.path)
+        if orphan.left:
+            run.discard(orphan.left)
+        else:
+            run.delete(orphan.path)
         freed += orphan.size
     return freed
+
+
+def sweep(run: ObjectStore) -> int:
+    """Remove what writers began and never ended; returns the bytes that came free. For nobody to have to ask for it."""
+    return collect(run, abandoned(run, 0.0, store_clock(run)))
 
 
 def _policy_orphans(run: ObjectStore, retention: Retention, paths: list[str]) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("flows", "tasks", "storage")
 HEAVY = ("torch", "ray", "vllm", "prefect", "mlflow", "transformers", "s3fs")
@@ -19,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The names in a wheel that is built from the tree."""
     built = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert run.returncode == 0, run.stdout + run.stderr
     (file,) = built.glob("rollflow-*.whl")
     return zipfile.ZipFile(file).namelist()
@@ -55,6 +57,6 @@ def test_the_wheel_has_its_command_and_licence(wheel: list[str]) -> None:
 
 def test_the_cli_loads_no_heavy_package() -> None:
     code = f"import rollflow.flows.cli, sys; print(*sorted(set({HEAVY}) & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []

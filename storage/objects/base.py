@@ -24,6 +24,7 @@ from pathlib import Path
 
 Data = bytes | memoryview | Sequence[bytes | memoryview]
 
+ABANDONED_SECONDS = 7 * 24 * 3600.0  # nobody who still writes has been silent for so long
 CHUNK = 1 << 20  # bytes hashed and written at a time, while they are in the processor's cache
 
 
@@ -33,6 +34,16 @@ class Stat:
 
     size: int  # bytes
     modified: float  # seconds since the epoch, by the store's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What a writer has begun and not ended: no object yet, and none for ever if the writer was killed."""
+
+    name: str
+    size: int  # bytes
+    touched: float  # seconds since the epoch, by the store's clock: when it last grew
+    token: str = ""  # the backend's own
 
 
 def pieces(data: Data) -> list[memoryview]:
@@ -135,6 +146,13 @@ class ObjectStore(ABC):
     @abstractmethod
     def delete(self, path: str) -> None:
         """Remove an object; removing a missing one does nothing. After a power cut it may be there again."""
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """What is being written at the moment, and what killed writers left of that."""
+        return iter(())
+
+    def discard(self, left: Unfinished) -> None:  # noqa: B027 - nothing, where a writer leaves nothing
+        """Remove what a killed writer left; a writer that is known to live keeps it."""
 
     @abstractmethod
     def check(self) -> None:

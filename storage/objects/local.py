@@ -3,7 +3,7 @@
 An object is written to a temporary file and synced there, then gets its name in one step: `create` by a
 hard link, which fails if the name is taken, `put` by a rename, which replaces. The folder is synced after,
 so what was reported as written survives a power cut. Temporary files lie in `.tmp`, which is no part of
-the store; what a killed writer left there is swept by `check`.
+the store. A writer holds a lock on its own, so that what a killed one left is told from what is being written.
 
 A name is an object or a folder of objects, not both.
 """
@@ -16,18 +16,26 @@ import fcntl
 import hashlib
 import os
 import stat
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError, Conflict, StoreFailed, Unreachable
-from rollflow.storage.objects.base import CHUNK, Data, ObjectStore, Stat, checked, pieces
+from rollflow.storage.objects.base import (
+    ABANDONED_SECONDS,
+    CHUNK,
+    Data,
+    ObjectStore,
+    Stat,
+    Unfinished,
+    checked,
+    pieces,
+)
 from rollflow.storage.objects.disk import NO_FILE, explained, found, hashed, write_out
 
 SCRATCH = ".tmp"
-ABANDONED_SECONDS = 24 * 3600.0
+TURN = "turn"  # other names in there are hexadecimal
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -119,13 +127,28 @@ class LocalStore(ObjectStore):
         with contextlib.suppress(*NO_FILE), explained(target):
             target.unlink()
 
+    def unfinished(self) -> Iterator[Unfinished]:
+        for path in sorted(self._scratch.glob(f"[!{TURN[0]}]*")):
+            with contextlib.suppress(FileNotFoundError):  # its writer has just finished
+                found = path.stat()
+                yield Unfinished(f"{SCRATCH}/{path.name}", found.st_size, found.st_mtime)
+
+    def discard(self, left: Unfinished) -> None:
+        path = self._scratch / left.name.rpartition("/")[2]
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), explained(path), open(path, "rb") as file:
+            _lock(file.fileno())
+            path.unlink()
+
     def check(self) -> None:
         probe = f"probe-{uuid.uuid4().hex}"
         try:
             self.create(probe, b"rollflow")
             self.get(probe)
+            oldest = self.stat(probe).modified - ABANDONED_SECONDS
             self.delete(probe)
-            self._sweep()
+            for left in self.unfinished():
+                if left.touched < oldest:
+                    self.discard(left)
         except (OSError, StoreFailed, Unreachable) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             raise ConfigError(
@@ -161,6 +184,7 @@ class LocalStore(ObjectStore):
         temporary = self._scratch / uuid.uuid4().hex
         try:
             with open(temporary, "xb", buffering=0) as file:
+                _lock(file.fileno())
                 write_out(file.fileno(), parts)
                 yield temporary, file.fileno()
         finally:
@@ -180,26 +204,30 @@ class LocalStore(ObjectStore):
 
     def _rename_once(self, temporary: Path, target: Path) -> None:
         """For file systems without hard links: creators take turns, and a killed one loses its turn."""
-        with open(self._scratch / "turn", "ab") as turn:
+        with open(self._scratch / TURN, "ab") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             if target.exists():
                 raise Conflict(f"{target} exists")
             os.rename(temporary, target)
-
-    def _sweep(self) -> None:
-        oldest = time.time() - ABANDONED_SECONDS
-        for path in self._scratch.iterdir():
-            try:
-                if path.stat().st_mtime < oldest:
-                    path.unlink()
-            except FileNotFoundError:
-                continue  # its writer has just finished
 
 
 def _chunks(source: Path) -> Iterator[bytes]:
     with found(source), open(source, "rb", buffering=0) as whole:
         while chunk := whole.read(CHUNK):
             yield chunk
+
+
+def _lock(file: int) -> None:
+    """Say that this file's writer lives, or find out that none does.
+
+    Raises:
+        BlockingIOError: somebody else holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            raise  # else this file system has no locks, and only age tells
 
 
 def _files(top: Path) -> Iterator[Path]:

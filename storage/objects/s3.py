@@ -11,6 +11,7 @@ read again, and is `Corrupt` if it never does. Nothing is cached; `s3_requests` 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 import botocore.exceptions  # type: ignore[import-untyped]
 
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, RollflowError, StoreFailed, Unreachable
-from rollflow.storage.objects.base import Data, ObjectStore, Stat, checked, digest, pieces
+from rollflow.storage.objects.base import Data, ObjectStore, Stat, Unfinished, checked, digest, pieces
 from rollflow.storage.objects.disk import CURES, explained
 from rollflow.storage.objects.s3_requests import FAILURES, HASTY, REFUSED, WRONG, code_of, connection, passing
 
@@ -108,6 +109,34 @@ class S3Store(ObjectStore):
         with self._named(path):
             self._call("delete_object", Key=self._key(path))
 
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Uploads in parts; one without a part holds nothing, and is left out."""
+        with self._named("uploads"):
+            pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
+            for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
+                parts = self._parts(upload)
+                if parts:
+                    touched = max(
+                        stamp.timestamp() for stamp in (upload["Initiated"], *(p["LastModified"] for p in parts))
+                    )
+                    name = upload["Key"].removeprefix(self._prefix)
+                    yield Unfinished(name, sum(part["Size"] for part in parts), touched, upload["UploadId"])
+
+    def _parts(self, upload: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        which = {name: upload[name] for name in ("Key", "UploadId")}
+        try:
+            return [
+                part
+                for page in self._pages("list_parts", ["PartNumberMarker"], **which)
+                for part in page.get("Parts", ())
+            ]
+        except FileNotFoundError:  # it has just ended
+            return []
+
+    def discard(self, left: Unfinished) -> None:
+        with self._named(left.name), contextlib.suppress(FileNotFoundError):
+            self._call("abort_multipart_upload", Key=self._key(left.name), UploadId=left.token)
+
     def check(self) -> None:
         """See the contract; at most about 15 s, also where nobody answers."""
         if not self._bucket:
@@ -177,13 +206,17 @@ class S3Store(ObjectStore):
         return str(head["Metadata"].get(WRITER, ""))
 
     def _keys(self, below: str) -> Iterator[str]:
+        for page in self._pages("list_objects_v2", ["ContinuationToken"], Prefix=below):
+            yield from (entry["Key"] for entry in page.get("Contents", ()))
+
+    def _pages(self, method: str, markers: Sequence[str], **arguments: Any) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
         while True:
-            page = self._call("list_objects_v2", Prefix=below, **more)
-            yield from (entry["Key"] for entry in page.get("Contents", ()))
+            page = self._call(method, **arguments, **more)
+            yield page
             if not page.get("IsTruncated"):
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            more = {marker: page[f"Next{marker}"] for marker in markers}
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return connection().call(method, Bucket=self._bucket, **arguments)

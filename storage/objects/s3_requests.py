@@ -168,7 +168,7 @@ class Connection:
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     async def _abort(self, upload: dict[str, str]) -> None:
-        """Best effort: the parts of an upload that is never aborted are for the bucket's lifecycle rules."""
+        """Best effort: an upload that is never aborted is found by its age (`collect`)."""
         try:
             await self.ask("abort_multipart_upload", **upload)
         except FAILURES:

@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from urllib.parse import urlsplit
 
+from tests.support.waiting import HANG_SECONDS
+
 SLOW_SECONDS = 0.3  # what a slow body takes longer
 
 
@@ -48,6 +50,7 @@ class FaultyProxy:
         self._answers: dict[str, tuple[int, bytes]] = {}
         self._speaks = threading.Event()
         self._speaks.set()
+        self._closed = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -80,6 +83,7 @@ class FaultyProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._speaks.set()
+        self._closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -119,7 +123,7 @@ class FaultyProxy:
             return fault
 
     def _forward(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes, list[tuple[str, str]]]:
-        connection = http.client.HTTPConnection(self._target, timeout=20)
+        connection = http.client.HTTPConnection(self._target, timeout=HANG_SECONDS)
         connection.request(request.command, request.path, body, dict(request.headers))
         response = connection.getresponse()
         answer = response.read()
@@ -150,7 +154,7 @@ class FaultyProxy:
                 request.close_connection = True
             case Fault.STALLED:
                 request.wfile.write(body[:middle])
-                time.sleep(5.0)
+                self._closed.wait(HANG_SECONDS)
                 request.close_connection = True
             case Fault.SLOW:
                 for part in (body[:middle], body[middle:]):

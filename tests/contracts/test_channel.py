@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.ray_head import RayHead
+from tests.support.waiting import RUN_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +22,6 @@ async def test_the_channel_actor(tmp_path: Path) -> None:
     try:
         command = [sys.executable, "-m", "tests.support.channel_client", head.address, str(tmp_path / "run")]
         environment = {**os.environ, **head.env, "PYTHONPATH": os.pathsep.join([".dev", "."])}
-        await asyncio.to_thread(subprocess.run, command, env=environment, check=True, timeout=200)
+        await asyncio.to_thread(subprocess.run, command, env=environment, check=True, timeout=RUN_SECONDS)
     finally:
         await asyncio.to_thread(head.stop)

@@ -27,6 +27,7 @@ from rollflow.tasks.settings import (
     VllmEngineConfig,
 )
 from tests.support.tiny_policy import EOS, greedy_tokens, make_policy, make_weights, reference_logprobs
+from tests.support.waiting import HANG_SECONDS, soon
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -101,23 +102,13 @@ async def case(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Ca
     await engine.close()
 
 
-async def started(case: Case, count: int = 8) -> list[asyncio.Task[Generation]]:
-    """Long responses, some way on."""
-    tasks = [asyncio.create_task(case.engine.generate(case.request(LONG))) for _ in range(count)]
-    await asyncio.sleep(0.15)
-    assert not all(task.done() for task in tasks), "too fast for this test"
-    return tasks
-
-
-async def progressed(case: Case, count: int = 8) -> tuple[list[str], list[asyncio.Task[Generation]]]:
+async def started(case: Case, count: int = 8) -> tuple[list[GenerationRequest], list[asyncio.Task[Generation]]]:
     """Long responses of which tokens have been reported."""
     requests = [case.request(LONG) for _ in range(count)]
     tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
-    ids = [request.id for request in requests]
-    async with asyncio.timeout(60):
-        while not any(case.engine.progress(dict.fromkeys(ids, 2)).values()):
-            await asyncio.sleep(0.01)
-    return ids, tasks
+    ids = {request.id: 2 for request in requests}
+    await soon(lambda: any(case.engine.progress(ids).values()))
+    return requests, tasks
 
 
 def beginning(generation: Generation, count: int) -> Partial:
@@ -177,13 +168,13 @@ async def test_probe_logprobs_agree_with_the_model(case: Case) -> None:
 
 
 async def test_no_token_between_suspend_and_resume(case: Case) -> None:
-    tasks = await started(case)
+    requests, tasks = await started(case)
     await case.engine.suspend("continue")
-    await asyncio.sleep(0.05)  # what had ended arrives
-    done = [task.done() for task in tasks]
     late = asyncio.create_task(case.engine.generate(case.request(4)))
-    await asyncio.sleep(0.3)
-    assert [task.done() for task in tasks] == done
+    ids, seen = dict.fromkeys([request.id for request in requests], 0), None
+    while seen != (seen := [len(partial) for partial in case.engine.progress(ids).values()]):
+        await asyncio.sleep(0.3)  # what was made before arrives; a report comes more often
+    assert not all(task.done() for task in tasks)
     assert not late.done()
     await case.engine.resume()
     for generation in await asyncio.gather(*tasks, late):
@@ -193,7 +184,7 @@ async def test_no_token_between_suspend_and_resume(case: Case) -> None:
 
 async def test_running_requests_go_on_under_the_new_weights(case: Case) -> None:
     before = case.engine.version
-    tasks = await started(case)
+    _, tasks = await started(case)
     await case.engine.suspend("continue")
     version = await case.update()
     assert case.engine.version == version
@@ -209,9 +200,7 @@ async def test_running_requests_go_on_under_the_new_weights(case: Case) -> None:
 async def test_tokens_after_an_update_come_from_the_new_weights_alone(case: Case) -> None:
     if not case.has_model:
         pytest.skip("no model")
-    requests = [case.request(LONG) for _ in range(8)]  # one alone may draw an early end
-    tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
-    await asyncio.sleep(0.1)
+    requests, tasks = await started(case)  # several: one alone may draw an early end
     await case.engine.suspend("continue")
     version = await case.update()
     probe = await case.engine.logprobs(range(3, 43))  # new weights can be probed before they serve
@@ -228,9 +217,9 @@ async def test_tokens_after_an_update_come_from_the_new_weights_alone(case: Case
 
 
 async def test_restart_aborts_what_runs(case: Case) -> None:
-    tasks = await started(case)
+    _, tasks = await started(case)
     await case.engine.suspend("restart")
-    generations = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    generations = await asyncio.wait_for(asyncio.gather(*tasks), HANG_SECONDS)
     assert Ending.ABORTED in {generation.ending for generation in generations}
     assert {generation.ending for generation in generations} <= {Ending.ABORTED, Ending.STOP, Ending.LENGTH}
     for generation in generations:
@@ -241,11 +230,9 @@ async def test_restart_aborts_what_runs(case: Case) -> None:
 
 
 async def test_abort_returns_what_there_is(case: Case) -> None:
-    requests = [case.request(LONG) for _ in range(4)]
-    tasks = [asyncio.create_task(case.engine.generate(request)) for request in requests]
-    await asyncio.sleep(0.15)
+    requests, tasks = await started(case, 4)
     await case.engine.abort([request.id for request in requests[:2]] + ["unknown"])
-    aborted = await asyncio.wait_for(asyncio.gather(*tasks[:2]), 5)
+    aborted = await asyncio.wait_for(asyncio.gather(*tasks[:2]), HANG_SECONDS)
     for generation in aborted:
         check(generation)
         assert len(generation.tokens) < LONG
@@ -259,12 +246,12 @@ async def test_an_abort_never_overtakes_its_request(case: Case) -> None:
     task = asyncio.create_task(case.engine.generate(request))
     await asyncio.sleep(0)
     await case.engine.abort([request.id])
-    generation = await asyncio.wait_for(task, 5)
+    generation = await asyncio.wait_for(task, HANG_SECONDS)
     assert generation.ending is Ending.ABORTED or len(generation.tokens) < LONG
 
 
 async def test_a_cancelled_caller_leaves_the_engine_well(case: Case) -> None:
-    tasks = await started(case, 4)
+    _, tasks = await started(case, 4)
     for task in tasks[:2]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -272,7 +259,8 @@ async def test_a_cancelled_caller_leaves_the_engine_well(case: Case) -> None:
 
 
 async def test_progress_is_the_beginning_of_the_answer(case: Case) -> None:
-    ids, tasks = await progressed(case)
+    requests, tasks = await started(case)
+    ids = [request.id for request in requests]
     whole, later = (case.engine.progress(dict.fromkeys([*ids, "unknown"], since)) for since in (0, 2))
     assert "unknown" not in whole
     generations = {generation.id: generation for generation in await asyncio.gather(*tasks)}
@@ -317,11 +305,12 @@ async def test_many_more_requests_than_slots(case: Case) -> None:
 
 async def test_death_reaches_every_call(case: Case, request: pytest.FixtureRequest) -> None:
     """Last: the engine does not survive it."""
-    ids, tasks = await progressed(case)
+    requests, tasks = await started(case)
+    ids = [request.id for request in requests]
     case.engine.check()
     before = case.engine.progress(dict.fromkeys(ids, 0))
     await KILLERS[request.node.callspec.params["case"]](case.engine)
-    outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_SECONDS)
     with pytest.raises(EngineFailed):
         case.engine.check()
     after = case.engine.progress(dict.fromkeys(ids, 0))
@@ -341,7 +330,7 @@ async def test_death_reaches_every_call(case: Case, request: pytest.FixtureReque
     ]
     for call in calls:
         with pytest.raises(EngineFailed):
-            await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(call, HANG_SECONDS)
 
 
 async def kill_timed(engine: Engine) -> None:

@@ -29,6 +29,7 @@ from rollflow.storage.objects.s3 import WRITER, S3Store
 from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
 from tests.contracts.faulty_proxy import Fault, FaultyProxy
 from tests.support.s3_server import s3_server, use
+from tests.support.waiting import HANG_SECONDS, until
 
 BUCKET = "contract"
 
@@ -74,7 +75,7 @@ def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list
     start = threading.Barrier(len(contents))
 
     def write(content: bytes) -> list[bytes]:
-        start.wait(timeout=10)
+        start.wait(HANG_SECONDS)
         try:
             store.create(path, content)
         except Conflict:
@@ -105,7 +106,7 @@ def test_what_is_written_is_read(store: ObjectStore, write: str, data: Data, tmp
     assert store.exists("a/b.bin")
     found = store.stat("a/b.bin")
     assert found.size == len(expected)
-    assert before - 2 <= found.modified <= time.time() + 2
+    assert before - 2 <= found.modified <= time.time() + 2  # the store's clock is this machine's
 
 
 def test_put_replaces(store: ObjectStore) -> None:
@@ -212,7 +213,7 @@ def test_exactly_one_of_racing_threads_creates_with_a_file(store: ObjectStore) -
     start = threading.Barrier(8)
 
     def write(number: int) -> list[int]:
-        start.wait(timeout=10)
+        start.wait(HANG_SECONDS)
         try:
             store.create_naming("record", lambda _: b"%d" % number, f"file-{number}", b"data of %d" % number)
         except Conflict:
@@ -290,12 +291,9 @@ def test_exactly_one_of_racing_processes_creates(tmp_path: Path, local: LocalSto
         subprocess.Popen([sys.executable, "-c", RACER, tmp_path, str(me)], stdout=subprocess.PIPE, text=True)
         for me in range(6)
     ]
-    deadline = time.monotonic() + 30
-    while len(list(tmp_path.glob("ready-*"))) < len(racers):
-        assert time.monotonic() < deadline, "the racers did not start within 30 s"
-        time.sleep(0.01)
+    until(lambda: len(list(tmp_path.glob("ready-*"))) == len(racers))
     (tmp_path / "go").touch()
-    won = {str(me): racer.communicate(timeout=30)[0].split() for me, racer in enumerate(racers)}
+    won = {str(me): racer.communicate(timeout=HANG_SECONDS)[0].split() for me, racer in enumerate(racers)}
     assert [racer.returncode for racer in racers] == [0] * len(racers)
     assert sorted(int(turn) for turns in won.values() for turn in turns) == list(range(50))
     for me, turns in won.items():
@@ -353,6 +351,16 @@ def test_check_sweeps_what_killed_writers_left(local: LocalStore) -> None:
     local.check()
     assert new.exists()
     assert not old.exists()
+
+
+def test_what_is_being_written_is_not_swept_whatever_the_clock_says(local: LocalStore) -> None:
+    with local._written(pieces(b"half")) as (temporary, _):
+        os.utime(temporary, (0, 0))
+        [left] = local.unfinished()
+        local.check()
+        local.discard(left)
+        assert temporary.exists()
+    assert list(local.unfinished()) == []
 
 
 @pytest.mark.parametrize("size", [5, 3_000_000])
@@ -416,7 +424,8 @@ def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.fixture
 def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy to the server that stores use for the rest of the test; they do not wait between two tries."""
-    monkeypatch.setattr(s3_requests, "PATIENT", Patience(tries=6, pause_seconds=0.01, try_seconds=2.0))
+    monkeypatch.setattr(s3_requests, "PATIENT", Patience(tries=6, pause_seconds=0.01))
+    monkeypatch.setattr(s3_requests, "PART_BYTES", 5 * 2**20)  # the smallest that S3 takes: less to send through it
     with FaultyProxy(aws) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", made.endpoint)
         yield made
@@ -445,12 +454,12 @@ def test_create_conflicts_after_a_lost_refusal_even_over_the_same_bytes(s3: S3St
 
 def test_a_service_that_does_not_answer_is_unreachable_not_missing(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.lose_answers("GET", 100)
-    with pytest.raises(Unreachable, match=r"did not answer for s3://contract/.*/a \(6 tries in \d s\)"):
+    with pytest.raises(Unreachable, match=r"did not answer for s3://contract/.*/a \(6 tries in \d+ s\)"):
         s3.get("a")
 
 
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.STALLED])
-@pytest.mark.parametrize("size", [5, 20_000_000], ids=["small", "parts"])
+@pytest.mark.parametrize("size", [5, 11_000_000], ids=["small", "parts"])
 def test_a_fault_on_the_way_changes_nothing(
     s3: S3Store, proxy: FaultyProxy, fault: Fault, size: int, tmp_path: Path
 ) -> None:
@@ -471,11 +480,13 @@ def test_a_fault_on_the_way_changes_nothing(
     assert proxy.faults[fault] >= 4
 
 
-def test_a_body_that_stops_is_read_again(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_a_body_that_stops_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.put("a", b"content")
     proxy.do("GET", Fault.STALLED)
-    assert s3.get("a") == b"content"
-    assert proxy.seen("GET") == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(s3_requests, "PATIENT", Patience(tries=6, pause_seconds=0.01, try_seconds=2.0))
+        assert s3.get("a") == b"content"
+    assert proxy.seen("GET") >= 2
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.ALTERED])
@@ -545,14 +556,14 @@ def test_a_forked_process_gets_its_own_connection(s3: S3Store) -> None:
     s3.put("a", b"parent")
     child = multiprocessing.get_context("fork").Process(target=lambda: s3.put("a", s3.get("a") + b" and child"))
     child.start()
-    child.join(timeout=20)
+    child.join(HANG_SECONDS)
     assert child.exitcode == 0
     assert s3.get("a") == b"parent and child"
 
 
 def test_a_pickled_store_works_in_a_fresh_process(s3: S3Store) -> None:
     code = "import pickle, sys; pickle.load(sys.stdin.buffer).put('a', b'fresh')"
-    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(s3), check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(s3), check=True, timeout=HANG_SECONDS)
     assert s3.get("a") == b"fresh"
 
 
@@ -571,20 +582,17 @@ def test_check_names_an_unreachable_endpoint(aws: str, monkeypatch: pytest.Monke
     with FaultyProxy(aws) as closed:
         pass
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", closed.endpoint)
-    started = time.monotonic()
     with pytest.raises(
         ConfigError, match=r"'s3://contract/x' cannot be reached .*127.0.0.1.*check AWS_ENDPOINT_URL_S3"
     ):
         S3Store("contract/x").check()
-    assert time.monotonic() - started < 15
 
 
 def test_check_does_not_wait_for_a_silent_endpoint(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.fall_silent()
-    started = time.monotonic()
     with pytest.raises(ConfigError, match="cannot be reached"):
         s3.check()
-    assert time.monotonic() - started < 15
+    assert proxy.seen("PUT") == 1
 
 
 def test_check_names_denied_access(s3: S3Store, proxy: FaultyProxy) -> None:

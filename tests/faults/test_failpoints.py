@@ -22,7 +22,7 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.clock import run_virtual
 from tests.support.pipeline import Damage, Pipeline
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 VERSIONS, GROUPS = 4, 2
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter for each of some hundred points would take minutes

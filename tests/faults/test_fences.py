@@ -12,8 +12,9 @@ import pytest
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
 from rollflow.storage.audit import audit
+from tests.support.waiting import HANG_SECONDS, RUN_SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 VERSIONS = 600  # enough for the second supervisor to begin before the first one ends
 
@@ -24,11 +25,11 @@ def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
     old = Victim(tmp_path / "old", recipe)
     elsewhere = tmp_path / "elsewhere"
     try:
-        old.wait_version(5, 300)
+        old.wait_version(5, RUN_SECONDS)
         environment = {**os.environ, "ROLLFLOW_HOME": str(elsewhere), "PREFECT_API_URL": ""}
         command = [sys.executable, "-m", "rollflow.flows.cli", "resume", old.policies.run.uri]
-        new = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-        assert old.process.wait(60) == 1
+        new = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
+        assert old.process.wait(HANG_SECONDS) == 1
         assert "Conflict: this run has another supervisor now" in old.tail()
         assert new.returncode == 0, new.stdout[-2000:] + new.stderr[-2000:]
     finally:

@@ -19,8 +19,9 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.storage.trajectories import TrajectoryStore
+from tests.support.waiting import RUN_SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 SYNCHRONOUS = """
 name = "small"
@@ -101,16 +102,16 @@ def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:
 
 def test_a_synchronous_run_killed_ten_times_is_bit_identical(tmp_path: Path) -> None:
     quiet = Victim(tmp_path / "quiet", SYNCHRONOUS)
-    assert quiet.finish([], 400).right
+    assert quiet.finish([], RUN_SECONDS).right
     draw = random.Random()
     killed = Victim(tmp_path / "killed", SYNCHRONOUS)
     try:
-        killed.wait_version(1, 300)  # before that there may be nothing to resume
+        killed.wait_version(1, RUN_SECONDS)  # before that there may be nothing to resume
         for role in draw.choices(KILLED, k=10):
             time.sleep(draw.uniform(0.0, 0.5))
             kill = killed.strike_everything() if role == EVERYTHING else killed.strike(role, draw)
             print(f"at version {killed.newest}: {kill}")
-        outcome = killed.finish([], 400)
+        outcome = killed.finish([], RUN_SECONDS)
     finally:
         kill_everything(killed.home)
     assert outcome.right, outcome

@@ -17,8 +17,9 @@ from rollflow.storage.records import Cursor, GroupKey
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.rollout.scheduler import Beginning
 from tests.storage.test_stores import group, publish, staged
+from tests.support.waiting import HANG_SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 FORK = multiprocessing.get_context("fork")
 ROUNDS = 100
@@ -36,7 +37,7 @@ def race(root: Path, step: Step, rounds: int, racers: int = 2) -> list[list[str]
         child.start()
     won: list[list[str]] = [[] for _ in range(rounds)]
     for _ in children:
-        for number, wrote in results.get(timeout=90):
+        for number, wrote in results.get(timeout=HANG_SECONDS):
             won[number].append(wrote)
     for child in children:
         child.join()
@@ -46,7 +47,7 @@ def race(root: Path, step: Step, rounds: int, racers: int = 2) -> list[list[str]
 def _racer(root: Path, step: Step, rounds: int, racer: int, barrier: Barrier, results: Results) -> None:
     won = []
     for number in range(rounds):
-        barrier.wait(60)
+        barrier.wait(HANG_SECONDS)
         try:
             won.append((number, step(root, number, racer)))
         except Conflict:

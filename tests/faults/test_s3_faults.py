@@ -23,7 +23,7 @@ from tests.contracts.faulty_proxy import Fault, FaultyProxy
 from tests.support.pipeline import Pipeline
 from tests.support.s3_server import s3_server, use
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 BUCKET = "faults"
 KINDS = (Fault.THROTTLE, Fault.ERROR, Fault.RESET, Fault.LOST, Fault.TRUNCATED, Fault.SLOW)

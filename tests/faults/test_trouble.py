@@ -28,6 +28,7 @@ from rollflow.tasks.clock import run_virtual
 from tests.contracts.faulty_proxy import FaultyProxy
 from tests.support.pipeline import Pipeline
 from tests.support.s3_server import s3_server, use
+from tests.support.waiting import HANG_SECONDS
 
 NOBODY = 65534
 MEBIBYTE = 1 << 20
@@ -64,7 +65,7 @@ def said_under(trouble: Callable[[], None], work: Callable[[], None]) -> str:
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=HANG_SECONDS)
     assert process.exitcode == 0
     assert ours.poll(), "nothing was said"
     return str(ours.recv())

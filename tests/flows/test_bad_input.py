@@ -13,6 +13,7 @@ from rollflow.flows.cli import main
 from rollflow.flows.services import free_port
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.settings import ColdStart
+from tests.support.waiting import HANG_SECONDS
 
 RECIPE = "flows/recipes/arithmetic.toml"
 
@@ -151,4 +152,4 @@ assert main(["check", "{RECIPE}"]) == 0
 heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)

@@ -20,6 +20,7 @@ from rollflow.storage.recoveries import Recovery, RecoveryLog
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.run import RunContext
 from tests.support.small_run import prepare_small, train_small
+from tests.support.waiting import HANG_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -206,4 +207,4 @@ assert main(["gc", "{trained.uri}", "--dry-run"]) == 0
 heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)

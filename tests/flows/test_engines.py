@@ -21,6 +21,7 @@ from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.rollout.actor import engine_name
 from rollflow.tasks.run import FORMAT, RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig, TimedEngineConfig
+from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 QUIET: dict[str, Any] = {"failed": {}}
@@ -64,7 +65,7 @@ class Kept:
         return [recovery.role for recovery in RecoveryLog(self.context.store).read()]
 
     def until(self, done: Callable[[], bool], status: dict[str, Any] = QUIET) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while not done():
             assert time.monotonic() < deadline, (self.joined, self.recovered)
             self.engines.look(self.scheduler, status)
@@ -72,8 +73,16 @@ class Kept:
 
 
 def process(number: int) -> int:
-    found: int = ray.get(ray.get_actor(engine_name(number)).__ray_call__.remote(lambda _: os.getpid()), timeout=30)
-    return found
+    return int(answer(ray.get_actor(engine_name(number)).__ray_call__.remote(lambda _: os.getpid())))
+
+
+def answer(reference: Any) -> Any:
+    return ray.get(reference, timeout=HANG_SECONDS)
+
+
+def die(actor: Any) -> None:
+    """As vLLM's own process does, within an actor that lives."""
+    answer(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")))
 
 
 @pytest.fixture
@@ -85,10 +94,10 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
 def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept) -> None:
     before = process(1)
     actor = ray.get_actor(engine_name(1))
-    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    die(actor)
     kept.until(lambda: kept.recovered == ["engine-1"])
     assert process(1) == before
-    ray.get(actor.health.remote(), timeout=30)
+    answer(actor.health.remote())
     assert kept.joined == [0, 1]
 
 
@@ -104,9 +113,9 @@ def test_an_engine_that_the_scheduler_gave_up_is_not_kept_because_it_feels_well(
 def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
     before = process(1)
     kept.until(lambda: kept.engines._engines[1].health is not None)
-    ray.get(ray.get_actor(engine_name(1)).health.remote(), timeout=30)  # so the keeper's own question is answered: well
+    answer(ray.get_actor(engine_name(1)).health.remote())  # so the keeper's own question is answered: well
     actor = ray.get_actor(engine_name(1))
-    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    die(actor)
     kept.until(lambda: 1 not in kept.joined, {"failed": {1: "its core died"}})
     kept.until(lambda: kept.recovered == ["engine-1"])
     assert process(1) == before
@@ -115,7 +124,7 @@ def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
 def test_over_the_budget_the_reason_is_told_once(kept: Kept) -> None:
     kept.engines._budget = Budget(RecoveryConfig(restarts=0))
     actor = ray.get_actor(engine_name(1))
-    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    die(actor)
     with pytest.raises(StageFailed) as caught:
         kept.until(lambda: False)
     assert str(caught.value).count("engine-1 was started again") == 1
@@ -127,7 +136,7 @@ def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(kept.engines._chronicle, "write", full)
     actor = ray.get_actor(engine_name(1))
-    ray.get(actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "its core died")), timeout=30)
+    die(actor)
     with pytest.raises(StoreFailed, match="the disk is full"):
         kept.until(lambda: False)
 

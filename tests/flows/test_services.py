@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import os
 import signal
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +21,7 @@ from rollflow.flows.ray_head import RayHead
 from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray, redact
 from rollflow.flows.services import PrefectServer, Runner, free_port, start_together, stop_together
 from rollflow.storage.errors import ConfigError, Unreachable
+from tests.support.waiting import RUN_SECONDS, until
 
 MARK = "ROLLFLOW_TEST_MARK"
 CLIENT = """
@@ -44,10 +45,10 @@ class Actor:
         raise EngineFailed("wrong weights")
 
 actor = Actor.options(name="kept", lifetime="detached").remote()
-cluster.call(actor.spawn.remote(), 30, "a child, from the actor")
+cluster.call(actor.spawn.remote(), 150, "a child, from the actor")
 assert cluster.actor("kept", "test") is not None
 try:
-    cluster.call(actor.fail.remote(), 30, "a failure")
+    cluster.call(actor.fail.remote(), 150, "a failure")
 except EngineFailed as error:
     print(error)
 try:
@@ -59,11 +60,11 @@ try:
 except Unreachable as error:
     print(error)
 other = Actor.options(name="other").remote()
-cluster.call(other.spawn.remote(), 30, "a child, from the other")
+cluster.call(other.spawn.remote(), 150, "a child, from the other")
 waiting = other.hang.remote()
 print(cluster.kill_named(["other", "nobody"], "test"))
 try:
-    cluster.call(waiting, 30, "an answer, from the other", died=EngineFailed)
+    cluster.call(waiting, 150, "an answer, from the other", died=EngineFailed)
 except EngineFailed as error:
     print("dead:", error)
 """
@@ -82,18 +83,18 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def sleepers(mark: str) -> list[int]:
+def lines(mark: str) -> list[bytes]:
+    """Their command lines."""
+    found = []
+    for pid in marked(mark):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(Path("/proc", str(pid), "cmdline").read_bytes())
+    return found
+
+
+def sleepers(mark: str) -> list[bytes]:
     """Of those, the children that the test's actors started."""
-    return [pid for pid in marked(mark) if b"sleep" in Path("/proc", str(pid), "cmdline").read_bytes()]
-
-
-def gone(mark: str, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while marked(mark):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+    return [line for line in lines(mark) if b"sleep" in line]
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_prefect_and_ray_start_answer_and_leave_nothing(tmp_path: Path, mark: st
             check_ray(prefect.ui_url.removeprefix("http://"))
         command = [sys.executable, "-c", CLIENT, ray.address]
         client = subprocess.run(
-            command, env=os.environ | ray.env, capture_output=True, text=True, timeout=60, check=False
+            command, env=os.environ | ray.env, capture_output=True, text=True, timeout=RUN_SECONDS, check=False
         )
         assert client.returncode == 0, client.stderr
         assert client.stdout.splitlines()[:4] == [
@@ -133,13 +134,10 @@ def test_prefect_and_ray_start_answer_and_leave_nothing(tmp_path: Path, mark: st
             "dead: waited for an answer, from the other, but its process is gone"
         )
         assert client.stderr == ""
-        deadline = time.monotonic() + 10
-        while len(sleepers(mark)) > 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(sleepers(mark)) == 1  # the detached actor's child; the killed actor's went with it
+        until(lambda: len(sleepers(mark)) == 1)  # the detached actor's child; the killed actor's went with it
     finally:
         stop_together(prefect, ray)
-    assert gone(mark, 0.5)
+    until(lambda: not marked(mark))
     prefect.stop()  # again does nothing
 
 
@@ -165,7 +163,28 @@ time.sleep(600)
     assert len(marked(mark)) >= 7
     owner.kill()
     owner.wait()
-    assert gone(mark, 10)
+    until(lambda: not marked(mark))
+
+
+@pytest.mark.slow
+def test_a_cluster_ends_with_its_guards_and_starts_again_where_it_was(tmp_path: Path, mark: str) -> None:
+    """As when the kernel is short of memory and takes the guards first."""
+    head = RayHead(tmp_path, cpus=1)
+    head.start()
+    try:
+        token = (head.folder / "token").read_text()
+        assert head._process is not None
+        head._process.kill()
+        until(lambda: not head.running)
+        head.restart()
+        assert len([line for line in lines(mark) if b"gcs_server" in line]) == 1
+        assert (head.folder / "token").read_text() == token  # its clients have read it
+        for pid in marked(mark):  # both guards at once: Ray's processes end with the one that made them
+            if b"guard.py" in Path("/proc", str(pid), "cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not marked(mark))
+    finally:
+        head.stop()
 
 
 STUBBORN = """
@@ -186,15 +205,35 @@ def test_stop_is_bounded_and_reaches_orphans_that_ignore_sigterm(
     env = {"PYTHONPATH": str(tmp_path)}
     runner = Runner(tmp_path / "log", env, module="stubborn", ready=tmp_path / "ready", grace_seconds=0.3)
     with runner:
-        deadline = time.monotonic() + 10
-        while len(marked(mark)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(marked(mark)) == 3  # guard, process, orphan
-        began = time.monotonic()
+        until(lambda: len(marked(mark)) == 4)  # two guards, process, orphan
         runner.stop()
-        assert time.monotonic() - began < 5
         assert not runner.running
-    assert gone(mark, 0.5)
+    until(lambda: not marked(mark))
+
+
+@pytest.mark.parametrize("owner_too", [False, True], ids=["guard", "guard and owner"])
+def test_what_a_killed_guard_leaves_is_ended(tmp_path: Path, mark: str, owner_too: bool) -> None:
+    owner_code = f"""
+import sys, time
+from pathlib import Path
+from rollflow.flows.services import Runner
+runner = Runner(Path("log"), {{"PYTHONPATH": {os.pathsep.join([str(tmp_path), *sys.path])!r}}}, module="stubborn", ready=Path("ready"), grace_seconds=0.3)
+runner.start()
+print(runner._process.pid, flush=True)
+time.sleep(600)
+"""  # noqa: E501
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", owner_code]
+    owner = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    guard = int(owner.stdout.readline())
+    until(lambda: len([line for line in lines(mark) if b"guard.py" not in line]) == 3)  # owner, process, orphan
+    for pid in [guard, owner.pid] if owner_too else [guard]:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: marked(mark) == [owner.pid] or not marked(mark))
+    owner.kill()
+    owner.wait()
 
 
 def test_a_service_that_ends_while_starting_is_named_with_its_log(tmp_path: Path) -> None:
@@ -211,7 +250,7 @@ def test_a_service_that_never_answers_is_given_up_at_its_deadline(tmp_path: Path
     )
     with pytest.raises(Unreachable, match=r"waited 0 s|waited 1 s"):
         runner.start()
-    assert gone(mark, 0.5)
+    until(lambda: not marked(mark))
 
 
 def test_closed_ports_are_refused_in_one_sentence_with_key_value_and_cure() -> None:

@@ -13,10 +13,12 @@ import pytest
 import ray
 
 from rollflow.flows import cluster
-from rollflow.flows.supervision import Budget, Keeper, StageFailed, Ward
+from rollflow.flows.progress import Progress
+from rollflow.flows.supervision import Budget, Keeper, Pending, StageFailed, Ward
 from rollflow.storage.claims import Claim
 from rollflow.storage.errors import Conflict, StoreFailed
 from rollflow.storage.objects import open_store
+from rollflow.storage.policies import Manifest
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.run import FORMAT, RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
@@ -31,6 +33,26 @@ def test_the_first_restart_is_at_once_then_pauses_double() -> None:
         budget.spend("learner", "no memory")
     now[0] = 101.0
     assert budget.spend("learner", "gone") == 0.0
+
+
+def test_no_recovery_ends_before_it_began_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending, real = Pending("learner", "gone", 1), time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
+    assert not pending.seen(1.0)
+    assert pending.seen(2.0)
+    first = pending.done()
+    assert first.noticed_at <= first.restored_at <= first.resumed_at
+    later = Pending("learner", "gone again", 2).after(pending).done()
+    assert first.noticed_at == later.noticed_at <= later.resumed_at
+
+
+def test_a_clock_that_steps_back_makes_no_nonsense_of_a_runs_pace(tmp_path: Path) -> None:
+    progress = Progress(RunContext(str(tmp_path), tmp_path / "cache"))
+    for version, at in enumerate((5000.0, 5001.0, 1402.0)):
+        metrics = {"response_tokens": 100.0}
+        progress.manifests.append(Manifest(version, None, (), (), None, writer="w", metrics=metrics, created_at=at))
+    assert progress.training_seconds == 0.0
+    assert progress.tokens_per_second() == progress.tokens_per_second(1) == 0.0
 
 
 def test_the_newest_claim_holds(tmp_path: Path) -> None:
@@ -95,7 +117,7 @@ def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any
         start=lambda: ray.remote(Worker).options(**options).remote(tmp_path),
         made=lambda status: float(status["made"]),
         redone=lambda status: (f"{status['made']} pieces", 3),
-        patience=2.0,
+        patience=5.0,
     )
     try:
         return context, Keeper(context, ward, print).run()
@@ -111,7 +133,7 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
     died, raised, hung = recovery.reason.split("; then ")
     assert "its process is gone" in died
     assert raised == "somebody else published version 3"
-    assert hung == "no progress for 2 s; last seen: {'made': 0}"
+    assert hung == "no progress for 5 s; last seen: {'made': 0}"
     assert recovery.attempt == 3
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 

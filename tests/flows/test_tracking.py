@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 
 from rollflow.flows import tracking
 from rollflow.flows.tracking import Curves, Tracker, TrackingPlace, flatten, names_secret
+from tests.support.waiting import HANG_SECONDS
 
 PARAMETERS = {
     "name": "arithmetic",
@@ -42,14 +43,22 @@ def steps(client: Any, run: Any, metric: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(place: TrackingPlace, tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(
+    place: TrackingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged, opened = threading.Event(), tracking._open_run
+
+    def once_all_is_logged(*given: Any) -> Any:  # so what is logged does not wait for MLflow
+        assert logged.wait(HANG_SECONDS)
+        return opened(*given)
+
+    monkeypatch.setattr(tracking, "_open_run", once_all_is_logged)
     first = Tracker(place, "run-1", PARAMETERS)
     for version in range(1, 401):
         first.log_version(version, {"reward": version / 400, "loss": 0.1}, when=1000.0 + version)
     first.log_accuracy(400, 0.5, when=1400.0)
-    assert time.monotonic() - began < 0.5  # nothing waits for MLflow
-    assert first.flush(60)  # and then the process is killed: no finish
+    logged.set()
+    assert first.flush(HANG_SECONDS)  # and then the process is killed: no finish
 
     resumed = Tracker(place, "run-1", {**PARAMETERS, "seed": 1, "name": "another"})
     for version in range(390, 411):  # what was committed after the last write, and some before it
@@ -59,7 +68,7 @@ def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(place: Tra
     resumed.log_reward_plot(
         Curves([(1, 0.2), (2, 0.4)], [(0, 0.1), (2, 0.5)], [(1, 0.0), (2, 1.5)]), tmp_path / "reward.png"
     )
-    assert resumed.finish("FINISHED", 60)
+    assert resumed.finish("FINISHED", HANG_SECONDS)
     assert (first.failures, resumed.failures) == (0, 0), resumed.warnings
 
     client, run = stored(place, "run-1")
@@ -85,7 +94,7 @@ def test_a_failure_is_recorded_and_what_was_to_be_written_is_tried_again(
     from mlflow.exceptions import MlflowException
 
     tracker = Tracker(place, "run-2", {"name": "two"})
-    assert tracker.flush(60)
+    assert tracker.flush(HANG_SECONDS)
     real = tracking._log_points
 
     def half_written(run: Any, points: Any) -> None:  # the write arrives, its answer is lost
@@ -94,12 +103,12 @@ def test_a_failure_is_recorded_and_what_was_to_be_written_is_tried_again(
 
     monkeypatch.setattr(tracking, "_log_points", half_written)
     tracker.log_version(1, {"reward": 0.1}, when=1.0)
-    assert tracker.flush(60)
+    assert tracker.flush(HANG_SECONDS)
     assert tracker.failures >= 1
     assert tracker.warnings == ["tracking, writing: MlflowException: connection reset"]
     monkeypatch.setattr(tracking, "_log_points", real)
     tracker.log_version(2, {"reward": 0.2}, when=2.0)
-    assert tracker.finish("FAILED", 60)
+    assert tracker.finish("FAILED", HANG_SECONDS)
     client, run = stored(place, "run-2")
     assert steps(client, run, "rollout/reward") == [1, 2]
     assert run.info.status == "FAILED"
@@ -113,7 +122,7 @@ def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
     tracker.log_version(1, metrics | {"loss": 0.1, "wait_seconds": 2.0}, when=1.0)
     tracker.log_accuracy(1, 0.5, when=1.0)
     tracker.log_recovery(1, {"seconds": 2.0, "learner": 1.0}, when=1.0)
-    assert tracker.finish("FINISHED", 60)
+    assert tracker.finish("FINISHED", HANG_SECONDS)
     _, run = stored(place, "run-4")
     assert run.data.metrics == {
         **{f"rollout/{name}": value for name, value in metrics.items()},
@@ -138,7 +147,7 @@ def test_the_experiment_is_one_of_model_training(place: TrackingPlace) -> None:
     client.create_experiment("chosen", tags={kind: "genai_development"})
     found = {}
     for name in ("fresh", "older", "chosen"):
-        assert Tracker(replace(place, experiment=name), "run", {}).finish("FINISHED", 60)
+        assert Tracker(replace(place, experiment=name), "run", {}).finish("FINISHED", HANG_SECONDS)
         found[name] = client.get_experiment_by_name(name).tags[kind]
     training = "custom_model_development"
     assert found == {"fresh": training, "older": training, "chosen": "genai_development"}
@@ -154,7 +163,7 @@ def quick_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tracking_server_that_is_away_ends_nothing() -> None:
     tracker = Tracker(TrackingPlace("http://127.0.0.1:9", "arithmetic"), "run-3", {})
     tracker.log_version(1, {"reward": 0.1}, when=1.0)
-    assert tracker.finish("FINISHED", 60)
+    assert tracker.finish("FINISHED", HANG_SECONDS)
     assert tracker.failures >= 2
     assert "127.0.0.1" in tracker.warnings[0]
     assert tracker.page == "http://127.0.0.1:9/#/experiments"

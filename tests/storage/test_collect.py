@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import uuid
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moto.s3.models import s3_backends
 
-from rollflow.storage.collect import collect, orphans, store_clock
+from rollflow.storage.collect import collect, orphans, store_clock, sweep
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.policies import Manifest, PolicyStore, Retention, manifest_path
+from tests.support.s3_server import s3_server, use
 
 RETENTIONS = st.builds(Retention, st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
 DAY = 24 * 3600.0
@@ -109,6 +114,70 @@ def test_only_unnamed_objects_of_that_age_are_orphans(run: LocalStore) -> None:
     assert all(DAY < o.age < 3 * DAY for o in found)
     assert collect(run, found) == sum(o.size for o in found) == 4 + 4 + 5
     assert set(run.list()) == before - {o.path for o in found}
+
+
+def test_what_killed_writers_left_goes_after_a_week_and_nothing_that_is_being_written(run: LocalStore) -> None:
+    run.put("run.json", b"{}")
+    scratch = run.root / ".tmp"
+    for name, days in (("a", 8), ("b", 6), ("c", 40)):
+        (scratch / name).write_bytes(b"half")
+        then = store_clock(run) - days * DAY
+        os.utime(scratch / name, (then, then))
+    found = orphans(run, Retention(), 0.0, store_clock(run))
+    assert [(o.path, o.size, o.why) for o in found] == [
+        (".tmp/a", 4, "its writer never ended it"),
+        (".tmp/c", 4, "its writer never ended it"),
+    ]
+    assert [o.path for o in orphans(run, Retention(), 30 * DAY, store_clock(run))] == [".tmp/c"]
+    assert sweep(run) == 8
+    assert [path.name for path in scratch.iterdir()] == ["b"]
+    assert list(run.list()) == ["run.json"]
+
+
+def test_an_upload_that_nobody_ends_goes_and_a_live_one_beside_it_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server("uploads") as endpoint:
+        use(endpoint, monkeypatch)
+        run, other = S3Store("uploads/runs/mine"), S3Store("uploads/runs/mine-too")
+        stale, live, empty, elsewhere = (
+            begun(run, "stale"),
+            begun(run, "live"),
+            begun(run, "empty", 0),
+            begun(other, "a"),
+        )
+        for upload in (stale, elsewhere):
+            for part in uploads()[upload].parts.values():
+                part.last_modified -= timedelta(days=8)
+        found = orphans(run, Retention(), 0.0, store_clock(run))
+        assert [(o.path, o.size, o.why) for o in found] == [("stale", PART, "its writer never ended it")]
+        assert sweep(run) == PART
+        assert set(uploads()) == {live, empty, elsewhere}
+        ended(run, "live", live)
+        assert run.stat("live").size == PART
+        assert sweep(run) == 0
+
+
+PART = 1000
+
+
+def uploads() -> dict[str, Any]:
+    """The server's own, by id."""
+    [backend] = [backend for account in s3_backends.values() for backend in account.values()]
+    found: dict[str, Any] = backend.buckets["uploads"].multiparts
+    return found
+
+
+def begun(run: S3Store, key: str, parts: int = 1) -> str:
+    """An upload of so many parts (one may be small) that is not ended; its id."""
+    upload: str = run._call("create_multipart_upload", Key=run._key(key))["UploadId"]
+    for number in range(1, parts + 1):
+        run._call("upload_part", Key=run._key(key), UploadId=upload, PartNumber=number, Body=b"x" * PART)
+    return upload
+
+
+def ended(run: S3Store, key: str, upload: str) -> None:
+    parts = run._call("list_parts", Key=run._key(key), UploadId=upload)["Parts"]
+    listed = {"Parts": [{name: part[name] for name in ("PartNumber", "ETag")} for part in parts]}
+    run._call("complete_multipart_upload", Key=run._key(key), UploadId=upload, MultipartUpload=listed)
 
 
 def test_nothing_goes_on_the_word_of_an_unreadable_record(run: LocalStore) -> None:

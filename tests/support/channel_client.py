@@ -24,6 +24,7 @@ from rollflow.storage.ray_channel import CHANNEL, RayChannel, start_channel
 from rollflow.storage.records import Cursor
 from rollflow.storage.trajectories import TrajectoryStore
 from tests.storage.test_stores import staged
+from tests.support.waiting import HANG_SECONDS
 
 
 def kill_process() -> None:
@@ -51,20 +52,20 @@ async def ordinary(channel: RayChannel, store: ObjectStore) -> None:
     """Bounded, leased, acknowledged, idempotent; payloads large enough for shared memory."""
     _, data = TrajectoryStore(store).commit(staged(0), 0)
     big = pa.py_buffer(bytes(range(256)) * 8192)  # 2 MiB
-    await channel.put(0, data, 5)
-    await channel.put(0, data, 5)
-    await channel.put(1, big, 5)
+    await channel.put(0, data, HANG_SECONDS)
+    await channel.put(0, data, HANG_SECONDS)
+    await channel.put(1, big, HANG_SECONDS)
     with pytest.raises(TimeoutError, match="room for batch 2"):
         await channel.put(2, big, 0.3)
-    assert await blocking(channel.lease, 0, 5) == data
-    news = asyncio.create_task(channel.wait_version(0, 30))
+    assert await blocking(channel.lease, 0, HANG_SECONDS) == data
+    news = asyncio.create_task(channel.wait_version(0, HANG_SECONDS))
     await blocking(channel.finish, 0, 1)
     assert await news == 1
     assert await channel.waiting() == 1
     with pytest.raises(TimeoutError, match=r"waited 0\.2 s for batch 7"):
         await blocking(channel.lease, 7, 0.2)
     TrajectoryStore(store).commit(replace(staged(1), order=1), 1)
-    first, second = await blocking(channel.lease, 1, 5), await blocking(channel.lease, 1, 5)
+    first, second = await blocking(channel.lease, 1, HANG_SECONDS), await blocking(channel.lease, 1, HANG_SECONDS)
     assert first == big == second
     assert first.address == second.address  # one copy, in shared memory
 
@@ -72,9 +73,9 @@ async def ordinary(channel: RayChannel, store: ObjectStore) -> None:
 async def answered_by_the_next(channel: RayChannel, store: ObjectStore) -> None:
     """The actor dies while clients wait for a batch, for room and for news."""
     calls: list[Coroutine[Any, Any, Any]] = [
-        blocking(channel.lease, 2, 60),
-        channel.put(5, b"", 60),
-        channel.wait_version(1, 60),
+        blocking(channel.lease, 2, HANG_SECONDS),
+        channel.put(5, b"", HANG_SECONDS),
+        channel.wait_version(1, HANG_SECONDS),
     ]
     lease, put, news = waiting = [asyncio.create_task(call) for call in calls]
     await asyncio.sleep(1)
@@ -94,17 +95,17 @@ async def never_a_voided_one(channel: RayChannel, store: ObjectStore) -> None:
     """What was voided is not handed out again; the next edition is."""
     batches = TrajectoryStore(store)
     record, data = batches.commit(replace(staged(6), order=3), 6)
-    await channel.put(6, Path("gone.arrow"), 5)  # not fatal: it is found in the store
-    await channel.put(6, data, 5)
-    assert await blocking(channel.lease, 6, 5) == data
+    await channel.put(6, Path("gone.arrow"), HANG_SECONDS)  # not fatal: it is found in the store
+    await channel.put(6, data, HANG_SECONDS)
+    assert await blocking(channel.lease, 6, HANG_SECONDS) == data
     store.put(record.file, b"something else")
     with pytest.raises(Corrupt, match=record.file):
-        await blocking(channel.lease, 6, 5, afresh=True)
+        await blocking(channel.lease, 6, HANG_SECONDS, afresh=True)
     batches.void(6, "damaged")
-    anew = asyncio.create_task(blocking(channel.lease, 6, 30))
+    anew = asyncio.create_task(blocking(channel.lease, 6, HANG_SECONDS))
     await asyncio.sleep(0.5)
     _, other = batches.commit(replace(staged(6), cursor=Cursor((11,), (0,)), edition=1, order=4, voids=1), 6)
-    await channel.put(6, other, 5, edition=1)
+    await channel.put(6, other, HANG_SECONDS, edition=1)
     assert await anew == other
 
 
@@ -123,7 +124,7 @@ async def lost_with_its_owner(channel: RayChannel, store: ObjectStore) -> None:
     expected = TrajectoryStore(store).read(6)[1]
     ray_channel.ray.get = get
     try:
-        assert await blocking(channel.lease, 6, 30) == expected
+        assert await blocking(channel.lease, 6, HANG_SECONDS) == expected
     finally:
         ray_channel.ray.get = fetch
     assert seen
@@ -136,14 +137,14 @@ async def by_the_name_of_its_file(channel: RayChannel, store: ObjectStore) -> No
     record, data = batches.commit(replace(staged(7), order=5, voids=1), 7)
     file = store.local_path(record.file)
     assert file is not None
-    await channel.put(7, file, 5)
-    assert isinstance(await channel.actor.lease.remote(7, 5, afresh=False), str)
-    assert await blocking(channel.lease, 7, 5) == data
+    await channel.put(7, file, HANG_SECONDS)
+    assert isinstance(await channel.actor.lease.remote(7, HANG_SECONDS, afresh=False), str)
+    assert await blocking(channel.lease, 7, HANG_SECONDS) == data
     file.rename(file.with_suffix(".away"))
     with pytest.raises(Corrupt, match=record.file):
-        await blocking(channel.lease, 7, 5)
+        await blocking(channel.lease, 7, HANG_SECONDS)
     file.with_suffix(".away").rename(file)
-    assert await blocking(channel.lease, 7, 5) == data
+    assert await blocking(channel.lease, 7, HANG_SECONDS) == data
 
 
 async def nobody_there(channel: RayChannel) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.runtime import flow_run
 from prefect.types.entrypoint import EntrypointType
 
 from rollflow.flows.home import attach_run
@@ -30,7 +31,9 @@ def post_training(config: dict[str, Any], run_id: str | None = None, storage: st
 
     def tell(phase: Phase) -> None:
         seconds, pid = time.time() - began, str(os.getpid())
-        status = RunStatus(context.run_id, phase, version=version, seconds=seconds, messages=(pid,))
+        status = RunStatus(
+            context.run_id, phase, version=version, seconds=seconds, messages=(pid,), flow_run=str(flow_run.id)
+        )
         context.store.put(STATUS, status.to_json().encode())
 
     while not context.store.exists("go"):

@@ -29,6 +29,7 @@ from rollflow.tasks.engines.wire import (
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.settings import TimedEngineConfig, TransformersEngineConfig
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.waiting import HANG_SECONDS, soon
 
 TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0)
 
@@ -60,8 +61,8 @@ async def test_a_new_owner_takes_over(cluster: None) -> None:
     """As after the death of the process that held the first one: its requests end, their ids are free again."""
     first = RayEngine.spawn(TIMED, None)
     await first.start()
-    old = asyncio.create_task(first.generate(GenerationRequest("same-id", (3,), 500, seed=1)))
-    await asyncio.sleep(0.2)
+    old = asyncio.create_task(first.generate(GenerationRequest("same-id", (3,), 1000, seed=1)))
+    await soon(lambda: any(first.progress({"same-id": 0}).values()))
     second = RayEngine(first.actor)
     await second.suspend("restart")
     await second.update(4, __file__)  # type: ignore[arg-type]  # the timed engine reads no weights
@@ -69,7 +70,7 @@ async def test_a_new_owner_takes_over(cluster: None) -> None:
     new = await second.generate(GenerationRequest("same-id", (3,), 10, seed=2))
     assert new.versions == (4,) * 10
     with pytest.raises(EngineFailed, match="taken this engine over"):
-        await asyncio.wait_for(old, 10)
+        await asyncio.wait_for(old, HANG_SECONDS)
     with pytest.raises(EngineFailed, match="taken this engine over"):
         await first.suspend("continue")
     await first.close()  # which is not its own to end
@@ -94,7 +95,7 @@ async def test_an_engine_that_died_is_started_anew_within_its_actor(cluster: Non
     await actor.health.remote()
     assert not await old.owns()  # it had not heard of the death
     await old.close()
-    proxy = InferenceProxy([], 4, replacement_seconds=10.0)
+    proxy = InferenceProxy([], 4, replacement_seconds=HANG_SECONDS)
     await proxy.join(0, new)
     await proxy.update(5, Path(), Probe((), (), 0.1), "continue")
     assert (await proxy.generate(GenerationRequest("x", (3,), 1))).generation.versions == (5,)
@@ -109,12 +110,16 @@ async def pid(engine: RayEngine) -> int:
     return found
 
 
-async def serving(count: int, silent_seconds: float = 60.0) -> tuple[list[RayEngine], InferenceProxy]:
-    actors = [RayEngine.spawn(TIMED, None).actor for _ in range(count)]
-    engines = [RayEngine(actor, name=f"engine-{i}", silent_seconds=silent_seconds) for i, actor in enumerate(actors)]
+async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferenceProxy]:
+    """Engines that may be silent for so long."""
+    actors = [RayEngine.spawn(TIMED, None).actor for _ in silent_seconds]
+    engines = [
+        RayEngine(actor, name=f"engine-{i}", silent_seconds=seconds)
+        for i, (actor, seconds) in enumerate(zip(actors, silent_seconds, strict=True))
+    ]
     for engine in engines:
         await engine.start()
-    proxy = InferenceProxy(engines, 4, replacement_seconds=10.0)
+    proxy = InferenceProxy(engines, 4, replacement_seconds=HANG_SECONDS)
     await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
     return engines, proxy
 
@@ -124,40 +129,37 @@ async def serving(count: int, silent_seconds: float = 60.0) -> tuple[list[RayEng
 async def test_what_a_dead_or_stuck_actor_ran_goes_on_elsewhere_with_its_tokens(
     cluster: None, blow: signal.Signals
 ) -> None:
-    engines, proxy = await serving(2, silent_seconds=1.0)
-    requests = [GenerationRequest(f"r{i}", (3,), 200, seed=i) for i in range(8)]
+    engines, proxy = await serving(HANG_SECONDS if blow == signal.SIGKILL else 4.0, HANG_SECONDS)
+    requests = [GenerationRequest(f"r{i}", (3,), 300, seed=i) for i in range(8)]
     running = [asyncio.create_task(proxy.generate(request)) for request in requests]
-    await asyncio.sleep(1.0)
     ids = dict.fromkeys((request.id for request in requests), 0)
-    had = engines[0].progress(ids)
-    assert len(had) == 4
-    assert all(len(partial) > 10 for partial in had.values())
+    await soon(lambda: [len(partial) > 10 for partial in engines[0].progress(ids).values()] == [True] * 4)
     process = psutil.Process(await pid(engines[0]))
     os.kill(process.pid, blow)
-    made = await asyncio.wait_for(asyncio.gather(*running), 20)
+    made = await asyncio.wait_for(asyncio.gather(*running), HANG_SECONDS)
     assert proxy.taken_over == 4
     assert list(proxy.failed) == [0]
     undisturbed = TimedEngine(TIMED.model_copy(update={"seconds_per_token": 0.0}))
     for request, one in zip(requests, made, strict=True):
         assert one.version == 0
         assert one.generation.tokens == (await undisturbed.generate(request)).tokens
-        assert one.generation.versions == (0,) * 200
-    process.wait(10)  # a stuck one is ended, too
+        assert one.generation.versions == (0,) * 300
+    process.wait(HANG_SECONDS)  # a stuck one is ended, too
     await engines[1].close()
 
 
 @pytest.mark.slow
 async def test_an_engine_that_makes_no_token_has_failed(cluster: None) -> None:
     hanging = TIMED.model_copy(update={"seconds_per_token": 100.0})
-    engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=1.0)
+    engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=3.0)
     await engine.start()
     await engine.suspend("continue")
     waiting = asyncio.create_task(engine.generate(GenerationRequest("a", (3,), 10)))
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(3.5)
     assert not waiting.done()  # suspended is not stuck
     await engine.resume()
-    with pytest.raises(EngineFailed, match="engine-0 made no token for 1 s"):
-        await asyncio.wait_for(waiting, 10)
+    with pytest.raises(EngineFailed, match="engine-0 made no token for 3 s"):
+        await asyncio.wait_for(waiting, HANG_SECONDS)
     await engine.close()
 
 
@@ -167,16 +169,20 @@ async def test_busy_time_is_time_with_something_to_run(cluster: None) -> None:
     await engine.start()
     await asyncio.sleep(0.3)
     assert (await engine.stats()).busy_seconds == 0
-    task = asyncio.create_task(engine.generate(GenerationRequest("a", (3,), 40, seed=1)))
-    await asyncio.sleep(0.1)
+    task = asyncio.create_task(engine.generate(GenerationRequest("a", (3,), 60, seed=1)))
+    await soon(lambda: any(engine.progress({"a": 0}).values()))
     await engine.suspend("continue")
+    suspended = await engine.stats()
+    assert suspended.running == 1
     await asyncio.sleep(0.5)
+    assert (await engine.stats()).busy_seconds == suspended.busy_seconds > 0
     await engine.resume()
     await task
     stats = await engine.stats()
     assert stats.running == 0
-    assert stats.tokens == 40
-    assert 0.35 < stats.busy_seconds < 0.6
+    assert stats.tokens == 60
+    assert stats.busy_seconds > 0.55  # 60 tokens take 0.6 s at least
+    assert (await engine.stats()).busy_seconds == stats.busy_seconds
     await engine.close()
 
 
@@ -215,12 +221,12 @@ async def test_a_timed_response_is_a_function_of_its_seed() -> None:
 @pytest.mark.slow
 async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(cluster: None) -> None:
     """As when scheduler and engine restarted together, and the new scheduler found the new engine by itself."""
-    engines, proxy = await serving(1)
-    running = asyncio.create_task(proxy.generate(GenerationRequest("a", (3,), 200, seed=1)))
-    await asyncio.sleep(0.8)
+    engines, proxy = await serving(HANG_SECONDS)
+    running = asyncio.create_task(proxy.generate(GenerationRequest("a", (3,), 500, seed=1)))
+    await soon(lambda: any(engines[0].progress({"a": 0}).values()))
     await proxy.join(0, RayEngine(engines[0].actor))
-    made = await asyncio.wait_for(running, 20)
-    assert made.generation.versions == (0,) * 200
+    made = await asyncio.wait_for(running, HANG_SECONDS)
+    assert made.generation.versions == (0,) * 500
     assert proxy.taken_over == 1
     never_used = InferenceProxy([RayEngine(engines[0].actor)], 4)
     await never_used.join(0, last := RayEngine(engines[0].actor))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
 from rollflow.tasks.rewards.verifier import answer_of
 from rollflow.tasks.settings import ColdStart, RewardConfig
+from tests.support.waiting import HANG_SECONDS
 
 ODD_WORKER = """
 import json, os, sys, time
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def scores(pool: RewardPool, requests: list[ScoreRequest]) -> list[tuple[float, str]]:
     await pool.start()
     try:
-        return [(s.reward, s.reason) for s in await asyncio.wait_for(pool.score(requests), 120)]
+        return [(s.reward, s.reason) for s in await asyncio.wait_for(pool.score(requests), HANG_SECONDS)]
     finally:
         await pool.close()
 
@@ -86,7 +86,7 @@ async def test_a_hung_verdict_ends_at_its_deadline_and_the_next_is_served(folder
 async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folder: Path, tmp_path: Path) -> None:
     once = ScoreRequest([], {"die": str(tmp_path / "died")})
     always = ScoreRequest([], {"always_die": True})
-    found = await scores(odd_pool(folder, deadline=5, workers=2), [once, always, ScoreRequest([], {})])
+    found = await scores(odd_pool(folder, deadline=HANG_SECONDS, workers=2), [once, always, ScoreRequest([], {})])
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
@@ -95,9 +95,7 @@ async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
     process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.close()
-    started = time.monotonic()
-    assert await asyncio.wait_for(process.wait(), 60) == 0
-    assert time.monotonic() - started < 60
+    assert await asyncio.wait_for(process.wait(), HANG_SECONDS) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(process.pid, 0)
 

@@ -17,6 +17,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.transformers import TransformersEngine
 from rollflow.tasks.settings import TransformersEngineConfig
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.waiting import soon
 
 REQUESTS = [
     # prompts shorter, longer than and equal to a prefill chunk (16); spans of 64 and 128 keys
@@ -134,11 +135,10 @@ async def test_wherever_an_answer_is_cut_another_engine_ends_it_bit_for_bit(
 
 async def test_an_answer_that_spans_an_update_is_ended_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
     """Cut anywhere behind the update; of the older version's tokens the attention state is computed as it was then."""
+    other = await start(folder)
     tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
     ids = {request.id: 0 for request in REQUESTS}
-    while max(map(len, engine.progress(ids).values()), default=0) < 10:
-        await asyncio.sleep(0.001)
-    other = await start(folder)
+    await soon(lambda: max(map(len, engine.progress(ids).values()), default=0) >= 10)
     for one in (engine, other):
         await one.suspend("continue")
         await one.update(1, folder / "1")
@@ -155,7 +155,8 @@ async def test_an_update_in_the_middle_of_a_prefix_loses_none_of_it(engine: Tran
     expected = await all_at_once(engine)
     requests = [continued(whole, len(whole.tokens) - 1) for whole in expected.values() if len(whole.tokens) > 20]
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-    await asyncio.sleep(0.02)
+    ids = {request.id: 0 for request in requests}
+    await soon(lambda: max(map(len, engine.progress(ids).values()), default=0) >= 5)
     await engine.suspend("continue")
     await engine.update(1, folder / "1")
     await engine.resume()

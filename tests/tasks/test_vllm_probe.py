@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from rollflow.tasks.engines.base import GenerationRequest, Partial
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.settings import VllmEngineConfig
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
+from tests.support.waiting import HANG_SECONDS, soon, until
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ async def test_the_probe_catches_a_stale_tied_head(tmp_path: Path) -> None:
         assert _worst(await engine.logprobs(PROBE), first) < 1e-4
     finally:
         await engine.close()
-    assert not [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+    until(lambda: not [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()])
 
 
 async def test_who_waits_for_vllms_process_hears_of_its_death(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ async def test_who_waits_for_vllms_process_hears_of_its_death(tmp_path: Path) ->
         assert not updating.done()
         core.kill()
         with pytest.raises(EngineFailed, match="died"):
-            await asyncio.wait_for(updating, 20)
+            await asyncio.wait_for(updating, HANG_SECONDS)
     finally:
         await engine.close()
 
@@ -97,8 +97,8 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
         assert any("EngineCore" in child.name() for child in children)
     finally:
         os.kill(owner.pid, signal.SIGKILL)
-    owner.wait(5)
-    assert not _still_alive(children, 3)
+    owner.wait(HANG_SECONDS)
+    until(lambda: not any(map(_alive, children)))
 
 
 async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         had = await _progress(engine, requests)
         os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)
-        outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 10)
+        outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), HANG_SECONDS)
         failed = [r for r, o in zip(requests, outcomes, strict=True) if isinstance(o, EngineFailed) and r.id in had]
         assert failed, "all ended before the death"
         known = engine.progress({request.id: 0 for request in failed})
@@ -119,9 +119,9 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None
             assert known[request.id].tokens[: len(had[request.id])] == had[request.id].tokens
         for call in (engine.actor.health.remote(), engine.actor.stats.remote()):
             with pytest.raises(EngineFailed):
-                await asyncio.wait_for(call, 10)
+                await asyncio.wait_for(call, HANG_SECONDS)
         await engine.close()
-        assert not _still_alive(processes, 10)
+        until(lambda: not any(map(_alive, processes)))
 
         engine, processes = await _actor(policy, weights)
         resumed = [replace(request, prefix=known[request.id]) for request in failed]
@@ -133,7 +133,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None
 
         os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)  # idle
         with pytest.raises(EngineFailed):
-            await asyncio.wait_for(_while_healthy(engine), 10)
+            await asyncio.wait_for(_while_healthy(engine), HANG_SECONDS)
         await engine.actor.start.remote()  # in the same actor
         again = RayEngine(engine.actor)
         await again.update(0, weights)
@@ -143,7 +143,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None
         processes = [processes[0], *processes[0].children(recursive=True)]
         assert len(processes) > 1
         os.kill(processes[0].pid, signal.SIGKILL)
-        assert not _still_alive(processes, 10)
+        until(lambda: not any(map(_alive, processes)))
     finally:
         ray.shutdown()
 
@@ -161,22 +161,13 @@ async def _actor(policy: Path, weights: Path) -> tuple[RayEngine, list[psutil.Pr
 
 async def _progress(engine: RayEngine, requests: list[GenerationRequest]) -> dict[str, Partial]:
     """The tokens of the first report."""
-    async with asyncio.timeout(30):
-        while not any((found := engine.progress({request.id: 0 for request in requests})).values()):
-            await asyncio.sleep(0.005)
-    return {id: partial for id, partial in found.items() if partial}
+    ids = {request.id: 0 for request in requests}
+    return await soon(lambda: {id: partial for id, partial in engine.progress(ids).items() if partial})
 
 
 async def _while_healthy(engine: RayEngine) -> None:
     while True:
         await engine.actor.health.remote()
-
-
-def _still_alive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    deadline = time.monotonic() + seconds
-    while (alive := [process for process in processes if _alive(process)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive
 
 
 async def test_a_head_size_without_a_kernel_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""What the simulator says of ways to schedule holds on a wall clock: the ratios of step times agree within a tenth."""
+"""The simulated world on a real clock and real actors trains what it trains in simulation.
+
+How long that takes on the wall, and whether the simulator says so, is for `benchmarks/wall_clock.py` to measure: a test
+cannot tell a simulator that is wrong from a machine that is busy elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,13 @@ from typing import Any
 import pytest
 import ray
 
-from benchmarks.wall_clock import TOLERANCE, VERSIONS, by_turns, engine_actors, ratios
+from benchmarks.wall_clock import CASES, HARDWARE, WallWorld, engine_actors, recipe
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.simulation.records import Formed
+from rollflow.tasks.simulation.world import World
+
+VERSIONS = 3
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +30,25 @@ def actors() -> Iterator[list[Any]]:
     ray.shutdown()
 
 
+async def formed(world: World) -> list[Formed]:
+    await world.run(VERSIONS, lambda version: None)
+    return world.records.formed[:VERSIONS]
+
+
+def planned(case: str) -> RunConfig:
+    config = recipe(case, 0)
+    return config.model_copy(update={"engine": HARDWARE.engine(config), "versions": VERSIONS + config.capacity + 1})
+
+
 @pytest.mark.slow
-def test_timed_engines_in_actors_take_the_time_that_was_simulated(actors: list[Any]) -> None:
-    apart: dict[str, float] = {}
-    for seed in (0, 1):  # a second time because another process may take both cores for a second, in one case alone
-        wall, virtual = map(ratios, asyncio.run(by_turns(VERSIONS, [seed], actors)))
-        assert virtual["asynchronous / synchronous"] < 0.7  # there is something to agree on
-        assert virtual["queue / batch"] < 0.9
-        apart = {name: wall[name] / virtual[name] - 1 for name in virtual}
-        if all(abs(difference) <= TOLERANCE for difference in apart.values()):
-            return
-    raise AssertionError(f"wall clock and simulation differ: {apart}")
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_wall_clock_the_same_is_trained(actors: list[Any], case: str) -> None:
+    config = planned(case)
+    wall = asyncio.run(formed(WallWorld(config, actors)))
+    virtual = run_virtual(formed(World(config, HARDWARE, config, timeline=False)))
+    assert [batch.trajectories for batch in wall] == [12] * VERSIONS
+    assert max(staleness for batch in wall for staleness in batch.staleness) <= config.async_ratio
+    if config.async_ratio == 0:  # else it is time that says which groups come first
+        assert [batch.tokens for batch in wall] == [batch.tokens for batch in virtual]
+    else:
+        assert any(staleness > 0 for batch in wall for staleness in batch.staleness)

@@ -1,0 +1,30 @@
+"""How long tests wait. A bound ends a hang, it never measures speed: machines are slow, and busy elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+HANG_SECONDS = 180.0  # for one thing to happen: an answer, a start, a death
+RUN_SECONDS = 1200.0  # for a whole run to end
+
+
+def until(true: Callable[[], Found], seconds: float = HANG_SECONDS) -> Found:
+    """Look until `true()` is true; returns what it then returned."""
+    limit = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < limit, f"waited {seconds:g} s in vain"
+        time.sleep(0.02)
+    return found
+
+
+async def soon(true: Callable[[], Found]) -> Found:
+    """`until`, for an event loop."""
+    async with asyncio.timeout(HANG_SECONDS):
+        while not (found := true()):
+            await asyncio.sleep(0.002)
+        return found
