@@ -31,9 +31,8 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
         ConfigError: with one sentence for what a person must change.
     """
     uri = store_uri(config)
-    store = open_store(uri)
-    store.check()
     context = context_of(uri, run_id)
+    open_store(uri).check()
     if context.store.exists("run.json"):
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id")
     files = _policy_files(config)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.policies import PolicyStore, Retention
+from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.settings import RunConfig
@@ -50,7 +52,16 @@ class RunContext:
     @property
     def run_id(self) -> str:
         """The run's name."""
-        return str(self.described["run_id"])
+        return checked(str(self.described["run_id"]), "run id")
+
+    @cached_property
+    def key(self) -> str:
+        """Its name among all runs of a cluster or a server: runs of one name in two stores have two.
+
+        An address alone would not do: a bucket of one name may be another service's.
+        """
+        identity = json.dumps([self.store.uri, self.described], sort_keys=True)
+        return f"{self.run_id}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
     @cached_property
     def config(self) -> RunConfig:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from rollflow.tasks.names import RecipeName
+
 
 class Section(BaseModel):
     """A frozen part of the config tree; unknown keys are refused."""
@@ -319,7 +321,7 @@ SUMS = {
 class RunConfig(Section):
     """A run: what one recipe says."""
 
-    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: RecipeName = "run"
     seed: int = Field(0, ge=0)
     versions: int = Field(100, gt=0, description="policy versions to train")
     async_ratio: float = Field(2.0, ge=0, description="alpha: the largest staleness that may be trained on")
