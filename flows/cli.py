@@ -169,6 +169,7 @@ def resume_command(options: argparse.Namespace) -> int:
 
     context = find_run(options.run, options.store)
     check_addresses(context.config)
+    context.order()  # what it asks must be what it asked
     return drive(context)
 
 
@@ -235,9 +236,11 @@ def _stopped(context: RunContext) -> int:
 
 def check_command(options: argparse.Namespace) -> int:
     """`rollflow check RECIPE`."""
+    from rollflow.flows.check import check_files
     from rollflow.flows.config import load_recipe
 
     config = load_recipe(options.recipe, options.set)
+    check_files(config)
     print(
         f"{options.recipe}: good. {config.versions} versions of {config.groups} groups x {config.group_size} "
         f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"

@@ -66,7 +66,10 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
 def _prepared(config: RunConfig, run_id: str) -> RunContext:
     """The run in storage: new, or the one of that name."""
     context = context_of(store_uri(config), run_id)
-    return context if context.store.exists("run.json") else prepare(config, run_id)
+    if not context.store.exists("run.json"):
+        return prepare(config, run_id)
+    context.order()  # what it asks must be what it asked
+    return context
 
 
 def trained(context: RunContext) -> bool:

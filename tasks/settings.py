@@ -280,6 +280,9 @@ class StoreConfig(Section):
     state_every: int = Field(
         1, gt=0, description="every n-th version stores the learner's state; recovery replays the batches in between"
     )
+    keep_prompts_bytes: int = Field(
+        2**28, ge=0, description="largest file of prompts that is kept with the run; of a larger one its hash"
+    )
     shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
 
 

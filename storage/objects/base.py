@@ -11,7 +11,8 @@ byte strings. Guarantees, each tested once for all backends in `tests/contracts/
 - Content may be given in pieces (a header and views of tensors); they are written one after the other, uncopied.
 - A store is a value (root and flags): picklable, cheap to build, safe to use from threads.
 
-Paths are relative, use "/", and have no empty, "." or ".." part: none leads out of its store. A bad one raises `ValueError`.
+Paths are relative, use "/", and have no empty, "." or ".." part: none leads out of its store.
+A bad one raises `ValueError`.
 """
 
 from __future__ import annotations

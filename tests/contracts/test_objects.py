@@ -248,7 +248,9 @@ def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path:
     assert not list((tmp_path / "store").rglob("*"))
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/../other", "s3://..", "s3://bucket/a//b", "memory://a/../b", "memory://."])
+@pytest.mark.parametrize(
+    "uri", ["s3://bucket/../other", "s3://..", "s3://bucket/a//b", "memory://a/../b", "memory://."]
+)
 def test_an_address_that_leads_up_is_refused(uri: str) -> None:
     """Services and proxies read such a key in their own ways: not as what it says."""
     with pytest.raises(ConfigError, match=r"store\.uri = .* has an empty, '\.' or '\.\.' part"):
