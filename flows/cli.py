@@ -164,7 +164,7 @@ def run_command(options: argparse.Namespace) -> int:
 
     config = load_recipe(options.recipe, options.set)
     check_addresses(config)
-    context = prepare(config, options.run_id or new_run_id(config.name))
+    context = prepare(config, new_run_id(config.name) if options.run_id is None else options.run_id)
     return drive(context)
 
 
@@ -175,6 +175,7 @@ def resume_command(options: argparse.Namespace) -> int:
 
     context = find_run(options.run, options.store)
     check_addresses(context.config)
+    context.order()  # what it asks must be what it asked
     return drive(context)
 
 
@@ -190,7 +191,7 @@ def drive(context: RunContext) -> int:
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
     try:
-        with open_session(context.run_id, context.config.cluster.address) as session:
+        with open_session(context.key, context.config.cluster.address) as session:
             status = _show(session, context)
     except KeyboardInterrupt:
         return _stopped(context)
@@ -241,9 +242,11 @@ def _stopped(context: RunContext) -> int:
 
 def check_command(options: argparse.Namespace) -> int:
     """`rollflow check RECIPE`."""
+    from rollflow.flows.check import check_files
     from rollflow.flows.config import load_recipe
 
     config = load_recipe(options.recipe, options.set)
+    check_files(config)
     print(
         f"{options.recipe}: good. {config.versions} versions of {config.groups} groups x {config.group_size} "
         f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"
@@ -268,7 +271,7 @@ def simulate_command(options: argparse.Namespace) -> int:
     from rollflow.flows.simulate import Outputs, run_simulation
 
     config, outputs = load_recipe(options.recipe, options.set), Outputs.of(options.plot, options.json)
-    if options.from_run:
+    if options.from_run is not None:
         from rollflow.flows.home import find_run
         from rollflow.flows.recorded import compare
 

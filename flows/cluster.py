@@ -82,8 +82,8 @@ def attached(address: str, namespace: str, *, deadline_seconds: float = 30.0) ->
         detach()
 
 
-def actor(name: str, namespace: str) -> Any:
-    """The living actor of that name.
+def actor(name: str) -> Any:
+    """The living actor of that name in the namespace that this process is attached to.
 
     Raises:
         Unreachable: there is none.
@@ -91,12 +91,13 @@ def actor(name: str, namespace: str) -> Any:
     import ray
 
     try:
-        return ray.get_actor(name, namespace=namespace)
+        return ray.get_actor(name)
     except ValueError as error:
-        raise Unreachable(f"no actor {name!r} lives in the namespace {namespace!r} of the Ray cluster") from error
+        where = ray.get_runtime_context().namespace
+        raise Unreachable(f"no actor {name!r} lives in the namespace {where!r} of the Ray cluster") from error
 
 
-def kill_named(names: Iterable[str], namespace: str, *, deadline_seconds: float = 10.0) -> list[str]:
+def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
     """Kill the actors of these names and see their names free; those that are gone already are skipped.
 
     Returns the killed. A name that is not free in time (its node was lost a moment ago, say) is not waited for longer:
@@ -107,19 +108,19 @@ def kill_named(names: Iterable[str], namespace: str, *, deadline_seconds: float 
     killed = []
     for name in names:
         with contextlib.suppress(ValueError):
-            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+            ray.kill(ray.get_actor(name), no_restart=True)
             killed.append(name)
     limit = time.monotonic() + deadline_seconds
-    while time.monotonic() < limit and any(_named(name, namespace) for name in killed):
+    while time.monotonic() < limit and any(map(_named, killed)):
         time.sleep(0.02)
     return killed
 
 
-def _named(name: str, namespace: str) -> bool:
+def _named(name: str) -> bool:
     import ray
 
     try:
-        ray.get_actor(name, namespace=namespace)
+        ray.get_actor(name)
     except ValueError:
         return False
     return True

@@ -149,7 +149,7 @@ class Engines:
         engine.pending = pending.after(engine.pending)
         self._chronicle.noticed(engine.pending)
         if not within:
-            cluster.kill_named([engine.name], self.context.run_id)
+            cluster.kill_named([engine.name])
         engine.forget()
         engine.not_before = time.monotonic() + pause
 
@@ -162,7 +162,7 @@ class Engines:
         known = engine.actor is not None
         engine.forget()
         try:
-            engine.actor = cluster.actor(engine.name, self.context.run_id)
+            engine.actor = cluster.actor(engine.name)
             engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
         except Unreachable as error:
             if known:  # it died together with the scheduler

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from prefect import flow
+from pydantic import NonNegativeInt
 
 from rollflow.flows.home import attach_run
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines import build_engine
+from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_path, store_evaluation
@@ -20,7 +22,7 @@ from rollflow.tasks.run import RunContext
 
 
 @flow(name="evaluate")
-def evaluate(run: str, version: int) -> dict[str, Any]:
+def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
     """The evaluation of `version`: as the run itself stored it, or made now on an engine of its own."""
     context = attach_run(run)
     if context.store.exists(evaluation_path(version)):

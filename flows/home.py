@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
 
@@ -22,14 +24,23 @@ def store_uri(config: RunConfig) -> str:
 
 
 def context_of(uri: str, run_id: str) -> RunContext:
-    """The run `run_id` of the store at `uri`."""
-    return RunContext(f"{uri.rstrip('/')}/runs/{run_id}", home() / "cache" / run_id)
+    """The run `run_id` of the store at `uri`.
+
+    Raises:
+        ConfigError: it is no run id.
+    """
+    return attach_run(f"{uri.rstrip('/')}/runs/{checked(run_id, 'run id')}")
 
 
 def attach_run(uri: str) -> RunContext:
-    """The run whose own storage is at `uri`."""
+    """The run whose own storage is at `uri`. Its cache is its own, too: another store may have a run of that name.
+
+    Raises:
+        ConfigError: the last part is no run id.
+    """
     uri = uri.rstrip("/")
-    return RunContext(uri, home() / "cache" / uri.rpartition("/")[2])
+    name, place = checked(uri.rpartition("/")[2], "run id"), hashlib.sha256(os.fsencode(uri)).hexdigest()
+    return RunContext(uri, home() / "cache" / f"{name}-{place[:8]}")
 
 
 def new_run_id(name: str) -> str:
@@ -46,13 +57,11 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     """The run a person names: an id in the default store (or `store`), a run's own path or URI, or the newest.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or what is named is no run id.
     """
     base = store or str(home() / "store")
-    if name and ("://" in name or "/" in name):
-        return attach_run(name)
-    if name:
-        return context_of(base, name)
+    if name is not None:
+        return attach_run(name) if "/" in name else context_of(base, name)
     runs = sorted((Path(base) / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")

@@ -27,6 +27,7 @@ from rollflow.flows.tracking import Tracker, TrackingPlace
 from rollflow.storage.claims import Claim
 from rollflow.storage.collect import sweep
 from rollflow.storage.errors import ConfigError, Conflict, RollflowError, Unreachable
+from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluation_path
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
@@ -35,7 +36,7 @@ POLL_SECONDS = 0.5
 
 
 @flow(name="post-training", log_prints=False)
-def post_training(config: RunConfig, run_id: str | None = None, storage: str | None = None) -> dict[str, Any]:
+def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPlace | None = None) -> dict[str, Any]:
     """Train a policy. `run_id` names a new run, or one that exists and is to be continued.
 
     `storage` is given by the command line, which has prepared the run already: where its own storage lies.
@@ -46,8 +47,8 @@ def post_training(config: RunConfig, run_id: str | None = None, storage: str | N
     address = ray_address(context.config)
     claim = Claim.take(context.store, f"flow run {flow_run.id}", address)
     _sweep(context)
-    tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"])
-    with cluster.attached(address, context.run_id):
+    tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"], context.key)
+    with cluster.attached(address, context.key):
         stages = Stages(context, address, claim.epoch, log)
         board = Board(context, stages, tracker)
         try:
@@ -67,7 +68,10 @@ def post_training(config: RunConfig, run_id: str | None = None, storage: str | N
 def _prepared(config: RunConfig, run_id: str) -> RunContext:
     """The run in storage: new, or the one of that name."""
     context = context_of(store_uri(config), run_id)
-    return context if context.store.exists("run.json") else prepare(config, run_id)
+    if not context.store.exists("run.json"):
+        return prepare(config, run_id)
+    context.order()  # what it asks must be what it asked
+    return context
 
 
 def _sweep(context: RunContext) -> None:
@@ -140,7 +144,7 @@ def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
     held = float(stages.all["rollout"].seen.get("held", 0.0))
     summary = summarize(context, idle, held, pages)
-    plot = home() / "cache" / context.run_id / "reward.png"
+    plot = context.cache / "reward.png"
     tracker.log_reward_plot(board.curves, plot)
     tracker.finish("FINISHED")
     if plot.exists():

@@ -1,6 +1,6 @@
 """Preparing a run: everything a person could have got wrong is found here, before anything heavy starts.
 
-It checks the store, builds or copies the policy folder, checks the prompts against the policy's context, and
+It checks the store, builds or copies the policy folder, checks the prompts against the policy's context, pins them, and
 creates `run.json` atomically: from then on the run id is taken.
 """
 
@@ -18,6 +18,8 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
+from rollflow.tasks.prompts.jsonl import Reader
+from rollflow.tasks.prompts.pins import Pin, keep, pinned, read_once
 from rollflow.tasks.run import FORMAT, RunContext, open_order, probe_tokens
 from rollflow.tasks.settings import RunConfig
 
@@ -31,15 +33,16 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
         ConfigError: with one sentence for what a person must change.
     """
     uri = store_uri(config)
-    store = open_store(uri)
-    store.check()
     context = context_of(uri, run_id)
+    open_store(uri).check()
     if context.store.exists("run.json"):
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id")
-    files = with_dtype(_policy_files(config), config.policy.dtype)
-    probe = _check_policy(config, files)
+    read = read_once()
+    files = with_dtype(_policy_files(config, read), config.policy.dtype)
+    probe, pins = _check_policy(config, files, read)
     for name, data in files.items():
         context.store.put(f"policy/{name}", data)
+    keep(context.store, config, pins, read)
     described = {
         "format": FORMAT,
         "run_id": run_id,
@@ -48,6 +51,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
         "code_version": package_version("rollflow"),
         "created_at": time.time(),
         "probe_tokens": probe,
+        "prompts": [pin.model_dump() for pin in pins],
     }
     try:
         context.store.create("run.json", json.dumps(described, indent=2).encode())
@@ -56,16 +60,16 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     return context
 
 
-def _policy_files(config: RunConfig) -> dict[str, bytes]:
+def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
     """The policy folder: a new small one, or that of `policy.path`."""
     if config.policy.cold_start is None:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
-    return build_cold_folder(config.policy.cold_start, open_order(config, None).texts(VOCABULARY_TEXTS))
+    return build_cold_folder(config.policy.cold_start, open_order(config, None, read).texts(VOCABULARY_TEXTS))
 
 
-def _check_policy(config: RunConfig, files: dict[str, bytes]) -> list[int]:
-    """Open the policy as the run will: end-of-sequence, context and prompts; returns the probe's tokens."""
+def _check_policy(config: RunConfig, files: dict[str, bytes], read: Reader) -> tuple[list[int], tuple[Pin, ...]]:
+    """Open the policy as the run will: end-of-sequence, context and prompts; returns the probe's tokens and pins."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, data in files.items():
@@ -77,11 +81,11 @@ def _check_policy(config: RunConfig, files: dict[str, bytes]) -> list[int]:
                 f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
                 f"{tokenizer.context} tokens; choose fewer"
             )
-        order = open_order(config, tokenizer)
+        order = open_order(config, tokenizer, read)
         order.held_out()
         prompts = [order.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_reading(config, folder, [prompt.text for prompt in prompts])
-        return probe_tokens(order)
+        return probe_tokens(order), pinned(config, order, read)
 
 
 def _check_end(config: RunConfig, folder: Path) -> None:

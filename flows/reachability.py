@@ -51,7 +51,7 @@ def check_mlflow(uri: str) -> None:
         _check_http("tracking.uri", uri, b"OK", "an MLflow server", MLFLOW_CURE)
     elif scheme in ("sqlite", "file", ""):
         path = uri.partition(":///")[2] if scheme == "sqlite" else uri.removeprefix("file:").removeprefix("//")
-        _check_folder(uri, Path(path).absolute().parent)
+        check_folder("tracking.uri", uri, Path(path).absolute().parent)
     elif scheme in DEFAULT_PORTS:
         _check_database(uri, DEFAULT_PORTS[scheme])
     elif scheme not in ("databricks", "databricks-uc"):
@@ -128,12 +128,13 @@ def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> Non
         raise ConfigError(f"{key} = {shown!r} answers, but is not {kind}; {cure}")
 
 
-def _check_folder(uri: str, folder: Path) -> None:
+def check_folder(key: str, uri: str, folder: Path) -> None:
+    """`folder` is there, or can be made, and written."""
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ConfigError(f"tracking.uri = {redact(uri)!r} cannot be written ({nearest}); name a folder that can be")
+        raise ConfigError(f"{key} = {redact(uri)!r} cannot be written ({nearest}); name a folder that can be")
 
 
 def _check_database(uri: str, default_port: int) -> None:

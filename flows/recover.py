@@ -22,7 +22,7 @@ from rollflow.flows.home import attach_run, context_of, run_id_of, store_uri
 from rollflow.flows.prefect_api import api, emit, flow_state, insist, supervisors
 from rollflow.flows.summary import SUMMARY
 from rollflow.flows.supervision import LONGEST_PAUSE, Pending, StageFailed
-from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
@@ -126,7 +126,7 @@ def start_again(flow_run: UUID, context: RunContext, *, first: UUID | None = Non
         StageFailed: it crashed too often.
         Unreachable: the Prefect server does not answer.
     """
-    if not context.uri or context.store.exists(SUMMARY):
+    if context.store.exists(SUMMARY):
         return None
     with api() as client:
         attempts = [run for run in supervisors(client) if run_uri(run) == context.uri]
@@ -202,7 +202,10 @@ def run_uri(flow_run: FlowRun) -> str:
     except ValueError:  # refused by the flow as well
         return ""
     run_id = given.get("run_id") or run_id_of(config.name, str(flow_run.id))
-    return context_of(store_uri(config), run_id).uri
+    try:
+        return context_of(store_uri(config), run_id).uri
+    except ConfigError:  # refused by the flow as well
+        return ""
 
 
 def run_of(flow_run: FlowRun) -> RunContext:

@@ -7,16 +7,17 @@ from prefect import flow, get_run_logger
 from rollflow.flows import cluster
 from rollflow.flows.home import attach_run
 from rollflow.flows.supervision import Keeper, Ward
+from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rewards.actor import REWARD, start_reward
 
 NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they are the ones that must progress
 
 
 @flow(name="reward")
-def reward(run: str, ray_address: str) -> int:
+def reward(run: RunPlace, ray_address: str) -> int:
     """Score responses until the run is finished; returns how many."""
     context = attach_run(run)
-    with cluster.attached(ray_address, context.run_id):
+    with cluster.attached(ray_address, context.key):
         ward = Ward(
             name=REWARD,
             start=lambda: start_reward(context),

@@ -10,14 +10,15 @@ from rollflow.flows import cluster
 from rollflow.flows.engines import Engines
 from rollflow.flows.home import attach_run
 from rollflow.flows.supervision import Keeper, Status, Ward
+from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rollout.actor import ROLLOUT, start_rollout
 
 
 @flow(name="rollout", log_prints=False)
-def rollout(run: str, ray_address: str) -> None:
+def rollout(run: RunPlace, ray_address: str) -> None:
     """Generate, score and commit every batch of the run stored at `run`."""
     context, log = attach_run(run), get_run_logger().info
-    with cluster.attached(ray_address, context.run_id):
+    with cluster.attached(ray_address, context.key):
         engines = Engines(context, log)
 
         def start() -> Any:

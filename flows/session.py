@@ -29,7 +29,7 @@ from rollflow.tasks.settings import RecoveryConfig, RunConfig
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 1.0
-SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's id
+SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
 
 
 def check_addresses(config: RunConfig) -> None:
@@ -103,7 +103,7 @@ class Session:
             from rollflow.flows import cluster
             from rollflow.flows.stages import kill_actors
 
-            with cluster.attached(context.config.cluster.address, context.run_id):
+            with cluster.attached(context.config.cluster.address, context.key):
                 kill_actors(context)
 
     def _cancel_flows(self) -> None:

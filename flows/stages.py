@@ -83,7 +83,8 @@ class Stages:
                 time.sleep(STATE_SECONDS)
 
     def _adopt(self, client: SyncPrefectClient) -> None:
-        under_way = {run.name: run.id for run in going(client, deployment())}
+        ours = (run for run in going(client, deployment()) if run.parameters.get("run") == self.context.uri)
+        under_way = {run.name: run.id for run in ours}
         for stage in self.all.values():
             stage.run, stage.started = under_way.get(self._name(stage)), time.monotonic()
             if stage.run is None:
@@ -92,7 +93,7 @@ class Stages:
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
         """Ask for the stage's flow run: exactly one for this supervisor and attempt."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
-        key = f"{self.context.run_id}:{stage.role}:{self.epoch}.{self._budget.attempt(stage.role)}"
+        key = f"{self.context.key}:{stage.role}:{self.epoch}.{self._budget.attempt(stage.role)}"
         stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=key)
         stage.state, stage.started = "Scheduled", time.monotonic()
 
@@ -158,7 +159,7 @@ class Stages:
             if asked is not None:
                 stage.seen = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.answered = time.monotonic()
-            stage.asked = cluster.actor(ACTORS[stage.role], self.context.run_id).status.remote()
+            stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
             return  # not up yet, or dead; the stage's own flow sees to it
         if stage.pending and stage.state == "Running":
@@ -169,7 +170,7 @@ class Stages:
         """Start the channel if it does not live; its clients find the new one by its name."""
         try:
             if self._channel is None:
-                self._channel = cluster.actor(CHANNEL, self.context.run_id).ping.remote()
+                self._channel = cluster.actor(CHANNEL).ping.remote()
             if cluster.done(self._channel, 0):
                 answered, self._channel = self._channel, None
                 cluster.call(answered, STATUS_SECONDS, "the channel to answer")
@@ -182,7 +183,7 @@ class Stages:
         time.sleep(self._budget.spend(CHANNEL, reason))
         self._channel_lost = Pending(CHANNEL, reason, self._budget.attempt(CHANNEL), "a refill from storage")
         self._chronicle.noticed(self._channel_lost)
-        cluster.kill_named([CHANNEL], self.context.run_id)
+        cluster.kill_named([CHANNEL])
         start_channel(self.context.store, self.context.config.capacity, self.context.policies().latest())
 
     def _channel_back(self) -> None:
@@ -209,7 +210,7 @@ class Stages:
 
     def _finish_reward(self) -> None:
         try:
-            actor = cluster.actor(REWARD, self.context.run_id)
+            actor = cluster.actor(REWARD)
             cluster.call(actor.finish.remote(), STATUS_SECONDS, "the reward stage to take note of the end")
         except RollflowError as error:
             self._log(f"the reward stage does not answer yet: {error}")
@@ -236,7 +237,7 @@ class Stages:
 def kill_actors(context: RunContext) -> None:
     """End every actor of a run; the processes they started end with them."""
     engines = [engine_name(i) for i in range(context.config.engine.replicas)]
-    cluster.kill_named([*ACTORS.values(), *engines, CHANNEL], context.run_id)
+    cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
 
 
 def cancel(client: SyncPrefectClient, run: UUID) -> None:

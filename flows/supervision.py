@@ -202,7 +202,7 @@ class Keeper:
         pending = Pending(self.ward.name, reason, self.budget.attempt(self.ward.name), redone, trajectories)
         self._pending, self._last = pending.after(self._pending), {}
         self.chronicle.noticed(pending)
-        cluster.kill_named([self.ward.name], self.context.run_id)
+        cluster.kill_named([self.ward.name])
         time.sleep(pause)
 
 

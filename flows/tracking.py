@@ -31,7 +31,7 @@ from rollflow.flows.reachability import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-RUN_TAG = "rollflow.run_id"
+RUN_TAG, KEY_TAG = "rollflow.run_id", "rollflow.run_key"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # without it the page may open on GenAI traces
 VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
@@ -94,9 +94,10 @@ class _Open:
 class Tracker:
     """The MLflow run of one rollflow run."""
 
-    def __init__(self, place: TrackingPlace, run_id: str, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, place: TrackingPlace, run_id: str, parameters: Mapping[str, Any], key: str = "") -> None:
+        """`key` tells it from a run of that name in another store."""
         self.place = place
-        self.run_id = run_id
+        self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
         self.failures = 0
         self.warnings: list[str] = []
         self._parameters = flatten(parameters)
@@ -183,7 +184,7 @@ class Tracker:
 
     def _run(self) -> _Open:
         if self._open is None:
-            self._open = _open_run(self.place, self.run_id, self._parameters)
+            self._open = _open_run(self.place, self.tags, self._parameters)
         return self._open
 
     def _log_plot(self, curves: Curves, path: Path) -> None:
@@ -225,7 +226,7 @@ def _tracking_errors() -> tuple[type[Exception], ...]:
     return MlflowException, RequestException, SQLAlchemyError, OSError, ImportError
 
 
-def _open_run(place: TrackingPlace, run_id: str, parameters: Mapping[str, str]) -> _Open:
+def _open_run(place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str]) -> _Open:
     """Find the MLflow run of this rollflow run, or make it; log the parameters that it does not have yet."""
     from mlflow import MlflowClient
     from mlflow.entities import Param
@@ -243,12 +244,12 @@ def _open_run(place: TrackingPlace, run_id: str, parameters: Mapping[str, str]) 
         experiment_id = experiment.experiment_id
         if KIND_TAG not in experiment.tags:
             client.set_experiment_tag(experiment_id, KIND_TAG, KIND)
-    found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
+    found = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{tags[KEY_TAG]}'", max_results=1)
     if found:
         run = found[0]
         client.update_run(run.info.run_id, status="RUNNING")
     else:
-        run = client.create_run(experiment_id, run_name=run_id, tags={RUN_TAG: run_id})
+        run = client.create_run(experiment_id, run_name=tags[RUN_TAG], tags=dict(tags))
     fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
     for start in range(0, len(fresh), PARAMETERS_A_CALL):
         client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])

@@ -8,13 +8,14 @@ from rollflow.flows import cluster
 from rollflow.flows.home import attach_run
 from rollflow.flows.supervision import Keeper, Ward, gpu_share
 from rollflow.tasks.learners.actor import LEARNER, start_learner
+from rollflow.tasks.names import RunPlace
 
 
 @flow(name="train")
-def train(run: str, ray_address: str) -> int:
+def train(run: RunPlace, ray_address: str) -> int:
     """Train the run stored at `run` up to its last version; returns that version."""
     context = attach_run(run)
-    with cluster.attached(ray_address, context.run_id):
+    with cluster.attached(ray_address, context.key):
         ward = Ward(
             name=LEARNER,
             start=lambda: start_learner(context, gpu_share(context.config)),

@@ -96,6 +96,7 @@ def audit(run: ObjectStore) -> AuditReport:
     batches = TrajectoryStore(run)
     commits = _commits(batches, report)
     report.versions = max(len(manifests) - 1, 0)
+    _check_prompts(run, config["prompts"], report)
     _check_objects(run, manifests, retention, report)
     for (number, edition), commit in commits.items():
         if batches.edition(number) == edition:
@@ -113,6 +114,7 @@ def _run_config(run: ObjectStore) -> dict[str, Any]:
             "run_id": body["run_id"],
             "async_ratio": body["config"]["async_ratio"],
             "store": body["config"]["store"],
+            "prompts": body.get("prompts", ()),
         }
     except (ValueError, KeyError) as error:
         raise Corrupt(f"{run.uri}/run.json is not a run's description: {error}") from error
@@ -156,6 +158,13 @@ def _commits(batches: TrajectoryStore, report: AuditReport) -> Commits:
             if name not in voids:
                 report.add("altered", commit_path(*name), str(error))
     return commits
+
+
+def _check_prompts(run: ObjectStore, prompts: list[dict[str, Any]], report: AuditReport) -> None:
+    """The files of prompts that the run keeps."""
+    for pin in prompts:
+        if kept := pin.get("kept"):
+            _check_object(PolicyStore(run), StoredObject(kept, pin["size"], pin["sha256"]), report)
 
 
 def _check_objects(run: ObjectStore, manifests: dict[int, Manifest], retention: Retention, report: AuditReport) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +15,14 @@ from typing import Any
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.policies import PolicyStore, Retention
+from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.jsonl import Reader
+from rollflow.tasks.prompts.pins import PINS, check_families, reader
 from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.settings import RunConfig
 
-FORMAT = 2  # raised with that of any record, so that no older run is touched
+FORMAT = 3  # raised with that of any record, so that no older run is touched
 PROBE_TOKENS = 32
 
 
@@ -50,7 +54,16 @@ class RunContext:
     @property
     def run_id(self) -> str:
         """The run's name."""
-        return str(self.described["run_id"])
+        return checked(str(self.described["run_id"]), "run id")
+
+    @cached_property
+    def key(self) -> str:
+        """Its name among all runs of a cluster or a server: runs of one name in two stores have two.
+
+        An address alone would not do: a bucket of one name may be another service's.
+        """
+        identity = json.dumps([self.store.uri, self.described], sort_keys=True)
+        return f"{self.run_id}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
     @cached_property
     def config(self) -> RunConfig:
@@ -85,19 +98,27 @@ class RunContext:
         return PolicyTokenizer(self.policy_folder)
 
     def order(self) -> PromptOrder:
-        """The run's prompts."""
-        return open_order(self.config, self.tokenizer)
+        """The run's prompts, the same ones as when it began.
+
+        Raises:
+            ConfigError: they are not to be had any more: a file has changed that the run did not keep, or a package.
+            Corrupt: what the run kept of them is damaged.
+        """
+        pins = PINS.validate_python(self.described["prompts"])
+        order = open_order(self.config, self.tokenizer, reader(self.store, self.config, pins))
+        check_families(self.config, pins, order)
+        return order
 
     def __getstate__(self) -> dict[str, Any]:
         """Only the two names travel; the rest is read again where it is needed."""
         return {"uri": self.uri, "cache": self.cache}
 
 
-def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None) -> PromptOrder:
+def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> PromptOrder:
     """The prompts a config describes; without a tokenizer only their texts."""
     longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
     encode = tokenizer.encode if tokenizer else None
-    return PromptOrder(config.prompts, config.seed, config.evaluation.prompts, encode, longest)
+    return PromptOrder(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read)
 
 
 def probe_tokens(order: PromptOrder) -> list[int]:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from rollflow.tasks.names import RecipeName
+
 
 class Section(BaseModel):
     """A frozen part of the config tree; unknown keys are refused."""
@@ -287,6 +289,9 @@ class StoreConfig(Section):
     state_every: int = Field(
         1, gt=0, description="every n-th version stores the learner's state; recovery replays the batches in between"
     )
+    keep_prompts_bytes: int = Field(
+        2**28, ge=0, description="largest file of prompts that is kept with the run; of a larger one its hash"
+    )
     shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
 
 
@@ -328,7 +333,7 @@ SUMS = {
 class RunConfig(Section):
     """A run: what one recipe says."""
 
-    name: str = Field("run", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: RecipeName = "run"
     seed: int = Field(0, ge=0)
     versions: int = Field(100, gt=0, description="policy versions to train")
     async_ratio: float = Field(2.0, ge=0, description="alpha: the largest staleness that may be trained on")

@@ -18,14 +18,17 @@ def open_store(uri: str) -> ObjectStore:
         from rollflow.storage.objects.local import LocalStore
 
         return LocalStore(Path(rest if sep else uri).expanduser().absolute())
+    root = rest.strip("/")
+    if root and any(part in ("", ".", "..") for part in root.split("/")):
+        raise ConfigError(f"store.uri = {uri!r} has an empty, '.' or '..' part; write it without")
     if scheme == "s3":
         from rollflow.storage.objects.s3 import S3Store
 
-        return S3Store(rest.strip("/"))
+        return S3Store(root)
     if scheme == "memory":
         from rollflow.storage.objects.memory import MemoryStore
 
-        return MemoryStore(rest.strip("/"))
+        return MemoryStore(root)
     raise ConfigError(f"store.uri = {uri!r} names no known store; use a folder, s3://bucket/prefix or memory://name")
 
 

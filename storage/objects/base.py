@@ -11,7 +11,8 @@ byte strings. Guarantees, each tested once for all backends in `tests/contracts/
 - Content may be given in pieces (a header and views of tensors); they are written one after the other, uncopied.
 - A store is a value (root and flags): picklable, cheap to build, safe to use from threads.
 
-Paths are relative, use "/", and have no "." or ".." part; a bad one raises `ValueError`.
+Paths are relative, use "/", and have no empty, "." or ".." part: none leads out of its store.
+A bad one raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def digest(parts: Sequence[memoryview]) -> str:
 def checked(path: str) -> str:
     """Return `path` if it is a well-formed object path, else raise `ValueError`."""
     parts = path.split("/")
-    if not path or any(part in ("", ".", "..") for part in parts):
+    if "\0" in path or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"not an object path: {path!r}")
     return path
 

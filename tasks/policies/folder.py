@@ -90,34 +90,46 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def resolve_policy(path: str) -> Path:
-    """The local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub."""
+def local_policy(path: str) -> Path | None:
+    """The folder that `policy.path` names, with what a policy needs; None where it is a hub name."""
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return folder
+        return _complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ConfigError(f"policy.path = {path!r}: there is no such folder; name a Hugging Face folder or a hub name")
+    return None
+
+
+def resolve_policy(path: str) -> Path:
+    """The local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub."""
+    if (folder := local_policy(path)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+        found = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"policy.path = {path!r}: neither a folder here nor to be had from the hub ({reason}); download it first"
         ) from None
+    return _complete(path, Path(found))
 
 
-def copy_folder(path: str) -> dict[str, bytes]:
-    """The files of an existing policy that a run keeps: all but the weights."""
-    folder = resolve_policy(path)
+def _complete(path: str, folder: Path) -> Path:
     if not (folder / "config.json").exists():
         raise ConfigError(f"policy.path = {path!r} has no config.json; name a Hugging Face model folder")
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(
             f"policy.path = {path!r} has no tokenizer.json; save a fast tokenizer there (save_pretrained)"
         )
+    return folder
+
+
+def copy_folder(path: str) -> dict[str, bytes]:
+    """The files of an existing policy that a run keeps: all but the weights."""
+    folder = resolve_policy(path)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
 

@@ -1,9 +1,13 @@
-"""Your own prompts: one JSON object a line with `question` and `answer`; further keys go to the verifier."""
+"""Your own prompts: one JSON object a line with `question` and `answer`; further keys go to the verifier.
+
+UTF-8, with or without a byte order mark; lines end in LF or CRLF, and blank ones do not count.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,19 +15,28 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.source import Question
 from rollflow.tasks.settings import JsonlPrompts
 
+Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
+
+
+def read_file(config: JsonlPrompts) -> bytes:
+    """The file's bytes, as they are now."""
+    try:
+        return Path(config.path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {error.strerror}; name a file") from None
+
 
 class JsonlSource:
     """`QuestionSource` over a file: every pass visits each training line once, in an order of its own."""
 
-    def __init__(self, config: JsonlPrompts, seed: int) -> None:
+    def __init__(self, config: JsonlPrompts, seed: int, content: bytes) -> None:
         self.domain = config.domain
         self._seed = seed
-        lines = self._read(config)
+        lines = questions(config, content)
         random.Random(f"{seed}:split").shuffle(lines)
         kept = int(len(lines) * config.held_out)
-        held = {q.text for q in lines[:kept]}
-        self._held = lines[:kept]
-        self._lines = [q for q in lines[kept:] if q.text not in held]
+        self._held = {q.text: q for q in lines[:kept]}
+        self._lines = [q for q in lines[kept:] if q.text not in self._held]
         if not self._lines:
             raise ConfigError(f"prompts.path = {config.path!r}: no line is left to train on; lower prompts.held_out")
 
@@ -37,28 +50,37 @@ class JsonlSource:
 
     def held_out(self, count: int) -> list[Question]:
         """See `QuestionSource`."""
-        return self._held[:count]
+        return list(self._held.values())[:count]
 
     def _at(self, position: int, stream: str) -> Question:
         epoch, place = divmod(position, len(self._lines))
         return self._lines[_order(f"{self._seed}:{stream}:{epoch}", len(self._lines))[place]]
 
-    @staticmethod
-    def _read(config: JsonlPrompts) -> list[Question]:
-        try:
-            text = Path(config.path).expanduser().read_text()
-        except OSError as error:
-            raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {error.strerror}; name a file") from None
-        found = []
-        for number, line in enumerate(text.splitlines(), 1):
-            try:
-                row = json.loads(line)
-                found.append(Question(str(row["question"]), str(row["answer"]), {"family": None, **row}))
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"prompts.path = {config.path!r}: line {number} has no question and answer; correct that line"
-                ) from None
-        return found
+
+def questions(config: JsonlPrompts, content: bytes) -> list[Question]:
+    """Every line's question, in the file's order; `ConfigError` names the first line that has none."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        cure = "save the file as UTF-8"
+        raise ConfigError(f"prompts.path = {config.path!r}: byte {error.start} is not UTF-8; {cure}") from None
+    # Not `splitlines`: a JSON string may hold other line ends as they are.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name one that has")
+    return [_question(config, number, line) for number, line in lines]
+
+
+def _question(config: JsonlPrompts, number: int, line: str) -> Question:
+    try:
+        row = json.loads(line)
+        question, answer = str(row["question"]), str(row["answer"])
+        (question + answer).encode()  # half a surrogate pair is JSON, and no text
+        if question.strip() and row["question"] is not None and row["answer"] is not None:
+            return Question(question, answer, {"family": None, **row})
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ConfigError(f"prompts.path = {config.path!r}: line {number} has no question and answer; correct that line")
 
 
 @lru_cache(maxsize=8)

@@ -8,13 +8,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
 from rollflow.tasks.settings import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+
+SAMPLED = 16  # training questions that a source's hash is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,9 @@ class Encoder(Protocol):
     def __call__(self, text: str, chat: bool, system: str | None) -> Sequence[int]: ...
 
 
-def open_source(config: PromptConfig, seed: int, held_out: int) -> QuestionSource:
+def open_source(
+    config: PromptConfig, seed: int, held_out: int, read: Callable[[JsonlPrompts], bytes]
+) -> QuestionSource:
     """The question source of one `[[prompts]]` entry, with `held_out` questions kept for evaluation."""
     match config:
         case ReasoningGymPrompts():
@@ -57,19 +63,28 @@ def open_source(config: PromptConfig, seed: int, held_out: int) -> QuestionSourc
         case JsonlPrompts():
             from rollflow.tasks.prompts.jsonl import JsonlSource
 
-            return JsonlSource(config, seed)
+            return JsonlSource(config, seed, read(config))
 
 
 class PromptOrder:
     """The run's prompts. See the module's docstring for the guarantees."""
 
     def __init__(
-        self, configs: Sequence[PromptConfig], seed: int, held_out: int, encode: Encoder | None, longest: int
+        self,
+        configs: Sequence[PromptConfig],
+        seed: int,
+        held_out: int,
+        encode: Encoder | None,
+        longest: int,
+        read: Callable[[JsonlPrompts], bytes],
     ) -> None:
-        """`longest` is how many tokens a prompt may have; without an encoder only texts can be asked for."""
+        """`longest` is how many tokens a prompt may have; without an encoder only texts can be asked for.
+
+        `read` gives the content of a source's file.
+        """
         self.configs = configs
         share = -(-held_out // len(configs))
-        self.sources = [open_source(config, seed, share) for config in configs]
+        self.sources = [open_source(config, seed, share, read) for config in configs]
         self._held_out = held_out
         self._encode = encode
         self._longest = longest
@@ -90,9 +105,28 @@ class PromptOrder:
 
     def held_out(self) -> list[Prompt]:
         """The evaluation prompts, the same for the whole run."""
+        found = self._held()
+        return [self._prompt(which, f"held-{i:06d}", i, q) for i, (which, q) in enumerate(found)]
+
+    def check_held_out(self) -> None:
+        """There is something to evaluate with, or `ConfigError`."""
+        self._held()
+
+    def _held(self) -> list[tuple[int, Question]]:
         share = -(-self._held_out // len(self.sources))
         found = [(which, q) for which, source in enumerate(self.sources) for q in source.held_out(share)]
-        return [self._prompt(which, f"held-{i:06d}", i, q) for i, (which, q) in enumerate(found[: self._held_out])]
+        if not found:
+            raise ConfigError(
+                f"evaluation.prompts = {self._held_out}: no prompt is held out to evaluate with; raise "
+                "prompts.held_out or give more lines"
+            )
+        return found[: self._held_out]
+
+    def sha256(self, which: int) -> str:
+        """A hash of what a source asks: its held-out and first training questions, with their answers."""
+        source, share = self.sources[which], -(-self._held_out // len(self.sources))
+        asked = [*source.held_out(share), *(source.training(position) for position in range(SAMPLED))]
+        return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
 
     def texts(self, count: int) -> list[str]:
         """Demonstration texts and their answers, to build a vocabulary from."""

@@ -226,12 +226,16 @@ def test_exactly_one_of_racing_threads_creates_with_a_file(store: ObjectStore) -
     assert store.get(f"file-{winner}") == b"data of %d" % winner
 
 
-@pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "../a", "a/../b", "a/./b"])
-def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path: str) -> None:
+@pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/../b", "a/./b", "a\0b"])
+def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path: str, tmp_path: Path) -> None:
+    """Nothing that a path may say leads out of a store's root."""
     calls: list[Callable[[], object]] = [
         lambda: store.put(path, b""),
         lambda: store.create(path, b""),
+        lambda: store.create_naming(path, lambda _: b"", "file", b""),
+        lambda: store.create_naming("record", lambda _: b"", path, b""),
         lambda: store.get(path),
+        lambda: store.fetch(path, tmp_path / "copy"),
         lambda: store.exists(path),
         lambda: store.stat(path),
         lambda: store.delete(path),
@@ -242,6 +246,16 @@ def test_a_bad_path_is_refused_before_anything_happens(store: ObjectStore, path:
     for call in calls:
         with pytest.raises(ValueError, match="not an object path"):
             call()
+    assert not list((tmp_path / "store").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://bucket/../other", "s3://..", "s3://bucket/a//b", "memory://a/../b", "memory://."]
+)
+def test_an_address_that_leads_up_is_refused(uri: str) -> None:
+    """Services and proxies read such a key in their own ways: not as what it says."""
+    with pytest.raises(ConfigError, match=r"store\.uri = .* has an empty, '\.' or '\.\.' part"):
+        open_store(uri)
 
 
 def test_a_child_is_the_same_store_further_down(store: ObjectStore) -> None:

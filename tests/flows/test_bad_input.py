@@ -104,6 +104,47 @@ def test_more_new_tokens_than_the_context(capsys: pytest.CaptureFixture[str], tm
     assert "engine.max_new_tokens = 64" in sentence
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "the file has no lines"),
+        (b'{"question": "1+1"}', "line 1 has no question and answer"),
+        (b'{"question": "1+1", "answer": 2}\n' * 3, "evaluation.prompts = 256: no prompt is held out"),
+        (b'{"question": "1+1", "answer": 2}\n' * 30, "no line is left to train on"),
+    ],
+    ids=["missing", "empty", "no answer", "too few to hold out", "one question"],
+)
+def test_check_opens_files_of_prompts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    file, recipe = tmp_path / "mine.jsonl", tmp_path / "recipe.toml"
+    if content is not None:
+        file.write_bytes(content)
+    recipe.write_text(f'[policy.cold_start]\n[[prompts]]\nkind = "jsonl"\npath = "{file}"\n')
+    assert words in refused(capsys, "check", str(recipe))
+    file.write_text("".join(f'{{"question": "{i}+1", "answer": {i + 1}}}\n' for i in range(30)))
+    assert main(["check", str(recipe)]) == 0
+
+
+def test_check_opens_the_policys_folder_and_the_places_to_write(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sentence = refused(capsys, "check", policy_recipe(tmp_path, tmp_path / "no-model"))
+    assert "policy.path" in sentence
+    assert "there is no such folder" in sentence
+    folder = make_policy(tmp_path / "policy")
+    assert main(["check", policy_recipe(tmp_path, folder)]) == 0
+    (folder / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refused(capsys, "check", policy_recipe(tmp_path, folder))
+    (tmp_path / "file").write_text("")
+    for key, value in (
+        ("store.uri", f"{tmp_path}/file/below"),
+        ("tracking.uri", f"sqlite:///{tmp_path}/file/below/db"),
+    ):
+        assert f"{key} = '{value}' cannot be written" in refused(capsys, "check", RECIPE, "--set", f"{key}={value}")
+
+
 def test_existing_run_id(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "home/store/runs/mine").mkdir(parents=True)
     (tmp_path / "home/store/runs/mine/run.json").write_text("{}")
@@ -149,7 +190,8 @@ def test_check_needs_nothing_heavy() -> None:
 import sys
 from rollflow.flows.cli import main
 assert main(["check", "{RECIPE}"]) == 0
-heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers"}} & set(sys.modules)
+assert main(["check", "{RECIPE}", "--set", "store.uri=s3://bucket/prefix"]) == 0
+heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers", "reasoning_gym"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)

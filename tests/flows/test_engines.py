@@ -88,7 +88,7 @@ def die(actor: Any) -> None:
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Kept]:
     yield Kept(tmp_path)
-    cluster.kill_named([engine_name(0), engine_name(1)], "kept")
+    cluster.kill_named([engine_name(0), engine_name(1)])
 
 
 def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept) -> None:
@@ -143,7 +143,7 @@ def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.Mo
 
 def test_an_engine_that_died_together_with_the_scheduler_is_on_record(kept: Kept) -> None:
     before = process(1)
-    cluster.kill_named([engine_name(1)], "kept")
+    cluster.kill_named([engine_name(1)])
     kept.engines.start()  # as before a new scheduler
     kept.until(lambda: kept.recovered == ["engine-1"])
     assert process(1) != before

@@ -46,7 +46,7 @@ class Actor:
 
 actor = Actor.options(name="kept", lifetime="detached").remote()
 cluster.call(actor.spawn.remote(), 150, "a child, from the actor")
-assert cluster.actor("kept", "test") is not None
+assert cluster.actor("kept") is not None
 try:
     cluster.call(actor.fail.remote(), 150, "a failure")
 except EngineFailed as error:
@@ -56,13 +56,13 @@ try:
 except Unreachable as error:
     print(error)
 try:
-    cluster.actor("nobody", "test")
+    cluster.actor("nobody")
 except Unreachable as error:
     print(error)
 other = Actor.options(name="other").remote()
 cluster.call(other.spawn.remote(), 150, "a child, from the other")
 waiting = other.hang.remote()
-print(cluster.kill_named(["other", "nobody"], "test"))
+print(cluster.kill_named(["other", "nobody"]))
 try:
     cluster.call(waiting, 150, "an answer, from the other", died=EngineFailed)
 except EngineFailed as error:

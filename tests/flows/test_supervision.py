@@ -122,7 +122,7 @@ def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any
     try:
         return context, Keeper(context, ward, print).run()
     finally:
-        cluster.kill_named(["worker"], "kept")
+        cluster.kill_named(["worker"])
 
 
 def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:

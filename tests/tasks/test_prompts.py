@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.settings import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 
@@ -20,7 +21,7 @@ def encode(text: str, chat: bool, system: str | None) -> list[int]:
 
 
 def order(*configs: PromptConfig, seed: int = 0, held_out: int = 20, longest: int = 200) -> PromptOrder:
-    return PromptOrder(configs, seed, held_out, encode, longest)
+    return PromptOrder(configs, seed, held_out, encode, longest, read_file)
 
 
 def sums(**changes: object) -> ReasoningGymPrompts:

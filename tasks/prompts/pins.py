@@ -1,0 +1,133 @@
+"""What determines a run's prompts, written down when it is prepared and held against what is found ever after.
+
+    jsonl          the sha256 of the file; below `store.keep_prompts_bytes` the file itself lies in the run's storage,
+                   and only that copy is read from then on
+    reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
+
+So the prompt behind an index is the same until the run's end, on any machine, or the run is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.objects.base import ObjectStore
+from rollflow.tasks.prompts.jsonl import Reader, read_file
+from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.settings import JsonlPrompts, ReasoningGymPrompts, RunConfig
+
+PACKAGE = "reasoning-gym"
+
+
+class FilePin(BaseModel):
+    """One file of prompts; `kept` is where the run's storage has it, "" where it does not."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: str  # absolute: the processes of a run have working directories of their own
+    sha256: str
+    size: int  # bytes
+    kept: str
+
+
+class FamilyPin(BaseModel):
+    """One procedural family, as the package made it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["reasoning-gym"] = "reasoning-gym"
+    version: str
+    sha256: str
+
+
+Pin = Annotated[FilePin | FamilyPin, Field(discriminator="kind")]
+PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
+
+
+def read_once() -> Reader:
+    """A reader that sees each file once: what is checked, hashed and kept are the same bytes."""
+    return functools.cache(read_file)
+
+
+def pinned(config: RunConfig, order: PromptOrder, read: Reader) -> tuple[Pin, ...]:
+    """The pins of the order that was opened with `read`."""
+    pins: list[Pin] = []
+    for which, source in enumerate(config.prompts):
+        match source:
+            case JsonlPrompts():
+                pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes))
+            case ReasoningGymPrompts():
+                pins.append(FamilyPin(version=package_version(PACKAGE), sha256=order.sha256(which)))
+    return tuple(pins)
+
+
+def _file_pin(source: JsonlPrompts, content: bytes, most: int) -> FilePin:
+    sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
+    kept = f"prompts/{sha256}.jsonl" if len(content) <= most else ""
+    return FilePin(path=str(path), sha256=sha256, size=len(content), kept=kept)
+
+
+def keep(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
+    """Put the files that are kept into the run's storage."""
+    for source, pin in zip(config.prompts, pins, strict=True):
+        if isinstance(source, JsonlPrompts) and isinstance(pin, FilePin) and pin.kept:
+            store.put(pin.kept, read(source))
+
+
+def reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
+    """Reads a run's files as they were when it began.
+
+    The reader raises ConfigError where a file that the run did not keep has changed, Corrupt where a kept one has.
+    """
+
+    def read(source: JsonlPrompts) -> bytes:
+        pin = pins[config.prompts.index(source)]  # equal sources have equal pins
+        assert isinstance(pin, FilePin)
+        return _kept(store, pin) if pin.kept else _unchanged(source, pin)
+
+    return read
+
+
+def _kept(store: ObjectStore, pin: FilePin) -> bytes:
+    try:
+        content = store.get(pin.kept)
+    except Missing as error:
+        raise Corrupt(f"{store.uri}/{pin.kept}, the run's copy of {pin.path}, is missing") from error
+    if hashlib.sha256(content).hexdigest() != pin.sha256:
+        raise Corrupt(f"{store.uri}/{pin.kept}, the run's copy of {pin.path}, was altered")
+    return content
+
+
+def _unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
+    content = read_file(source.model_copy(update={"path": pin.path}))
+    if (found := hashlib.sha256(content).hexdigest()) != pin.sha256:
+        raise ConfigError(
+            f"prompts.path = {source.path!r}: {pin.path} has changed since the run began (sha256 {found[:12]}, it was "
+            f"{pin.sha256[:12]}); put the old file back, or start a new run"
+        )
+    return content
+
+
+def check_families(config: RunConfig, pins: Sequence[Pin], order: PromptOrder) -> None:
+    """The package still asks what it asked when the run began, or `ConfigError`."""
+    for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
+        if not isinstance(pin, FamilyPin) or not isinstance(source, ReasoningGymPrompts):
+            continue
+        key, here = f"prompts.family = {source.family!r}", package_version(PACKAGE)
+        if here != pin.version:
+            cure = f"install {PACKAGE}=={pin.version}, or start a new run"
+            raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, here is {here}; {cure}")
+        if order.sha256(which) != pin.sha256:
+            raise ConfigError(
+                f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages "
+                "that it had then, or start a new run"
+            )

@@ -1,0 +1,157 @@
+"""A run id from outside never leads out of the store or the run home, wherever it enters."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from rollflow.flows.cli import main
+from rollflow.flows.home import attach_run, context_of
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.names import LONGEST, RecipeName, RunId, RunPlace
+from rollflow.tasks.run import FORMAT, RunContext
+
+RECIPE = "flows/recipes/arithmetic.toml"
+BAD = [
+    "../../x",
+    "..",
+    ".",
+    "...",
+    ".hidden",
+    "",
+    "a/b",
+    "a\\b",
+    "/etc",
+    "a b",
+    "a\n",
+    "a\x00b",
+    "a\x1b[2J",
+    "a'; drop",
+    "ａ",  # a full-width letter
+    "a\u202eb",
+    "-rf",
+    "x" * (LONGEST + 1),
+]
+GOOD = ["a", "7", "arithmetic-20260101-000000", "A.b_c-1", "a..b", "x" * LONGEST]
+
+
+@pytest.fixture(autouse=True)
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run home lies three folders deep; returns the folder that must hold nothing else."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "a/b/home"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr("rollflow.flows.cli.drive", lambda context: pytest.fail(f"{context} would have been run"))
+    return tmp_path
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if "\x00" not in name])
+def test_run_refuses_it_and_writes_nothing(name: str, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", RECIPE, f"--run-id={name}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("rollflow: run id = ")
+    assert "letters, digits" in line
+    assert files(outside) == []
+
+
+@pytest.mark.parametrize("command", ["resume", "status", "inspect", "replay", "gc", "audit", "simulate"])
+@pytest.mark.parametrize("name", ["..", ".", "", "../..", "../../x/..", "a\n", "s3://bucket/runs/..", "memory://x/.."])
+def test_every_command_refuses_it(command: str, name: str, outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", RECIPE, "--from-run", name] if command == "simulate" else [command, name]
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "run id = " in line
+    assert files(outside) == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_no_context_is_made_of_it(name: str) -> None:
+    with pytest.raises(ConfigError, match="run id = "):
+        context_of("store", name)
+    last = name.rpartition("/")[2]
+    if last in BAD:
+        with pytest.raises(ConfigError, match="run id = "):
+            attach_run(f"store/runs/{last}" if last else "/")
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_one_stays_below_the_home_and_the_store(name: str, outside: Path) -> None:
+    context = context_of(str(outside / "store"), name)
+    assert context.uri == f"{outside}/store/runs/{name}"
+    assert context.cache.resolve().parent == outside / "a/b/home/cache"
+    assert attach_run(context.uri + "/") == context
+
+
+def described(context: RunContext, **changes: Any) -> RunContext:
+    body = {"format": FORMAT, "run_id": "same", "config": {}, "created_at": 1.0, **changes}
+    context.store.create("run.json", json.dumps(body).encode())
+    return context
+
+
+def test_what_storage_calls_a_run_is_checked_as_well(outside: Path) -> None:
+    context = described(context_of(str(outside / "store"), "run"), run_id="../../x")
+    with pytest.raises(ConfigError, match=r"run id = '\.\./\.\./x'"):
+        _ = context.run_id
+
+
+def test_two_runs_of_one_name_share_no_folder_and_no_key(outside: Path) -> None:
+    """Two stores, and one store that was filled anew (or another service's bucket of the same name)."""
+    first, second = (described(context_of(str(outside / store), "same")) for store in ("one", "two"))
+    assert first.cache != second.cache
+    third = described(context_of(str(outside / "one"), "other"))
+    keys = {context.key for context in (first, second, third)}
+    assert attach_run(f"{first.uri}/").key in keys
+    first.store.delete("run.json")
+    keys.add(described(context_of(str(outside / "one"), "same"), created_at=2.0).key)
+    assert len(keys) == 4
+    assert all(key.startswith("same-") for key in keys)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_forms_refuse_it(name: str) -> None:
+    """Once by the server, from the schema (HTTP 409), and again by the flow itself."""
+    for kind in (RunId, RecipeName):
+        adapter = TypeAdapter(kind)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(name, adapter.json_schema())
+        with pytest.raises(ValidationError):
+            adapter.validate_python(name)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_forms_take_a_good_one(name: str) -> None:
+    for kind, value in ((RunId, name), (RunPlace, name), (RunPlace, f"s3://bucket/a b/runs/{name}")):
+        jsonschema.validate(value, TypeAdapter(kind).json_schema())
+        assert TypeAdapter(kind).validate_python(value) == value
+
+
+@pytest.mark.parametrize("place", ["..", "a/..", "s3://bucket/runs/.", "", "/", "a/b\n"])
+def test_forms_refuse_a_place_that_ends_in_no_run_id(place: str) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(place, TypeAdapter(RunPlace).json_schema())
+    with pytest.raises(ValidationError):
+        TypeAdapter(RunPlace).validate_python(place)
+
+
+@pytest.mark.slow
+def test_every_deployment_names_its_runs_by_these_types() -> None:
+    """Whatever a flow takes as a run's name or place is refused by its form."""
+    from rollflow.flows.serve import FLOWS
+
+    seen = []
+    for flow in FLOWS:
+        for name in set(inspect.signature(flow.fn).parameters) & {"run_id", "run", "storage"}:
+            schema = flow.parameters.model_dump()["properties"][name]
+            seen.append(f"{flow.name}.{name}")
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate("../../..", schema)
+    assert len(seen) == 6, seen
