@@ -46,7 +46,7 @@ def post_training(config: RunConfig, run_id: str | None = None, storage: str | N
     claim = Claim.take(context.store, f"flow run {flow_run.id}", address)
     tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"])
     with cluster.attached(address, context.run_id):
-        stages = Stages(context, address, claim.epoch, log)
+        stages = Stages(context, address, log)
         board = Board(context, stages, tracker)
         try:
             if not trained(context):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient
 
@@ -54,13 +54,16 @@ class Stage:
     answered: float = 0.0  # monotonic: when its actor last gave its status
     asked: Any = None  # reference of the question under way
     pending: Pending | None = None
+    key: str = field(
+        default_factory=lambda: uuid4().hex
+    )  # of its next flow run; Prefect gives the same key the same one
 
 
 class Stages:
     """Started or adopted, watched and ended together."""
 
-    def __init__(self, context: RunContext, address: str, epoch: int, log: Callable[[str], None]) -> None:
-        self.context, self.address, self.epoch, self._log = context, address, epoch, log
+    def __init__(self, context: RunContext, address: str, log: Callable[[str], None]) -> None:
+        self.context, self.address, self._log = context, address, log
         self.all = {role: Stage(role) for role in ACTORS}
         self._budget = Budget(context.config.recovery)
         self._chronicle = Chronicle(context, log)
@@ -90,10 +93,9 @@ class Stages:
                 self._start(stage, client)
 
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
-        """Ask for the stage's flow run: exactly one for this supervisor and attempt."""
+        """Ask for the stage's flow run: exactly one for each start, also where an answer is lost."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
-        key = f"{self.context.run_id}:{stage.role}:{self.epoch}.{self._budget.attempt(stage.role)}"
-        stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=key)
+        stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=stage.key)
         stage.state, stage.started = "Scheduled", time.monotonic()
 
     def _name(self, stage: Stage) -> str:
@@ -146,7 +148,7 @@ class Stages:
         stage.pending = Pending(f"{stage.role} stage", reason, self._budget.attempt(stage.role))
         self._chronicle.noticed(stage.pending)
         time.sleep(pause)
-        stage.run = None  # asked for at the next look
+        stage.run, stage.key = None, uuid4().hex  # asked for at the next look
         self._looked = 0.0
 
     def _ask(self, stage: Stage) -> None:

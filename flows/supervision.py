@@ -12,6 +12,7 @@ written down (`storage.recoveries`), logged on the flow run's page and emitted a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,7 @@ class Budget:
     def __init__(self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._spent: dict[str, list[float]] = {}
+        self._attempts: Counter[str] = Counter()
 
     def spend(self, role: str, reason: str) -> float:
         """Take one restart of `role` out of the budget; returns the pause before it (seconds).
@@ -52,11 +54,12 @@ class Budget:
                 f"(recovery.restarts) and ended once more: {reason}"
             )
         self._spent[role] = [*recent, now]
+        self._attempts[role] += 1
         return min(LONGEST_PAUSE, limits.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
 
     def attempt(self, role: str) -> int:
-        """How often `role` was started again within the window."""
-        return len(self._spent.get(role, []))
+        """How often `role` was started again, within the window and before it."""
+        return self._attempts[role]
 
 
 @dataclass
