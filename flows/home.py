@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.settings import RunConfig, StoreConfig
 
 
 def home() -> Path:
@@ -30,6 +31,12 @@ def attach_run(uri: str) -> RunContext:
     """The run whose own storage is at `uri`."""
     uri = uri.rstrip("/")
     return RunContext(uri, home() / "cache" / uri.rpartition("/")[2])
+
+
+def await_run(uri: str) -> RunContext:
+    """`attach_run` for what works for the run: a store that does not answer is waited for."""
+    unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
+    return replace(unread, patience=unread.config.store.patience_seconds)
 
 
 def new_run_id(name: str) -> str:

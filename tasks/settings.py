@@ -278,6 +278,9 @@ class StoreConfig(Section):
     state_every: int = Field(
         1, gt=0, description="every n-th version stores the learner's state; recovery replays the batches in between"
     )
+    patience_seconds: float = Field(
+        3600.0, gt=0, description="longest wait for a store that does not answer; the run goes on when it does"
+    )
     shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
 
 

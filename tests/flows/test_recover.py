@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -21,9 +20,10 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Crashed, Failed, Running
 
+from rollflow.flows import recover
 from rollflow.flows.automation import install
 from rollflow.flows.home import attach_run, context_of
-from rollflow.flows.prefect_api import api, crash_orphans, going, insist, start, supervisors
+from rollflow.flows.prefect_api import api, crash_orphans, going, insist, start, states_of, supervisors
 from rollflow.flows.ray_head import RayHead, RayNode
 from rollflow.flows.recover import PickUp, pause_before, run_uri, start_again
 from rollflow.flows.services import PrefectServer, Runner, start_together, stop_together
@@ -145,13 +145,17 @@ def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run
     assert start_again(flow_run, run) is None  # and it stays so
 
 
-def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(deployment: str, run: RunContext) -> None:
-    now, days = datetime.now(UTC), 31
+def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(
+    deployment: str, run: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, days = time.time(), 31
+    died: dict[UUID, float] = {}  # the server has the real times
+    monkeypatch.setattr(recover, "ended_at", lambda one: died[one.id])
     flow_run = crashed(deployment, given(run))
     for day in range(days):
-        died = Crashed(message="killed", timestamp=now - timedelta(days=days - day))
         with api() as client:
-            client.set_flow_run_state(flow_run, died, force=True)
+            client.set_flow_run_state(flow_run, Crashed(message="killed"), force=True)
+        died[flow_run] = now - (days - 1 - day) * 24 * 3600.0
         successor = start_again(flow_run, run)
         assert successor is not None
         assert successor.pending is not None
@@ -172,14 +176,14 @@ def test_a_stage_that_dies_once_a_day_gets_a_new_flow_run_each_time(
     with api() as client:
         client.create_deployment(flow_id=client.create_flow_from_name("train"), name=name)
         for _ in range(8):
-            stages._see_state(stage, client)
+            stages._see_state(stage, client, {})
             assert stage.run is not None
             seen.append(stage.run)
-            stages._see_state(stage, client)
+            stages._see_state(stage, client, states_of(client, [stage.run]))
             assert stage.state == "Scheduled"
             client.set_flow_run_state(stage.run, Running(), force=True)
             client.set_flow_run_state(stage.run, Crashed(message="killed"), force=True)
-            stages._see_state(stage, client)
+            stages._see_state(stage, client, states_of(client, [stage.run]))
             now[0] += 24 * 3600.0
     assert len(set(seen)) == 8
 

@@ -13,7 +13,7 @@ import pytest
 from rollflow.storage.audit import audit
 from rollflow.storage.errors import Conflict, Corrupt
 from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.policies import StoredObject, manifest_path
+from rollflow.storage.policies import PolicyStore, StoredObject, manifest_path
 from rollflow.storage.records import Cursor, GroupKey
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.actor import LearnerActor
@@ -151,11 +151,12 @@ def test_a_second_run_call_joins_the_first(small: Prepare) -> None:
     assert audit(context.store).versions == 6
 
 
-def test_a_second_learner_stops_and_names_the_first(small: Prepare) -> None:
+def test_a_second_learner_stops_and_names_the_first(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     context = small()
     first, second = (LearnerActor(context, StoreFeed(TrajectoryStore(context.store), 6)) for _ in range(2))
     first.run()
     winner = context.policies().manifest(0).writer
+    monkeypatch.setattr(PolicyStore, "latest", lambda *_: -1)  # the second looked before the first had published
     for _ in range(2):  # whoever asks again hears the same
         with pytest.raises(Conflict, match=rf"version 0 was published by another learner \(writer {winner}\)"):
             second.run()
