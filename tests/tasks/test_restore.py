@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from rollflow.storage.audit import audit
-from rollflow.storage.errors import Conflict, Corrupt
+from rollflow.storage.errors import Conflict, Corrupt, Unreachable
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.policies import PolicyStore, StoredObject, manifest_path
 from rollflow.storage.records import Cursor, GroupKey
@@ -199,3 +199,17 @@ def test_a_damaged_copy_in_the_channel_is_not_trained_on(small: Prepare) -> None
     assert TrajectoryStore(context.store).voids() == []
     report = audit(context.store)
     assert report.clean, report.violations
+
+
+def test_a_channel_that_cannot_answer_is_asked_again(small: Prepare) -> None:
+    """Its own reads fail while storage is away; what it said before is no reason to start the learner again."""
+    context, failures = small(), [Unreachable("object storage did not answer"), TimeoutError("no batch yet")] * 3
+
+    class Failing(StoreFeed):
+        def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+            if failures:
+                raise failures.pop()
+            return super().lease(number, deadline, afresh=afresh)
+
+    assert LearnerActor(context, Failing(TrajectoryStore(context.store), 6)).run() == 6
+    assert failures == []
