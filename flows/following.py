@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
-COUNT_SECONDS = 10.0
+COUNT_SECONDS = 20.0
 READ_SECONDS = 5.0  # a store that does not answer must not keep a death from being noticed
 AWAY = "the run's storage does not answer; the run waits for it"
 
