@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from uuid import uuid4
 
 from prefect.runtime import flow_run
 
@@ -15,10 +16,12 @@ from rollflow.flows.stages import Stages
 from rollflow.flows.status import STATUS, Phase, RunStatus
 from rollflow.flows.tracking import Curves, Tracker
 from rollflow.storage.recoveries import RecoveryLog
+from rollflow.storage.usage import store_usage
 from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run import RunContext
 
 MESSAGES = 3  # the latest ones that the live view shows
+USAGE_SECONDS = 30.0  # how often what the actors have used is written down
 
 
 class Board:
@@ -34,6 +37,7 @@ class Board:
         # Its age by the wall clock, once; from then on no clock that steps makes it younger.
         self._began = time.monotonic() - max(0.0, time.time() - float(context.described["created_at"]))
         self._accuracy: dict[int, float] = {}
+        self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
         """Read what is new, log it, write the status."""
@@ -44,6 +48,9 @@ class Board:
             self._accuracy[evaluation.version] = evaluation.accuracy
             self.tracker.log_accuracy(evaluation.version, evaluation.accuracy, time.time())
         self._count_recoveries()
+        if phase or time.monotonic() - self._counted > USAGE_SECONDS:
+            self._counted = time.monotonic()
+            store_usage(self.context.store, self._writer, self.stages.usage)
         self.context.store.put(STATUS, self.status(phase or self._phase()).to_json().encode())
 
     def _count_recoveries(self) -> None:

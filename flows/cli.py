@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollflow.storage.errors import ConfigError, Missing, RollflowError
+from rollflow.storage.errors import ConfigError, Missing, RollflowError, Unreachable
 
 if TYPE_CHECKING:
     from rollflow.flows.session import Session
@@ -187,6 +187,7 @@ def drive(context: RunContext) -> int:
     from rollflow.flows.console import print_summary
     from rollflow.flows.session import open_session
     from rollflow.flows.summary import SUMMARY
+    from rollflow.storage.usage import read_usage
 
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
@@ -200,7 +201,8 @@ def drive(context: RunContext) -> int:
         print(f"rollflow: the run failed: {reason}", file=sys.stderr)
         print(f"go on with: rollflow resume {context.uri}", file=sys.stderr)
         return FAILED
-    summary = json.loads(context.store.get(SUMMARY))
+    summary = json.loads(context.store.get(SUMMARY)) | {"cpu_seconds": read_usage(context.store).totals()}
+    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())  # the flows were still at work when it was made
     print_summary(summary)
     return OK if summary["audit"] == "clean" else FAILED
 
@@ -232,9 +234,13 @@ def _stopped(context: RunContext) -> int:
     from rollflow.flows.status import STATUS, RunStatus
     from rollflow.storage.audit import audit
 
-    last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
-    context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())
-    report = audit(context.store)
+    try:
+        last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
+        context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())
+        report = audit(context.store)
+    except Unreachable as error:
+        print(f"stopped; {error}\nonce it does, go on with: rollflow resume {context.uri}")
+        return FAILED
     state = "clean" if report.clean else f"{len(report.violations)} violations"
     print(f"stopped at version {report.versions}; audit: {state}; go on with: rollflow resume {context.uri}")
     return FAILED

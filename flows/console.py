@@ -27,6 +27,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
 WORTH_SAYING = 0.02  # share of a run
+WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}  # they train nothing
 STATE_MARKS = {"running": ("●", "green"), "waiting": ("◌", "yellow"), "idle": ("◌", "yellow"), "done": ("✓", "green")}
 BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
@@ -260,6 +261,14 @@ def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, c
     console.print(Panel(table, title=title, title_align="left", border_style="green" if clean else "red", expand=False))
 
 
+def cpu_line(seconds: Mapping[str, float]) -> str:
+    """CPU seconds, the share of each role that is worth a word, and that of all who only watch."""
+    total = max(sum(seconds.values()), 1e-9)
+    shares = [f"{role} {used / total:.0%}" for role, used in seconds.items() if used / total >= WORTH_SAYING]
+    watching = sum(used for role, used in seconds.items() if role in WATCHING)
+    return f"{total:,.0f} s: {', '.join(shares)}; watching {watching / total:.1%}"
+
+
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     accuracy = summary.get("accuracy") or {}
@@ -284,6 +293,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
         held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"
         rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
+    if summary.get("cpu_seconds"):
+        rows.append(("cpu", Text(cpu_line(summary["cpu_seconds"]))))
     if summary.get("recoveries"):
         rows.append(("recoveries", Text("   ".join(f"{role} {n}" for role, n in summary["recoveries"].items()))))
     if "audit" in summary:

@@ -59,7 +59,7 @@ class Engines:
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         self.context, self._log = context, log
         self._budget = Budget(context.config.recovery)
-        self._chronicle = Chronicle(context, log)
+        self.chronicle = Chronicle(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._gpus = gpu_share(context.config)
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
@@ -123,7 +123,7 @@ class Engines:
             return
         engine.joined = True
         if engine.pending:
-            self._chronicle.write(engine.pending.done())
+            self.chronicle.write(engine.pending.done())
             engine.pending = None
 
     def _ask(self, engine: _Engine, failure: str | None) -> None:
@@ -147,7 +147,7 @@ class Engines:
         pause = self._budget.spend(engine.name, reason)
         pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
         engine.pending = pending.after(engine.pending)
-        self._chronicle.noticed(engine.pending)
+        self.chronicle.noticed(engine.pending)
         if not within:
             cluster.kill_named([engine.name])
         engine.forget()

@@ -10,7 +10,7 @@ from typing import Any
 from prefect import flow
 from pydantic import NonNegativeInt
 
-from rollflow.flows.home import attach_run
+from rollflow.flows.home import await_run
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.names import RunPlace
@@ -24,7 +24,7 @@ from rollflow.tasks.run import RunContext
 @flow(name="evaluate")
 def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
     """The evaluation of `version`: as the run itself stored it, or made now on an engine of its own."""
-    context = attach_run(run)
+    context = await_run(run)
     if context.store.exists(evaluation_path(version)):
         return dict(json.loads(context.store.get(evaluation_path(version))))
     evaluation = asyncio.run(evaluate_now(context, version))

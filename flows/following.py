@@ -13,13 +13,15 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from rollflow.flows.costs import session_costs
 from rollflow.flows.prefect_api import api, emit, flow_state
 from rollflow.flows.session import read_status
 from rollflow.flows.status import RunStatus
 from rollflow.flows.supervision import StageFailed
 from rollflow.flows.upkeep import Upkeep
-from rollflow.storage.errors import Unreachable
-from rollflow.storage.recoveries import Recovery, RecoveryLog
+from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.recoveries import Notes, Recovery
+from rollflow.storage.usage import Usage, store_usage
 from rollflow.tasks.run import RunContext
 
 if TYPE_CHECKING:
@@ -27,26 +29,34 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
+COUNT_SECONDS = 20.0
+READ_SECONDS = 5.0  # a store that does not answer must not keep a death from being noticed
+AWAY = "the run's storage does not answer; the run waits for it"
 
 
 class Following:
     """One run, through all the flow runs of its supervisor."""
 
     def __init__(self, context: RunContext, flow_run: UUID, upkeep: Upkeep) -> None:
-        self.context, self.flow_run, self._upkeep = context, flow_run, upkeep
+        self._usage, self._writer, self._counted = Usage(), f"session-{flow_run.hex[-12:]}", 0.0
+        self.context, self.flow_run, self._upkeep = replace(context, patience=READ_SECONDS), flow_run, upkeep
+        self._patience = context.config.rollout.patience_seconds
         self._first, self._since = flow_run, time.monotonic()
         self._successor: Successor | None = None
+        self._notes = Notes(context.store)
         self._moved = (-1.0, time.monotonic())
 
-    def read(self) -> RunStatus | None:
-        """The run's status, if the present supervisor has written one."""
+    def read(self, before: RunStatus) -> RunStatus:
+        """The run's status, if the present supervisor has written one, or what it was before."""
         try:
-            return read_status(self.context, self.flow_run)
+            return read_status(self.context, self.flow_run) or before
         except Unreachable:
-            return None
+            self._moved = self._moved[0], time.monotonic()  # the supervisor waits for storage, too
+            return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
 
     def look(self, status: RunStatus) -> RunStatus:
         """See after the services and the supervisor; the status is "failed" only if the run has ended so."""
+        self._count(status)
         if status.phase == "done":
             return status
         try:
@@ -59,6 +69,7 @@ class Following:
 
     def await_end(self) -> None:
         """Let the supervisor's flow run reach its final state before its server goes."""
+        self._notes.flush()
         limit = time.monotonic() + END_SECONDS
         while time.monotonic() < limit:
             with contextlib.suppress(Unreachable, StageFailed):
@@ -67,6 +78,15 @@ class Following:
                 if state is not None and state.is_final():
                     return
             time.sleep(POLL_SECONDS)
+
+    def _count(self, status: RunStatus) -> None:
+        """Note what the services and flows have used; now and then, and at the end, for the run's storage."""
+        if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
+            return
+        self._counted = time.monotonic()
+        self._usage.note(session_costs(self._upkeep.services, str(self.flow_run)))
+        with contextlib.suppress(RollflowError):
+            store_usage(self.context.store, self._writer, self._usage)
 
     def _look_at_supervisor(self, status: RunStatus) -> RunStatus:
         state = flow_state(self.flow_run)
@@ -89,10 +109,10 @@ class Following:
         )  # what a dying supervisor wrote is not the end
 
     def _stuck(self, status: RunStatus) -> bool:
-        """A supervisor that follows its stages writes its status twice a second."""
+        """A supervisor that follows its stages writes its status once a second."""
         if status.phase != "training" or status.seconds != self._moved[0]:
             self._moved = status.seconds, time.monotonic()
-        return time.monotonic() - self._moved[1] > self.context.config.rollout.patience_seconds
+        return time.monotonic() - self._moved[1] > self._patience
 
     def _crash(self, reason: str) -> None:
         from prefect.states import Crashed
@@ -112,8 +132,7 @@ class Following:
 
     def _record(self, recovery: Recovery) -> None:
         """For the run's storage and the supervisor's page; it has happened even if it cannot be written down."""
-        with contextlib.suppress(Unreachable):
-            RecoveryLog(self.context.store).append(recovery)
+        self._notes.add(recovery)
         with contextlib.suppress(Unreachable):
             emit(self.flow_run, "rollflow.recovery", asdict(recovery))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.settings import RunConfig, StoreConfig
 
 
 def home() -> Path:
@@ -41,6 +42,12 @@ def attach_run(uri: str) -> RunContext:
     uri = uri.rstrip("/")
     name, place = checked(uri.rpartition("/")[2], "run id"), hashlib.sha256(os.fsencode(uri)).hexdigest()
     return RunContext(uri, home() / "cache" / f"{name}-{place[:8]}")
+
+
+def await_run(uri: str) -> RunContext:
+    """`attach_run` for what works for the run: a store that does not answer is waited for."""
+    unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
+    return replace(unread, patience=unread.config.store.patience_seconds)
 
 
 def new_run_id(name: str) -> str:

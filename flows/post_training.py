@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -19,20 +20,21 @@ from prefect.runtime import flow_run
 from rollflow.flows import cluster
 from rollflow.flows.board import Board
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.home import attach_run, context_of, home, run_id_of, store_uri
+from rollflow.flows.home import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.stages import Stages
 from rollflow.flows.summary import summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
 from rollflow.storage.claims import Claim
 from rollflow.storage.collect import sweep
-from rollflow.storage.errors import ConfigError, Conflict, RollflowError, Unreachable
+from rollflow.storage.errors import ConfigError, Conflict, RollflowError
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluation_path
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
 
 POLL_SECONDS = 0.5
+TELL_SECONDS = 1.0
 
 
 @flow(name="post-training", log_prints=False)
@@ -42,14 +44,14 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
     `storage` is given by the command line, which has prepared the run already: where its own storage lies.
     """
     log = get_run_logger().info
-    context = attach_run(storage) if storage else _prepared(config, run_id or run_id_of(config.name, flow_run.id))
+    context = await_run(storage) if storage else _prepared(config, run_id or run_id_of(config.name, flow_run.id))
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
     claim = Claim.take(context.store, f"flow run {flow_run.id}", address)
     _sweep(context)
     tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"], context.key)
     with cluster.attached(address, context.key):
-        stages = Stages(context, address, claim.epoch, log)
+        stages = Stages(context, address, log)
         board = Board(context, stages, tracker)
         try:
             if not trained(context):
@@ -67,9 +69,9 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
 
 def _prepared(config: RunConfig, run_id: str) -> RunContext:
     """The run in storage: new, or the one of that name."""
-    context = context_of(store_uri(config), run_id)
+    context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists("run.json"):
-        return prepare(config, run_id)
+        prepare(config, run_id)
     context.order()  # what it asks must be what it asked
     return context
 
@@ -107,20 +109,14 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
 
 
 def _follow(board: Board, claim: Claim) -> None:
-    """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended.
-
-    A store that does not answer is waited for as long as the stages are given for progress.
-    """
-    patience, answered = board.context.config.rollout.patience_seconds, time.monotonic()
+    """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
+    told = float("-inf")
     while not board.stages.ended("rollout", "train"):
         board.stages.look()
-        try:
+        if time.monotonic() - told > TELL_SECONDS:
+            told = time.monotonic()
             claim.check()
             board.refresh()
-            answered = time.monotonic()
-        except Unreachable:
-            if time.monotonic() - answered > patience:
-                raise
         time.sleep(POLL_SECONDS)
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -23,9 +24,9 @@ from rollflow.flows.prefect_api import api, emit, flow_state, insist, supervisor
 from rollflow.flows.summary import SUMMARY
 from rollflow.flows.supervision import LONGEST_PAUSE, Pending, StageFailed
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
-from rollflow.storage.recoveries import RecoveryLog
+from rollflow.storage.recoveries import Notes
 from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RecoveryConfig, RunConfig
+from rollflow.tasks.settings import RecoveryConfig, RunConfig, StoreConfig
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5
+READ_SECONDS = 5.0
 REDONE = "its start; the actors that live go on"
 
 
@@ -44,18 +46,23 @@ class Successor:
     flow_run: UUID
     pending: Pending | None = None
 
+    @cached_property
+    def notes(self) -> Notes:
+        """Where its recovery is written down."""
+        return Notes(self.context.store)
+
     def up(self) -> bool:
         """Whether it runs (or has ended); the recovery is written down when that is first seen.
 
         Raises:
-            Unreachable: the Prefect server or the storage does not answer.
+            Unreachable: the Prefect server does not answer.
         """
         state = flow_state(self.flow_run)
         if state is None or not (state.is_running() or state.is_final()):
             return False
         if self.pending:
             recovery, self.pending = self.pending.done(), None
-            RecoveryLog(self.context.store).append(recovery)
+            self.notes.add(recovery)
             emit(self.flow_run, "rollflow.recovery", asdict(recovery))
         return True
 
@@ -64,7 +71,8 @@ class Successor:
 def recover(flow_run_id: str) -> str | None:
     """Start the run of a crashed post-training flow run again; returns the new flow run, if one was needed."""
     crashed = insist(lambda: read(UUID(flow_run_id)))
-    successor = insist(lambda: start_again(crashed.id, run_of(crashed)))
+    context = replace(run_of(crashed), patience=StoreConfig().patience_seconds)
+    successor = insist(lambda: start_again(crashed.id, context))
     if successor is None or successor.pending is None:
         get_run_logger().info("run %s needs nothing", run_uri(crashed))
         return None
@@ -74,6 +82,7 @@ def recover(flow_run_id: str) -> str | None:
         if time.monotonic() > limit:
             raise Unreachable(f"waited {START_SECONDS:g} s for a runner to start flow run {successor.flow_run}")
         time.sleep(POLL_SECONDS)
+    successor.notes.flush()
     return str(successor.flow_run)
 
 
@@ -97,7 +106,8 @@ class PickUp:
 
     def _follow_up(self, crashed: FlowRun, log: Callable[[str], None]) -> None:
         try:
-            successor = start_again(crashed.id, run_of(crashed))
+            # A store that does not answer must not keep another death from being noticed: there is a next look.
+            successor = start_again(crashed.id, replace(run_of(crashed), patience=READ_SECONDS))
         except Unreachable:
             raise
         except RollflowError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
-from rollflow.flows.home import attach_run
+from rollflow.flows.home import await_run
 from rollflow.flows.supervision import Keeper, Ward
 from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rewards.actor import REWARD, start_reward
@@ -16,7 +16,7 @@ NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they a
 @flow(name="reward")
 def reward(run: RunPlace, ray_address: str) -> int:
     """Score responses until the run is finished; returns how many."""
-    context = attach_run(run)
+    context = await_run(run)
     with cluster.attached(ray_address, context.key):
         ward = Ward(
             name=REWARD,

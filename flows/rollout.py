@@ -8,8 +8,8 @@ from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
 from rollflow.flows.engines import Engines
-from rollflow.flows.home import attach_run
-from rollflow.flows.supervision import Keeper, Status, Ward
+from rollflow.flows.home import await_run
+from rollflow.flows.supervision import POLL_SECONDS, Keeper, Status, Ward
 from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rollout.actor import ROLLOUT, start_rollout
 
@@ -17,7 +17,7 @@ from rollflow.tasks.rollout.actor import ROLLOUT, start_rollout
 @flow(name="rollout", log_prints=False)
 def rollout(run: RunPlace, ray_address: str) -> None:
     """Generate, score and commit every batch of the run stored at `run`."""
-    context, log = attach_run(run), get_run_logger().info
+    context, log = await_run(run), get_run_logger().info
     with cluster.attached(ray_address, context.key):
         engines = Engines(context, log)
 
@@ -31,8 +31,10 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             made=lambda status: float(status["trajectories"]),
             redone=lambda status: _redone(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,
+            poll=POLL_SECONDS,  # the engines are looked after in between
         )
         Keeper(context, ward, log).run(engines.look)
+        engines.chronicle.notes.flush()
 
 
 def _redone(status: Status, group_size: int) -> tuple[str, int]:

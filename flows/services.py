@@ -121,6 +121,11 @@ class Service(ABC):
         return self._process is not None and self._process.poll() is None
 
     @property
+    def pid(self) -> int:
+        """The process above all of the service's; -1 where there is none."""
+        return self._process.pid if self._process is not None else -1
+
+    @property
     def answers(self) -> bool:
         """Whether it would count as started now; asked of a service that runs, it tells a stuck one."""
         return self._ready()
@@ -243,7 +248,15 @@ QUIET_PREFECT = {
     "PREFECT_CLI_PROMPT": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
 }
+UNUSED = (
+    "FOREMAN",
+    "REPOSSESSOR",
+    "CLEANUP_RECONCILER",
+    "PAUSE_EXPIRATIONS",
+    "TASK_RUN_RECORDER",
+)  # no work pools, no tasks
 QUIET_SERVER = {
+    **{f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in UNUSED},
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",

@@ -71,7 +71,7 @@ class Session:
         looked, status = 0.0, RunStatus(context.run_id, versions=context.config.versions)
         while not status.ended:
             time.sleep(POLL_SECONDS)
-            status = following.read() or status
+            status = following.read(status)
             if status.ended or time.monotonic() - looked > LOOK_SECONDS:
                 status, looked = following.look(status), time.monotonic()
             yield status

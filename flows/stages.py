@@ -11,18 +11,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State
 
 from rollflow.flows import cluster
-from rollflow.flows.prefect_api import api, going, start
+from rollflow.flows.prefect_api import api, going, start, states_of
 from rollflow.flows.status import StageStatus
 from rollflow.flows.supervision import Budget, Chronicle, Pending, StageFailed
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.ray_channel import CHANNEL, start_channel
+from rollflow.storage.usage import Usage
 from rollflow.tasks.learners.actor import LEARNER
 from rollflow.tasks.rewards.actor import REWARD
 from rollflow.tasks.rollout.actor import ROLLOUT, engine_name
@@ -31,6 +33,7 @@ from rollflow.tasks.run import RunContext
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # how often the states of the child runs are read
 STATUS_SECONDS = 10.0
+PING_SECONDS = 5.0  # how long the channel may think about an answer, while its death would be told at once
 START_SECONDS = 300.0
 END_SECONDS = 120.0
 WORTH_SAYING = 0.02  # share of the time in which free engines waited for alpha
@@ -54,23 +57,27 @@ class Stage:
     answered: float = 0.0  # monotonic: when its actor last gave its status
     asked: Any = None  # reference of the question under way
     pending: Pending | None = None
+    key: str = field(
+        default_factory=lambda: uuid4().hex
+    )  # of its next flow run; Prefect gives the same key the same one
 
 
 class Stages:
     """Started or adopted, watched and ended together."""
 
-    def __init__(self, context: RunContext, address: str, epoch: int, log: Callable[[str], None]) -> None:
-        self.context, self.address, self.epoch, self._log = context, address, epoch, log
+    def __init__(self, context: RunContext, address: str, log: Callable[[str], None]) -> None:
+        self.context, self.address, self._log = context, address, log
         self.all = {role: Stage(role) for role in ACTORS}
         self._budget = Budget(context.config.recovery)
         self._chronicle = Chronicle(context, log)
+        self.usage = Usage()  # of the actors
         self._looked = 0.0
         self._channel: Any = None
         self._channel_lost: Pending | None = None
 
     def start(self) -> None:
         """Adopt the stages' flow runs that are under way, and start the others."""
-        start_channel(self.context.store, self.context.config.capacity, self.context.policies().latest())
+        self._start_channel()
         limit = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -91,10 +98,9 @@ class Stages:
                 self._start(stage, client)
 
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
-        """Ask for the stage's flow run: exactly one for this supervisor and attempt."""
+        """Ask for the stage's flow run: exactly one for each start, also where an answer is lost."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
-        key = f"{self.context.key}:{stage.role}:{self.epoch}.{self._budget.attempt(stage.role)}"
-        stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=key)
+        stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=stage.key)
         stage.state, stage.started = "Scheduled", time.monotonic()
 
     def _name(self, stage: Stage) -> str:
@@ -107,23 +113,24 @@ class Stages:
             StageFailed: a stage failed, or its budget of restarts is used up; the message has the reason.
         """
         self._look_after_channel()
-        for stage in self.all.values():
-            self._ask(stage)
         if time.monotonic() - self._looked < STATE_SECONDS:
             return
         self._looked = time.monotonic()
+        for stage in self.all.values():
+            self._ask(stage)
         try:
             with api() as client:
+                states = states_of(client, [stage.run for stage in self.all.values() if stage.run])
                 for stage in self.all.values():
-                    self._see_state(stage, client)
+                    self._see_state(stage, client, states)
         except Unreachable as error:
             self._log(f"{error}; the run goes on meanwhile")
 
-    def _see_state(self, stage: Stage, client: SyncPrefectClient) -> None:
+    def _see_state(self, stage: Stage, client: SyncPrefectClient, states: Mapping[UUID, State]) -> None:
         if stage.run is None:
             self._start(stage, client)
             return
-        state = client.read_flow_run(stage.run).state
+        state = states.get(stage.run)
         if state is None:
             return
         stage.state = state.name or state.type.value
@@ -147,7 +154,7 @@ class Stages:
         stage.pending = Pending(f"{stage.role} stage", reason, self._budget.attempt(stage.role))
         self._chronicle.noticed(stage.pending)
         time.sleep(pause)
-        stage.run = None  # asked for at the next look
+        stage.run, stage.key = None, uuid4().hex  # asked for at the next look
         self._looked = 0.0
 
     def _ask(self, stage: Stage) -> None:
@@ -159,6 +166,7 @@ class Stages:
             if asked is not None:
                 stage.seen = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.answered = time.monotonic()
+                self.usage.note(stage.seen["costs"])
             stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
             return  # not up yet, or dead; the stage's own flow sees to it
@@ -170,7 +178,7 @@ class Stages:
         """Start the channel if it does not live; its clients find the new one by its name."""
         try:
             if self._channel is None:
-                self._channel = cluster.actor(CHANNEL).ping.remote()
+                self._channel = cluster.actor(CHANNEL).ping.remote(0.0 if self._channel_lost else PING_SECONDS)
             if cluster.done(self._channel, 0):
                 answered, self._channel = self._channel, None
                 cluster.call(answered, STATUS_SECONDS, "the channel to answer")
@@ -184,7 +192,12 @@ class Stages:
         self._channel_lost = Pending(CHANNEL, reason, self._budget.attempt(CHANNEL), "a refill from storage")
         self._chronicle.noticed(self._channel_lost)
         cluster.kill_named([CHANNEL])
-        start_channel(self.context.store, self.context.config.capacity, self.context.policies().latest())
+        self._start_channel()
+
+    def _start_channel(self) -> None:
+        """Its own reads fail where storage does not answer: who asked for a batch asks again, and holds no call."""
+        newest, hasty = self.context.policies().latest(), replace(self.context, patience=None)
+        start_channel(hasty.store, self.context.config.capacity, newest)
 
     def _channel_back(self) -> None:
         if self._channel_lost:
@@ -207,6 +220,7 @@ class Stages:
             self._looked = 0.0
             self.look()
         kill_actors(self.context)
+        self._chronicle.notes.flush()
 
     def _finish_reward(self) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 from rollflow.flows.progress import Progress
 from rollflow.storage.audit import audit
 from rollflow.storage.recoveries import RecoveryLog
+from rollflow.storage.usage import read_usage
 from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run import RunContext
 
@@ -44,6 +45,7 @@ def summarize(context: RunContext, idle: Mapping[str, float], held: float, pages
         "async_ratio": context.config.async_ratio,
         "fates": dict(report.fates),
         "domains": domains(report.domains, context.config.shares),
+        "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
         "held_back_by_alpha": round(held, 3),

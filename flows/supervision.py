@@ -12,17 +12,19 @@ written down (`storage.recoveries`), logged on the flow run's page and emitted a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollflow.flows import cluster
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed
-from rollflow.storage.recoveries import Recovery, RecoveryLog
+from rollflow.storage.recoveries import Notes, Recovery
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
 
 POLL_SECONDS = 0.5
+CALM_SECONDS = 2.0
 LONGEST_PAUSE = 60.0
 Status = Mapping[str, Any]
 
@@ -37,6 +39,7 @@ class Budget:
     def __init__(self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         self._spent: dict[str, list[float]] = {}
+        self._attempts: Counter[str] = Counter()
 
     def spend(self, role: str, reason: str) -> float:
         """Take one restart of `role` out of the budget; returns the pause before it (seconds).
@@ -52,11 +55,12 @@ class Budget:
                 f"(recovery.restarts) and ended once more: {reason}"
             )
         self._spent[role] = [*recent, now]
+        self._attempts[role] += 1
         return min(LONGEST_PAUSE, limits.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
 
     def attempt(self, role: str) -> int:
-        """How often `role` was started again within the window."""
-        return len(self._spent.get(role, []))
+        """How often `role` was started again, within the window and before it."""
+        return self._attempts[role]
 
 
 @dataclass
@@ -108,10 +112,10 @@ class Pending:
 
 
 class Chronicle:
-    """Where recoveries are written down: storage, the flow run's log, Prefect's events."""
+    """Where recoveries are written down: storage, the flow run's log, Prefect's events; it holds up nobody."""
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
-        self._log, self._recoveries = log, RecoveryLog(context.store)
+        self._log, self.notes = log, Notes(context.store)
 
     def noticed(self, pending: Pending) -> None:
         """Something died and is started again."""
@@ -124,7 +128,7 @@ class Chronicle:
         from prefect.events import emit_event
         from prefect.runtime import flow_run
 
-        self._recoveries.append(recovery)
+        self.notes.add(recovery)
         self._log(f"recovered {recovery.sentence()}")
         if flow_run.id:
             resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}
@@ -137,7 +141,7 @@ class Ward:
 
     `start` starts it or finds it; `made` is what grows in its status with its work; `redone` says of a status what
     its successor has to do again, in words and in trajectories; `patience` is the longest time without any change of
-    its status (seconds).
+    its status (seconds). It is asked for every `poll` seconds, after a restart more often; a death ends the wait.
     """
 
     name: str
@@ -145,6 +149,7 @@ class Ward:
     made: Callable[[Status], float]
     redone: Callable[[Status], tuple[str, int]]
     patience: float
+    poll: float = CALM_SECONDS
 
 
 class Keeper:
@@ -160,18 +165,21 @@ class Keeper:
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
         """The result of the actor's `run`; `tick` is called with the actor and its status at every look."""
-        while True:
-            try:
-                return self._watch(self.ward.start(), tick)
-            except (ConfigError, StoreFailed, StageFailed):
-                raise  # a person must act first
-            except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
-                self._again(first_line(error))
+        try:
+            while True:
+                try:
+                    return self._watch(self.ward.start(), tick)
+                except (ConfigError, StoreFailed, StageFailed):
+                    raise  # a person must act first
+                except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
+                    self._again(first_line(error))
+        finally:
+            self.chronicle.notes.flush()
 
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running = actor.run.remote()
         changed, before = time.monotonic(), None
-        while not cluster.done(running, POLL_SECONDS):
+        while not cluster.done(running, POLL_SECONDS if self._pending else self.ward.poll):
             status = cluster.call(actor.status.remote(), self._answer, f"the status of {self.ward.name}")
             self._last = status
             self._resumed(status)
@@ -214,7 +222,7 @@ def gpu_share(config: RunConfig) -> float:
 
 def progress_of(status: Status) -> dict[str, Any]:
     """The part of a status that only changes when something was done."""
-    return {k: v for k, v in status.items() if k not in ("idle", "held", "seconds")}
+    return {k: v for k, v in status.items() if k not in ("idle", "held", "seconds", "costs")}
 
 
 def first_line(error: BaseException) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import flow, get_run_logger
 
 from rollflow.flows import cluster
-from rollflow.flows.home import attach_run
-from rollflow.flows.supervision import Keeper, Ward, gpu_share
+from rollflow.flows.home import await_run
+from rollflow.flows.supervision import Keeper, Status, Ward, gpu_share
 from rollflow.tasks.learners.actor import LEARNER, start_learner
 from rollflow.tasks.names import RunPlace
 
@@ -14,14 +14,19 @@ from rollflow.tasks.names import RunPlace
 @flow(name="train")
 def train(run: RunPlace, ray_address: str) -> int:
     """Train the run stored at `run` up to its last version; returns that version."""
-    context = attach_run(run)
+    context = await_run(run)
     with cluster.attached(ray_address, context.key):
         ward = Ward(
             name=LEARNER,
             start=lambda: start_learner(context, gpu_share(context.config)),
-            made=lambda status: float(status["version"]),
-            redone=lambda status: (f"the step of version {status['version'] + 1}", 0),
+            made=lambda status: float(status["trained"]),
+            redone=_redone,
             # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
             patience=2 * context.config.rollout.patience_seconds,
         )
         return int(Keeper(context, ward, get_run_logger().info).run())
+
+
+def _redone(status: Status) -> tuple[str, int]:
+    """A learner that had not restored a version yet loses its start, any other the step it was at."""
+    return ("its start" if status["version"] < 0 else f"the step of version {status['version'] + 1}", 0)

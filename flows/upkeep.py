@@ -41,7 +41,7 @@ class Upkeep:
     """Looks after the services of one session, in the order in which they need each other."""
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
-        self.deployment, self._services, self._limits = deployment, services, limits
+        self.deployment, self.services, self._limits = deployment, services, limits
         self._budget = Budget(limits)
         self._falls: dict[str, Fall] = {}
         self._answered: dict[str, float] = {}
@@ -53,7 +53,7 @@ class Upkeep:
         Raises:
             StageFailed: a service's budget of restarts is used up.
         """
-        for role, service in self._services.items():
+        for role, service in self.services.items():
             fall = self._falls.get(role)
             if fall is None and (reason := self._what_is_wrong(role, service)):
                 fall = self._note(role, reason)
@@ -85,7 +85,7 @@ class Upkeep:
         self._falls[role] = Fall(pending, now + pause, now)
         if role == RAY:
             self.cluster_lost_at = now
-            self._services[RUNNER].kill()  # with the flows in it: they may wait long for what is gone
+            self.services[RUNNER].kill()  # with the flows in it: they may wait long for what is gone
         return self._falls[role]
 
     def _launch(self, role: str, service: Service, fall: Fall) -> None:

@@ -56,8 +56,9 @@ class ChannelActor:
     def __init__(self, run: ObjectStore, capacity: int, version: int) -> None:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
-    async def ping(self) -> None:
-        """Answers while the actor lives."""
+    async def ping(self, seconds: float) -> None:
+        """Answers after `seconds`; Ray does it at once, with an error, when the actor dies."""
+        await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, edition: int) -> None:
         """See `Channel.put`; a string is a file's name. Who leases a batch compares it with its commit."""

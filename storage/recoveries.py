@@ -1,16 +1,22 @@
 """What died and was brought back: one object for each recovery of a run, `recoveries/<n>.json`.
 
 Any process may append: a number is taken by an atomic create, and who loses it takes the next one. The log is for
-people, the summary and MLflow; nothing that decides reads it back.
+people, the summary and MLflow; nothing that decides reads it back, so nothing waits for it: see `Notes`.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections import deque
 from dataclasses import asdict, dataclass
 
-from rollflow.storage.errors import Conflict, Corrupt
+from rollflow.storage.errors import Conflict, Corrupt, RollflowError
 from rollflow.storage.objects.base import ObjectStore, first_missing
+
+AGAIN_SECONDS = 1.0
+POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +53,22 @@ class RecoveryLog:
     def __init__(self, run: ObjectStore) -> None:
         self.run = run
         self._known: list[Recovery] = []
+        self._unsure: int | None = None  # the number under which a failed `append` may have written after all
 
     def append(self, recovery: Recovery) -> int:
-        """Write a recovery down; returns its number."""
+        """Write a recovery down; returns its number. One that failed may be repeated: it is there once."""
         data = json.dumps(asdict(recovery)).encode()
-        number = first_missing(self.run, recovery_path, len(self._known))
+        if self._unsure is None:
+            self._unsure = first_missing(self.run, recovery_path, len(self._known))
         while True:
             try:
-                self.run.create(recovery_path(number), data)
-                return number
+                self.run.create(recovery_path(self._unsure), data)
             except Conflict:
-                number += 1
+                if self.run.get(recovery_path(self._unsure)) != data:
+                    self._unsure += 1
+                    continue
+            number, self._unsure = self._unsure, None
+            return number
 
     def read(self) -> list[Recovery]:
         """All recoveries; asks the store only for the ones it has not seen."""
@@ -68,3 +79,38 @@ class RecoveryLog:
             except (ValueError, TypeError) as error:
                 raise Corrupt(f"{path} is not a recovery: {error}") from error
         return list(self._known)
+
+
+class Notes:
+    """Recoveries on their way into a run's log: `add` returns at once; what cannot be stored is tried again."""
+
+    def __init__(self, run: ObjectStore) -> None:
+        self._recoveries = RecoveryLog(run)
+        self._waiting: deque[Recovery] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, recovery: Recovery) -> None:
+        """Have it stored."""
+        with self._lock:
+            self._waiting.append(recovery)
+            if len(self._waiting) == 1:  # a daemon: a process must not outlive its work for a store that is away
+                threading.Thread(target=self._store, name="recovery notes", daemon=True).start()
+
+    def flush(self, seconds: float = 10.0) -> bool:
+        """Wait until all are stored; false if they were not within `seconds`."""
+        limit = time.monotonic() + seconds
+        while self._waiting and time.monotonic() < limit:
+            time.sleep(POLL_SECONDS)
+        return not self._waiting
+
+    def _store(self) -> None:
+        while True:
+            try:
+                self._recoveries.append(self._waiting[0])
+            except (RollflowError, OSError):
+                time.sleep(AGAIN_SECONDS)
+                continue
+            with self._lock:
+                self._waiting.popleft()
+                if not self._waiting:
+                    return

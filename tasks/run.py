@@ -28,15 +28,20 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` a local folder for fetched files."""
+    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` a local folder for fetched files.
+
+    `patience` is how long a store that does not answer is waited for (seconds): what works for the run waits, and says
+    so (`store.waits`); who only looks at it, does not.
+    """
 
     uri: str
     cache: Path
+    patience: float | None = None
 
     @cached_property
     def store(self) -> ObjectStore:
         """The run's storage."""
-        return open_store(self.uri)
+        return open_store(self.uri, self.patience)
 
     @cached_property
     def described(self) -> dict[str, Any]:
@@ -110,8 +115,8 @@ class RunContext:
         return order
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the two names travel; the rest is read again where it is needed."""
-        return {"uri": self.uri, "cache": self.cache}
+        """Only names travel; the rest is read again where it is needed."""
+        return {"uri": self.uri, "cache": self.cache, "patience": self.patience}
 
 
 def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> PromptOrder:

@@ -292,6 +292,9 @@ class StoreConfig(Section):
     keep_prompts_bytes: int = Field(
         2**28, ge=0, description="largest file of prompts that is kept with the run; of a larger one its hash"
     )
+    patience_seconds: float = Field(
+        3600.0, gt=0, description="longest wait for a store that does not answer; the run goes on when it does"
+    )
     shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
 
 

@@ -8,8 +8,10 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.base import Data, ObjectStore, Stat
 
 
-def open_store(uri: str) -> ObjectStore:
+def open_store(uri: str, patience: float | None = None) -> ObjectStore:
     """The store that `uri` names: `s3://bucket/prefix`, `memory://name`, or a local folder.
+
+    `patience`: how long one that does not answer is asked again (seconds); by default for some minutes.
 
     Backends are imported only when they are asked for, so a local run never loads s3fs.
     """
@@ -24,7 +26,7 @@ def open_store(uri: str) -> ObjectStore:
     if scheme == "s3":
         from rollflow.storage.objects.s3 import S3Store
 
-        return S3Store(root)
+        return S3Store(root, patience)
     if scheme == "memory":
         from rollflow.storage.objects.memory import MemoryStore
 

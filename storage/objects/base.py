@@ -163,6 +163,11 @@ class ObjectStore(ABC):
             ConfigError: it cannot; the message names the address, the reason and the cure.
         """
 
+    @property
+    def waits(self) -> str:
+        """What this process has been waiting for the store to answer, if for long; "" where nothing is late."""
+        return ""
+
     def local_path(self, path: str) -> Path | None:
         """Where the object lies as a file on this machine, or None if it has to be fetched."""
         return None

@@ -16,7 +16,7 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,17 @@ import botocore.exceptions  # type: ignore[import-untyped]
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.objects.base import Data, ObjectStore, Stat, Unfinished, checked, digest, pieces
 from rollflow.storage.objects.disk import CURES, explained
-from rollflow.storage.objects.s3_requests import FAILURES, HASTY, REFUSED, WRONG, code_of, connection, passing
+from rollflow.storage.objects.s3_requests import (
+    FAILURES,
+    HASTY,
+    PATIENT,
+    REFUSED,
+    WRONG,
+    Connection,
+    code_of,
+    connection,
+    passing,
+)
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
 READS = 3  # times an object is read before its bytes count as wrong
@@ -35,16 +45,17 @@ SKEWED = "RequestTimeTooSkewed"
 
 @dataclass(frozen=True)
 class S3Store(ObjectStore):
-    """Objects below `root` ("bucket" or "bucket/prefix")."""
+    """Objects below `root` ("bucket" or "bucket/prefix"); a request is repeated for `patience` seconds."""
 
     root: str
+    patience: float | None = field(default=None, compare=False)  # None: as `s3_requests.PATIENT` has it
 
     @property
     def uri(self) -> str:
         return f"s3://{self.root}"
 
     def child(self, prefix: str) -> S3Store:
-        return S3Store(f"{self.root}/{checked(prefix)}")
+        return S3Store(f"{self.root}/{checked(prefix)}", self.patience)
 
     def put(self, path: str, data: Data) -> str:
         parts, token = pieces(data), uuid.uuid4().hex
@@ -137,6 +148,10 @@ class S3Store(ObjectStore):
         with self._named(left.name), contextlib.suppress(FileNotFoundError):
             self._call("abort_multipart_upload", Key=self._key(left.name), UploadId=left.token)
 
+    @property
+    def waits(self) -> str:
+        return self._connection.late
+
     def check(self) -> None:
         """See the contract; at most about 15 s, also where nobody answers."""
         if not self._bucket:
@@ -172,12 +187,12 @@ class S3Store(ObjectStore):
         call("list_objects_v2", Prefix=key)
 
     def _write(self, path: str, parts: Sequence[memoryview], metadata: dict[str, str], **condition: str) -> None:
-        here = connection()
+        here = self._connection
         here.wait(lambda: here.upload(self._target(path), parts, Metadata=metadata, **condition))
 
     def _read(self, path: str, begin: Callable[[], object], take: Callable[[bytes], object]) -> str:
         """Read until the bytes are those that were written; returns their sha256."""
-        here = connection()
+        here = self._connection
         for _ in range(READS):
             read = hashlib.sha256()
             begin()
@@ -219,7 +234,11 @@ class S3Store(ObjectStore):
             more = {marker: page[f"Next{marker}"] for marker in markers}
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        return connection().call(method, Bucket=self._bucket, **arguments)
+        return self._connection.call(method, Bucket=self._bucket, **arguments)
+
+    @property
+    def _connection(self) -> Connection:
+        return connection(None if self.patience is None else PATIENT.lasting(self.patience))
 
     @property
     def _bucket(self) -> str:

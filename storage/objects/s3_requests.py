@@ -17,10 +17,11 @@ import asyncio
 import functools
 import os
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ Answer = TypeVar("Answer")
 
 PART_BYTES = 8 * 2**20  # S3 takes no smaller part than 5 MiB, and no more than 10,000 of them
 AT_ONCE = 8  # parts on their way, per process
+LATE_SECONDS = 5.0  # without an answer, and a request is worth a word
 
 WRONG = botocore.exceptions.FlexibleChecksumError  # a body that does not fit the service's own checksum
 LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError, TimeoutError, ConnectionError, WRONG)
@@ -73,9 +75,13 @@ class Patience:
     pause_seconds: float = 0.2  # the longest pause after the first try
     longest_pause_seconds: float = 10.0
 
+    def lasting(self, seconds: float) -> Patience:
+        """The same, for `seconds`, however many tries that takes."""
+        return replace(self, tries=sys.maxsize, seconds=seconds)
+
     def pause(self, tried: int) -> float:
         """A random pause after `tried` failures, so that many clients do not come back together."""
-        return random.uniform(0.0, min(self.longest_pause_seconds, self.pause_seconds * 2.0 ** (tried - 1)))
+        return random.uniform(0.0, min(self.longest_pause_seconds, self.pause_seconds * 2.0 ** min(tried - 1, 30)))
 
 
 PATIENT = Patience()
@@ -110,6 +116,7 @@ class Connection:
         )
         self._filesystem.retries = 1
         self._gate = asyncio.Semaphore(AT_ONCE)
+        self._asked: dict[object, tuple[float, str]] = {}  # requests under way: since when (monotonic), which
 
     def wait(self, work: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any) -> Answer:
         """Run `work` in the connection's loop; blocks this thread."""
@@ -120,8 +127,23 @@ class Connection:
         """One request, answered; blocks this thread."""
         return self.wait(functools.partial(self.ask, method, **arguments))
 
+    @property
+    def late(self) -> str:
+        """The request that has been under way for longest, if that is long; to be asked from any thread."""
+        now = time.monotonic()
+        began, method = min(list(self._asked.values()), default=(now, ""))
+        return f"object storage: {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
+
     async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
         """One request, repeated until it is answered; a body is read into `Body`."""
+        token = object()
+        self._asked[token] = time.monotonic(), method
+        try:
+            return await self._ask(method, arguments)
+        finally:
+            del self._asked[token]
+
+    async def _ask(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         tried, began = 0, time.monotonic()
         while True:
             tried += 1

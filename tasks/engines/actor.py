@@ -18,6 +18,7 @@ one can do nothing to it any more.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import secrets
 import time
@@ -30,6 +31,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.meter import EngineStats, Meter
@@ -69,6 +71,7 @@ class EngineActor:
         self._build = functools.partial(build_engine, config, policy_folder, dtype=dtype)
         self._engine: Engine = self._build()
         self._meter = Meter()
+        self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
         self._owner: str | None = None
         self._have: dict[str, int] = {}  # tokens of the running requests that the owner has
@@ -190,7 +193,7 @@ class EngineActor:
 
     async def stats(self) -> EngineStats:
         self._engine.check()
-        return self._meter.read()
+        return dataclasses.replace(self._meter.read(), costs=tuple(self._cpu.read()))
 
     async def health(self) -> None:
         """Raise `EngineFailed` if the engine is dead, also where nobody asks it for anything."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from rollflow.storage.usage import Cost
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -13,6 +15,7 @@ class EngineStats:
     running: int
     tokens: int
     busy_seconds: float
+    costs: tuple[Cost, ...] = ()  # of the engine's actor and what it started
 
 
 class Meter:

@@ -25,14 +25,16 @@ import ray
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Conflict, Corrupt, Missing, RollflowError, Stale, Unreachable
-from rollflow.storage.policies import Manifest
+from rollflow.storage.policies import Manifest, PolicyStore
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
+from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.policies.folder import resolve_policy
 from rollflow.tasks.rewards.verifier import answer_of, verifier
 from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import RunConfig
 
 if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it needs only the class
     from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -70,16 +72,21 @@ def start_learner(context: RunContext, gpus: float) -> Any:
 class LearnerActor:
     """Trains one run, in one thread of its own; `run` waits for it, `status` looks at it, as often as one likes."""
 
+    config: RunConfig
+    policies: PolicyStore
+    learner: TorchLearner
+
     def __init__(self, context: RunContext, channel: BatchFeed | None = None) -> None:
-        self.context, self.config = context, context.config
-        self.policies = context.policies()
+        """Reads nothing: while storage is waited for, `status` says so."""
+        self.context = context
         self.batches = TrajectoryStore(context.store)
         self.channel: BatchFeed = channel or RayChannel()
-        self.version = self.policies.latest()
+        self.version = -1
+        self.trained = 0  # versions, by this actor
         self.note = "starting"
         self.restored: Restored | None = None
         self.meter = Meter()
-        self.learner: TorchLearner
+        self.cpu = CpuClock(LEARNER)
         self._parent: str | None = None
         self._worker = ThreadPoolExecutor(1, "learner")
         self._work: Future[int] | None = None
@@ -90,7 +97,10 @@ class LearnerActor:
         restored = self.restored or Restored(self.version)
         return {
             "version": self.version,
+            "trained": self.trained,
             "note": self.note,
+            "waits_for": self.context.store.waits,
+            "costs": self.cpu.read(),
             "idle": self.meter.idle_share(),
             "restored_from": restored.base,
             "replayed": restored.replayed,
@@ -117,6 +127,8 @@ class LearnerActor:
         return self.version
 
     def _begin(self) -> None:
+        self.config, self.policies = self.context.config, self.context.policies()
+        self.version = self.policies.latest()
         if self.version < 0:
             path = self.config.policy.path  # only a fresh `policy.path` has weights of its own
             self.learner = new_learner(self.context, None if path is None else resolve_policy(path))
@@ -185,17 +197,16 @@ class LearnerActor:
         raise Corrupt(f"batch {number} was damaged {EDITIONS} times: {reason}; check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Batch `number`; waits as long as the rollout stage is given for progress."""
-        patience = time.monotonic() + self.config.rollout.patience_seconds
-        while True:
+        """Batch `number`; waits as long as the rollout stage is given for progress, and for storage besides."""
+        patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
+        while waited < patience:
             try:
                 return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
-            except TimeoutError:
-                if time.monotonic() > patience:
-                    raise Unreachable(
-                        f"the learner waited {self.config.rollout.patience_seconds:g} s for batch {number} "
-                        "from the rollout stage"
-                    ) from None
+            except (TimeoutError, Unreachable) as error:
+                why = str(error)
+            self.policies.published(self.version)  # returns once storage answers: that time is nobody's
+            waited += LEASE_SECONDS
+        raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
     def _train(self, batch: TrajectoryBatch, commit: BatchCommit, waited: float) -> None:
         began = time.monotonic()
@@ -244,6 +255,7 @@ class LearnerActor:
         )
         self._parent = self._commit(complete)
         self.version, self.note = version, "training"
+        self.trained += 1
 
     def _commit(self, manifest: Manifest) -> str:
         try:

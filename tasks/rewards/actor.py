@@ -11,6 +11,7 @@ import ray
 
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.coalesce import Coalescer
+from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.run import RunContext
@@ -23,23 +24,33 @@ class RewardActor:
     """`RewardPool` in an actor: one per run."""
 
     def __init__(self, context: RunContext) -> None:
-        self.pool = RewardPool(context.config.reward, context.policy_folder)
-        self._workers = context.config.reward.workers
+        """Reads nothing: while storage is waited for, `status` says so."""
+        self.context = context
         self._began = 0.0
         self._finished = asyncio.Event()
-        self._started = False
+        self._pool: asyncio.Task[RewardPool] | None = None
+        self._cpu = CpuClock(REWARD, "reward workers")
 
     async def run(self) -> int:
         """Keep the workers until the run is finished; returns how many responses they scored.
 
         It may be called again, by a stage flow that took over from a dead one.
         """
-        if not self._started:
-            self._started = True
-            await self.pool.start()
+        pool = await self._started()
         await self._finished.wait()
-        await self.pool.close()
-        return self.pool.scored
+        await pool.close()
+        return pool.scored
+
+    async def _started(self) -> RewardPool:
+        """The pool; the first who asks has it started."""
+        if self._pool is None:
+            self._pool = asyncio.create_task(self._start())
+        return await asyncio.shield(self._pool)
+
+    async def _start(self) -> RewardPool:
+        pool = await asyncio.to_thread(lambda: RewardPool(self.context.config.reward, self.context.policy_folder))
+        await pool.start()
+        return pool
 
     async def finish(self) -> None:
         """Nothing more is to be scored."""
@@ -47,14 +58,19 @@ class RewardActor:
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `RewardPool.score`."""
+        pool = await self._started()
         self._began = self._began or time.monotonic()
-        return await self.pool.score(requests)
+        return await pool.score(requests)
 
     async def status(self) -> dict[str, Any]:
         """What the stage's flow and the live view show."""
-        lasted = max(time.monotonic() - self._began, 1e-9) if self._began else 1e-9
-        idle = max(0.0, 1.0 - self.pool.busy_seconds / (lasted * self._workers)) if self._began else 0.0
-        return {"scored": self.pool.scored, "timeouts": self.pool.timeouts, "idle": idle}
+        told = {"waits_for": self.context.store.waits, "costs": self._cpu.read()}
+        if not self._began or self._pool is None:
+            return {"scored": 0, "timeouts": 0, "idle": 0.0, **told}
+        pool = self._pool.result()
+        lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
+        idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
+        return {"scored": pool.scored, "timeouts": pool.timeouts, "idle": idle, **told}
 
 
 def start_reward(context: RunContext) -> Any:

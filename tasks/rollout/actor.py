@@ -19,8 +19,10 @@ from rollflow.storage.errors import Unreachable
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.storage.updates import Update, store_update
+from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines.actor import EngineActor, RayEngine
 from rollflow.tasks.engines.meter import EngineStats
+from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.rewards.actor import RewardClient
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
 from rollflow.tasks.rollout.evaluation import Evaluator, store_evaluation
@@ -32,6 +34,15 @@ from rollflow.tasks.run import RunContext
 ROLLOUT = "rollout"
 NEWS_SECONDS = 2.0  # how long the channel's news is waited for before storage is asked
 STATS_SECONDS = 2.0
+PUT_SECONDS = 10.0
+NOTHING: dict[str, Any] = {  # the status of one that has not read yet how far the run has come
+    "version": -1,
+    **dict.fromkeys(("running", "buffered", "waiting", "trajectories"), 0),
+    "discards": {},
+    "failed": {},
+    "held": 0.0,
+    "idle": 0.0,
+}
 
 
 class StoreFeed:
@@ -95,25 +106,40 @@ def start_rollout(context: RunContext) -> Any:
 class RolloutActor:
     """Runs the rollout side of one run. See the module's docstring."""
 
+    batches: TrajectoryStore
+    feed: StoreFeed
+    order: PromptOrder
+    reward: RewardClient
+    proxy: InferenceProxy
+    scheduler: RolloutScheduler
+    evaluator: Evaluator
+
     def __init__(self, context: RunContext) -> None:
-        self.context, self.config = context, context.config
+        """Reads nothing: while storage is waited for, `status` says so."""
+        self.context = context
         self.channel = RayChannel()
-        self.batches = TrajectoryStore(context.store)
-        self.feed = StoreFeed(context, self.channel)
-        self.order = context.order()
-        self.patience = self.config.rollout.patience_seconds
-        self.reward = RewardClient(self.patience)
-        # Engines join as they get ready: none is waited for while another could work.
-        self.proxy = InferenceProxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
         self.counts = Counts()
-        self.scheduler = self._scheduler()
-        self.evaluator = self._evaluator()
         self.began: float | None = None
         self._update: Update
         self._paused = 0.0  # update seconds that are written down
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
+        self._prepared = asyncio.Event()
         self._committing: asyncio.Future[Any] | None = None
+        self._cpu = CpuClock("scheduler")
+
+    def _prepare(self) -> None:
+        """Read what the run is, and how far it has come."""
+        self.config = self.context.config
+        self.batches = TrajectoryStore(self.context.store)
+        self.feed = StoreFeed(self.context, self.channel)
+        self.order = self.context.order()
+        self.patience = self.config.rollout.patience_seconds
+        self.reward = RewardClient(self.patience)
+        # Engines join as they get ready: none is waited for while another could work.
+        self.proxy = InferenceProxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
+        self.scheduler = self._scheduler()
+        self.evaluator = self._evaluator()
 
     def _scheduler(self) -> RolloutScheduler:
         """A scheduler that begins where storage says."""
@@ -143,6 +169,8 @@ class RolloutActor:
         await asyncio.shield(self._running)
 
     async def _run(self) -> None:
+        await asyncio.to_thread(self._prepare)
+        self._prepared.set()
         hooks = Hooks(lambda version: self.scheduler.published(version), self._updated, self._pinned)
         controller = AsyncController(self.proxy, self.feed, self.config.engine.in_flight, hooks)
         try:
@@ -178,6 +206,7 @@ class RolloutActor:
 
     async def join(self, number: int) -> None:
         """Take engine `number`, which has started, in the place of one that died; returns when it serves."""
+        await self._prepared.wait()
         engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
         present = self.proxy.engines.get(number)
         if isinstance(present, RayEngine) and present.actor == engine.actor and await present.owns():
@@ -186,11 +215,14 @@ class RolloutActor:
 
     async def status(self) -> dict[str, Any]:
         """What the stage's flow and the live view show. It waits for nobody."""
+        waits = self.context.store.waits
+        if not self._prepared.is_set():
+            return {**NOTHING, "waits_for": waits, "costs": self._cpu.read()}
         counts = self.counts
         recent = counts.recent_rewards
         return {
             "version": self.proxy.version,
-            "waits_for": "" if self.feed.newest >= 0 else "the first policy version, from the train stage",
+            "waits_for": waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             "batch": self.scheduler.number,
             "running": self.scheduler.running,
             "buffered": len(self.scheduler.buffer),
@@ -207,6 +239,7 @@ class RolloutActor:
             "seconds": time.monotonic() - self.began if self.began else 0.0,
             "idle": await self._idle(),
             "failed": dict(self.proxy.failed),
+            "costs": [*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
         }
 
     def _updated(self, version: int) -> None:
@@ -229,11 +262,19 @@ class RolloutActor:
             asyncio.to_thread(self.batches.commit, staged, self.config.async_ratio)
         )
         record, data = await asyncio.shield(self._committing)
-        payload = self.context.store.local_path(record.file) or data
-        try:
-            await self.channel.put(staged.number, payload, self.patience, staged.edition)
-        except TimeoutError as error:
-            raise Unreachable(f"the learner took no batch for {self.patience:g} s ({error})") from None
+        await self._hand_over(staged, self.context.store.local_path(record.file) or data)
+
+    async def _hand_over(self, staged: StagedBatch, payload: object) -> None:
+        """Put a batch into the channel. Time in which storage does not answer is not the learner's."""
+        waited, why = 0.0, ""
+        while waited < self.patience:
+            try:
+                return await self.channel.put(staged.number, payload, PUT_SECONDS, staged.edition)
+            except (TimeoutError, Unreachable) as error:
+                why = str(error)
+            await asyncio.to_thread(self.feed.ask)  # returns once storage answers
+            waited += PUT_SECONDS
+        raise Unreachable(f"the learner took no batch for {self.patience:g} s ({why})")
 
     async def _idle(self) -> float:
         """Share of the time since generation began in which the engines had nothing to run."""

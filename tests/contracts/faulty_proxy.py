@@ -51,6 +51,7 @@ class FaultyProxy:
         self._speaks = threading.Event()
         self._speaks.set()
         self._closed = threading.Event()
+        self._refuses = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -68,8 +69,18 @@ class FaultyProxy:
         self._answers[method] = (status, error_body(code))
 
     def fall_silent(self) -> None:
-        """Accept requests and answer none, until the proxy is closed."""
+        """Accept requests and answer none, until it comes back; then the ones that came in are served after all."""
         self._speaks.clear()
+
+    def refuse(self) -> None:
+        """Close every connection without an answer, until it comes back."""
+        self._refuses = True
+        self._speaks.set()
+
+    def come_back(self) -> None:
+        """Serve again."""
+        self._refuses = False
+        self._speaks.set()
 
     def seen(self, method: str) -> int:
         """How many requests of `method` came in."""
@@ -92,6 +103,9 @@ class FaultyProxy:
         body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
         fault = self._fault(method)
         self._speaks.wait()
+        if self._refuses:
+            request.close_connection = True
+            return
         if method in self._answers:
             self._reply(request, *self._answers[method], [])
             return

@@ -134,7 +134,7 @@ def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.Mo
     def full(recovery: object) -> None:
         raise StoreFailed("the disk is full")
 
-    monkeypatch.setattr(kept.engines._chronicle, "write", full)
+    monkeypatch.setattr(kept.engines.chronicle, "write", full)
     actor = ray.get_actor(engine_name(1))
     die(actor)
     with pytest.raises(StoreFailed, match="the disk is full"):

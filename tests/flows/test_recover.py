@@ -23,13 +23,14 @@ from prefect.states import Cancelled, Crashed, Failed, Running
 from rollflow.flows import recover
 from rollflow.flows.automation import install
 from rollflow.flows.home import attach_run, context_of
-from rollflow.flows.prefect_api import api, crash_orphans, created_at, going, insist, start, supervisors
+from rollflow.flows.prefect_api import api, crash_orphans, created_at, going, insist, start, states_of, supervisors
 from rollflow.flows.ray_head import RayHead, RayNode
 from rollflow.flows.recover import PickUp, pause_before, run_uri, start_again
 from rollflow.flows.services import PrefectServer, Runner, stop_together
 from rollflow.flows.session import Session, read_status
+from rollflow.flows.stages import Stages
 from rollflow.flows.status import RunStatus
-from rollflow.flows.supervision import StageFailed
+from rollflow.flows.supervision import Budget, StageFailed
 from rollflow.flows.upkeep import RUNNER, SERVER, Upkeep
 from rollflow.storage.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.run import FORMAT, RunContext
@@ -145,6 +146,49 @@ def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run
     assert start_again(flow_run, run) is None  # and it stays so
 
 
+def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(
+    deployment: str, run: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, days = time.time(), 31
+    died: dict[UUID, float] = {}  # the server has the real times
+    monkeypatch.setattr(recover, "ended_at", lambda one: died[one.id])
+    flow_run = crashed(deployment, given(run))
+    for day in range(days):
+        with api() as client:
+            client.set_flow_run_state(flow_run, Crashed(message="killed"), force=True)
+        died[flow_run] = now - (days - 1 - day) * 24 * 3600.0
+        successor = start_again(flow_run, run)
+        assert successor is not None
+        assert successor.pending is not None
+        assert successor.pending.attempt == day + 1
+        flow_run = successor.flow_run
+    assert len(of(run)) == 1 + days
+
+
+def test_a_stage_that_dies_once_a_day_gets_a_new_flow_run_each_time(
+    server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a real server: it gives back the flow run that crashed where it is asked with the key of that one."""
+    name, now = f"d-{uuid.uuid4().hex[:6]}", [0.0]
+    monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name)
+    stages = Stages(run, "127.0.0.1:1", print)
+    stages._budget = Budget(run.config.recovery, lambda: now[0])
+    stage, seen = stages.all["train"], []
+    with api() as client:
+        client.create_deployment(flow_id=client.create_flow_from_name("train"), name=name)
+        for _ in range(8):
+            stages._see_state(stage, client, {})
+            assert stage.run is not None
+            seen.append(stage.run)
+            stages._see_state(stage, client, states_of(client, [stage.run]))
+            assert stage.state == "Scheduled"
+            client.set_flow_run_state(stage.run, Running(), force=True)
+            client.set_flow_run_state(stage.run, Crashed(message="killed"), force=True)
+            stages._see_state(stage, client, states_of(client, [stage.run]))
+            now[0] += 24 * 3600.0
+    assert len(set(seen)) == 8
+
+
 def test_the_pause_doubles_and_only_what_is_recent_counts() -> None:
     limits = RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1)
     now = 1000.0
@@ -196,6 +240,7 @@ def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
     with api() as client:
         client.set_flow_run_state(newest, Running(), force=True)
     pick_up.look(told.append)
+    until(lambda: RecoveryLog(run.store).read())
     assert [one.role for one in RecoveryLog(run.store).read()] == ["supervisor"]
 
 

@@ -16,10 +16,10 @@ from rollflow.flows import cluster
 from rollflow.flows.progress import Progress
 from rollflow.flows.supervision import Budget, Keeper, Pending, StageFailed, Ward
 from rollflow.storage.claims import Claim
-from rollflow.storage.errors import Conflict, StoreFailed
+from rollflow.storage.errors import Conflict, StoreFailed, Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import Manifest
-from rollflow.storage.recoveries import RecoveryLog
+from rollflow.storage.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.run import FORMAT, RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
 
@@ -136,6 +136,20 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
     assert hung == "no progress for 5 s; last seen: {'made': 0}"
     assert recovery.attempt == 3
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
+
+
+def test_a_note_that_cannot_be_stored_costs_no_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, failures = RecoveryLog.append, [Unreachable("object storage did not answer")] * 2
+
+    def away(self: RecoveryLog, recovery: Recovery) -> int:
+        if failures:
+            raise failures.pop()
+        return append(self, recovery)
+
+    monkeypatch.setattr(RecoveryLog, "append", away)
+    context, result = keep(tmp_path, "die work die", restarts=1)
+    assert result == "done"
+    assert [recovery.attempt for recovery in RecoveryLog(context.store).read()] == [1]
 
 
 def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:

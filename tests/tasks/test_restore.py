@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from rollflow.storage.audit import audit
-from rollflow.storage.errors import Conflict, Corrupt
+from rollflow.storage.errors import Conflict, Corrupt, Unreachable
 from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.policies import StoredObject, manifest_path
+from rollflow.storage.policies import PolicyStore, StoredObject, manifest_path
 from rollflow.storage.records import Cursor, GroupKey
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.actor import LearnerActor
@@ -151,11 +151,12 @@ def test_a_second_run_call_joins_the_first(small: Prepare) -> None:
     assert audit(context.store).versions == 6
 
 
-def test_a_second_learner_stops_and_names_the_first(small: Prepare) -> None:
+def test_a_second_learner_stops_and_names_the_first(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     context = small()
     first, second = (LearnerActor(context, StoreFeed(TrajectoryStore(context.store), 6)) for _ in range(2))
     first.run()
     winner = context.policies().manifest(0).writer
+    monkeypatch.setattr(PolicyStore, "latest", lambda *_: -1)  # the second looked before the first had published
     for _ in range(2):  # whoever asks again hears the same
         with pytest.raises(Conflict, match=rf"version 0 was published by another learner \(writer {winner}\)"):
             second.run()
@@ -198,3 +199,17 @@ def test_a_damaged_copy_in_the_channel_is_not_trained_on(small: Prepare) -> None
     assert TrajectoryStore(context.store).voids() == []
     report = audit(context.store)
     assert report.clean, report.violations
+
+
+def test_a_channel_that_cannot_answer_is_asked_again(small: Prepare) -> None:
+    """Its own reads fail while storage is away; what it said before is no reason to start the learner again."""
+    context, failures = small(), [Unreachable("object storage did not answer"), TimeoutError("no batch yet")] * 3
+
+    class Failing(StoreFeed):
+        def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+            if failures:
+                raise failures.pop()
+            return super().lease(number, deadline, afresh=afresh)
+
+    assert LearnerActor(context, Failing(TrajectoryStore(context.store), 6)).run() == 6
+    assert failures == []

@@ -1,0 +1,54 @@
+"""What a run has cost in CPU seconds, by role and process: `usage/<writer>.json`, one object for each who looks.
+
+A process may be seen by several, time and again, and counts once: with the most that anybody saw of it. So a role's
+sum goes on when its process is replaced, and when who looks is. What a process used after it was last seen is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rollflow.storage.objects.base import ObjectStore
+
+
+class Cost(NamedTuple):
+    """CPU seconds that one process has used so far. `process` names it for ever, among those of all machines."""
+
+    role: str
+    process: str
+    seconds: float
+
+
+@dataclass
+class Usage:
+    """Role -> process -> CPU seconds."""
+
+    seen: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def note(self, costs: Iterable[Cost]) -> None:
+        """Take these into account."""
+        for role, process, seconds in costs:
+            known = self.seen.setdefault(role, {})
+            known[process] = max(seconds, known.get(process, 0.0))
+
+    def totals(self) -> dict[str, float]:
+        """CPU seconds by role, the dearest first."""
+        sums = {role: round(sum(processes.values()), 1) for role, processes in self.seen.items()}
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def store_usage(run: ObjectStore, writer: str, usage: Usage) -> None:
+    """Keep what `writer` has seen."""
+    run.put(f"usage/{writer}.json", json.dumps(usage.seen).encode())
+
+
+def read_usage(run: ObjectStore) -> Usage:
+    """What all have seen."""
+    usage = Usage()
+    for path in run.list("usage"):
+        seen: dict[str, dict[str, float]] = json.loads(run.get(path))
+        usage.note(Cost(role, process, s) for role, processes in seen.items() for process, s in processes.items())
+    return usage

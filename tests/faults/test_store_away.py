@@ -1,0 +1,123 @@
+"""A store that is away for longer than every other time-out of a run costs the run that time, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos import RECIPE, TIMING, Victim
+from benchmarks.victims import kill_everything
+from rollflow.storage.errors import ConfigError, Unreachable
+from rollflow.storage.objects.base import Data
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.objects.s3 import S3Store
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.recoveries import Notes, Recovery, RecoveryLog
+from rollflow.tasks.learners.actor import LearnerActor
+from rollflow.tasks.rewards.actor import RewardActor
+from rollflow.tasks.rollout.actor import RolloutActor
+from rollflow.tasks.run import RunContext
+from tests.contracts.faulty_proxy import FaultyProxy
+from tests.support.s3_server import s3_server, use
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+BUCKET = "away"
+ANSWER, PATIENCE = 10, 20  # seconds; the defaults are 30 and 600
+SILENT, REFUSED = 30, 45
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server(BUCKET) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    with FaultyProxy(server) as made:
+        use(made.endpoint, monkeypatch)
+        yield made
+
+
+def test_a_run_goes_on_by_itself(
+    tmp_path: Path, server: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = RECIPE.format(seed=1, versions=60, engine="timed", timing=TIMING["timed"])
+    recipe += f"answer_seconds = {ANSWER}\n[rollout]\npatience_seconds = {PATIENCE}\n"
+    victim = Victim(tmp_path / "home", recipe, "--set", f"store.uri=s3://{BUCKET}")
+    use(server, monkeypatch)  # we look past the proxy
+    victim.store = S3Store(f"{BUCKET}/runs/chaos")
+    victim.policies, victim.recoveries = PolicyStore(victim.store), RecoveryLog(victim.store)
+    try:
+        victim.wait_version(5, 300)
+        proxy.fall_silent()
+        time.sleep(SILENT)
+        proxy.refuse()
+        time.sleep(REFUSED)
+        before = victim.version()
+        assert before < 40, "it was to stand still"
+        proxy.come_back()
+        victim.wait_version(before + 3, 120)
+        outcome = victim.finish([], 400)
+    finally:
+        kill_everything(victim.home)
+    assert victim.recoveries.read() == []
+    assert outcome.right, victim.tail()
+    assert json.loads(victim.store.get("summary.json"))["recoveries"] == {}
+    assert "the run's storage does not answer; the run waits for it" in victim.tail()
+
+
+async def call(method: Callable[[], Any]) -> Any:
+    """The result of an actor's method, as Ray would call it."""
+    if asyncio.iscoroutinefunction(method):
+        return await method()
+    return await asyncio.to_thread(method)
+
+
+@pytest.mark.parametrize("kind", [RolloutActor, LearnerActor, RewardActor])
+async def test_an_actor_tells_what_it_waits_for(kind: Any, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """It was started while storage is away; its flow takes one that does not answer for stuck."""
+    proxy.fall_silent()
+    actor = kind(RunContext(f"s3://{BUCKET}/none", tmp_path, patience=60.0))
+    running: Awaitable[Any] = asyncio.create_task(call(actor.run))
+    limit = time.monotonic() + 60
+    while not (status := await call(actor.status))["waits_for"]:
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.1)
+    assert status["waits_for"].startswith("object storage: get_object for ")
+    proxy.come_back()
+    with pytest.raises(ConfigError, match=r"there is no run\.json"):
+        await running
+    assert (await call(actor.status))["waits_for"] == ""
+
+
+class Away(MemoryStore):
+    """A store whose next writes fail; the first one wrote all the same."""
+
+    failures = 3
+
+    def create(self, path: str, data: Data) -> None:
+        if Away.failures == 3:
+            super().create(path, data)
+        Away.failures -= 1
+        if Away.failures >= 0:
+            raise Unreachable("object storage did not answer")
+        super().create(path, data)
+
+
+def test_a_note_is_kept_until_it_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.storage.recoveries.AGAIN_SECONDS", 0.01)
+    run = Away(uuid.uuid4().hex)
+    notes, made = Notes(run), [Recovery("learner", f"killed {n}", 1.0, 2.0, 3.0) for n in range(3)]
+    for recovery in made:
+        notes.add(recovery)
+    assert notes.flush(60)
+    assert RecoveryLog(run).read() == made

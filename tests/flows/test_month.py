@@ -1,0 +1,224 @@
+"""A month of one death a day passes, whatever it is that dies; five deaths in ten minutes are what ends a run."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollflow.flows import cluster, engines, stages
+from rollflow.flows.engines import Engines
+from rollflow.flows.stages import Stage, Stages
+from rollflow.flows.supervision import Budget, Keeper, Ward
+from rollflow.flows.upkeep import SERVER, Upkeep
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.objects import open_store
+from rollflow.storage.recoveries import Recovery
+from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.settings import RecoveryConfig, RunConfig, TimedEngineConfig
+
+DAY = 24 * 3600.0
+DAYS = 31
+
+
+class Days:
+    """A clock that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_one(self) -> None:
+        self.now += DAY
+
+
+@pytest.fixture
+def days() -> Days:
+    return Days()
+
+
+@pytest.fixture
+def budget(days: Days) -> Budget:
+    return Budget(RecoveryConfig(), days)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RunContext:
+    config = RunConfig(engine=TimedEngineConfig(replicas=1))
+    described = {"format": FORMAT, "run_id": "long", "config": config.model_dump(mode="json")}
+    open_store(str(tmp_path)).put("run.json", json.dumps(described).encode())
+    return RunContext(str(tmp_path), tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to be killed."""
+    monkeypatch.setattr(cluster, "kill_named", lambda *_: [])
+
+
+@dataclass
+class Run:
+    """A flow run as far as stages look at it."""
+
+    id: uuid.UUID = field(default_factory=uuid.uuid4)
+    crashed: bool = False
+
+    @property
+    def state(self) -> Any:
+        name, crashed = "Crashed" if self.crashed else "Running", self.crashed
+        return SimpleNamespace(
+            name=name,
+            message="killed",
+            is_crashed=lambda: crashed,
+            is_final=lambda: crashed,
+            is_running=lambda: not crashed,
+            is_completed=lambda: False,
+        )
+
+
+class Prefect:
+    """As its server does, the same key gives the same flow run, however long ago it ended."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, Run] = {}
+
+    def read_deployment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(id=name)
+
+    def create_flow_run_from_deployment(self, deployment: str, *, idempotency_key: str, **_: Any) -> Run:
+        return self.runs.setdefault(idempotency_key, Run())
+
+    def run_of(self, stage: Stage) -> Run:
+        return next(one for one in self.runs.values() if one.id == stage.run)
+
+    @property
+    def states(self) -> dict[uuid.UUID, Any]:
+        return {run.id: run.state for run in self.runs.values()}
+
+
+@pytest.fixture
+def prefect(monkeypatch: pytest.MonkeyPatch) -> Prefect:
+    server = Prefect()
+
+    @contextmanager
+    def api() -> Iterator[Prefect]:
+        yield server
+
+    monkeypatch.setattr(stages, "api", api)
+    return server
+
+
+def test_a_stage(context: RunContext, budget: Budget, days: Days, prefect: Prefect) -> None:
+    kept = Stages(context, "a:1", print)
+    kept._budget = budget
+    stage = kept.all["train"]
+    for _ in range(DAYS):
+        with stages.api() as client:
+            kept._see_state(stage, client, {})  # asks for its flow run
+            kept._see_state(stage, client, prefect.states)
+            assert stage.state == "Running"
+            prefect.run_of(stage).crashed = True
+            kept._see_state(stage, client, prefect.states)
+        days.pass_one()
+    assert len(prefect.runs) == DAYS
+
+
+def test_a_stage_that_two_supervisors_started_in_turn(context: RunContext, prefect: Prefect) -> None:
+    """A run that was removed, and made again under its name, has nothing to do with the first one's flow runs."""
+    for _ in range(2):
+        kept = Stages(context, "a:1", print)
+        with stages.api() as client:
+            for stage in kept.all.values():
+                kept._see_state(stage, client, {})
+    assert len(prefect.runs) == 2 * len(kept.all)
+
+
+def test_a_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: Prefect) -> None:
+    kept = Stages(context, "a:1", print)
+    stage = kept.all["train"]
+    with stages.api() as client:
+        kept._see_state(stage, client, {})
+        stage.run = None
+        kept._see_state(stage, client, {})
+    assert len(prefect.runs) == 1
+
+
+def test_the_channel(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
+    kept = Stages(context, "a:1", print)
+    kept._budget = budget
+    monkeypatch.setattr(cluster, "actor", lambda *_: SimpleNamespace(ping=SimpleNamespace(remote=lambda *_: "asked")))
+    monkeypatch.setattr(cluster, "done", lambda *_: True)
+    answers: list[Callable[[], None]] = []
+    monkeypatch.setattr(cluster, "call", lambda *_: answers.pop()())
+    for _ in range(DAYS):
+        answers += [lambda: None, dies]
+        kept._look_after_channel()
+        kept._look_after_channel()
+        days.pass_one()
+    assert started == [day * DAY for day in range(DAYS)]
+
+
+def dies() -> None:
+    raise EngineFailed("its process is gone")
+
+
+def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+    died = 0
+
+    def watch(self: Keeper, actor: Any, tick: Any) -> str:
+        nonlocal died
+        if died < DAYS:
+            died += 1
+            days.pass_one()
+            dies()
+        return "done"
+
+    monkeypatch.setattr(Keeper, "_watch", watch)
+    keeper = Keeper(context, Ward("learner", lambda: None, lambda _: 0.0, lambda _: ("", 0), 1.0), print)
+    keeper.budget = budget
+    assert keeper.run() == "done"
+
+
+def test_an_engine(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "gpus", lambda: 0.0)
+    monkeypatch.setattr(engines, "start_engine", lambda *_: dies())
+    kept = Engines(context, print)
+    kept._budget = budget
+    for _ in range(DAYS):
+        kept.look(None, {"failed": {}})
+        days.pass_one()
+
+
+class Fragile:
+    """A service that comes back at once, and is down again when it is asked whether it is up."""
+
+    what, log, start_seconds = "the server", Path("log"), 60.0
+
+    def __init__(self) -> None:
+        self.running = self.answers = True
+
+    def relaunch(self) -> None:
+        self.running = True
+
+
+def test_a_service(budget: Budget, days: Days) -> None:
+    service, recovered = Fragile(), list[Recovery]()
+    upkeep = Upkeep("none", {SERVER: service}, RecoveryConfig())  # type: ignore[dict-item]
+    upkeep._budget = budget
+    for _ in range(DAYS):
+        service.running = False
+        upkeep.look(recovered.append)
+        upkeep.look(recovered.append)
+        days.pass_one()
+    assert [one.attempt for one in recovered] == list(range(1, DAYS + 1))

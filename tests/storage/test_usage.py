@@ -1,0 +1,73 @@
+"""CPU seconds by role: what is counted once, and what goes on when a process or who looks at it is replaced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.console import cpu_line
+from rollflow.flows.costs import session_costs
+from rollflow.flows.services import Runner
+from rollflow.flows.supervision import progress_of
+from rollflow.flows.upkeep import SERVER
+from rollflow.storage.objects import open_store
+from rollflow.storage.usage import Cost, Usage, read_usage, store_usage
+from rollflow.tasks import cpu
+from rollflow.tasks.cpu import CpuClock
+
+BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
+
+
+def test_a_role_goes_on_when_its_process_or_who_looks_is_replaced(tmp_path: Path) -> None:
+    run = open_store(str(tmp_path))
+    first, second = Usage(), Usage()
+    first.note([Cost("learner", "a:1:1", 10.0), Cost("scheduler", "a:2:1", 5.0)])
+    first.note([Cost("learner", "a:1:1", 30.0)])
+    first.note([Cost("learner", "a:3:9", 0.5)])  # its successor
+    store_usage(run, "one", first)
+    second.note([Cost("learner", "a:3:9", 4.0), Cost("scheduler", "a:2:1", 4.0)])  # seen by another supervisor
+    store_usage(run, "two", second)
+    assert read_usage(run).totals() == {"learner": 34.0, "scheduler": 5.0}
+
+
+def test_an_actor_tells_its_own_and_what_it_started_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "LOOK_SECONDS", -1.0)
+    clock = CpuClock("engine", "engine core")
+    before = {cost.role: cost.seconds for cost in clock.read()}
+    ended = BURN.format(seconds=0.7)
+    nested = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {ended!r}])\ninput()\n"
+    with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE) as child:
+        limit = time.monotonic() + 60
+        while clock.read()[1].seconds - before["engine core"] < 0.7:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        child.communicate(b"\n")
+    assert 0.7 <= clock.read()[1].seconds - before["engine core"] < 5.0  # it was waited for, and is counted once
+
+
+def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path) -> None:
+    ended = BURN.format(seconds=0.7)
+    lines = ["import subprocess, sys, time", f"subprocess.run([sys.executable, '-c', {ended!r}])", "time.sleep(600)"]
+    (tmp_path / "burn.py").write_text("\n".join(lines))
+    service = Runner(tmp_path / "log", {"PYTHONPATH": str(tmp_path)}, module="burn")
+    with service:
+        limit, seen = time.monotonic() + 60, Usage()
+        while seen.totals().get(SERVER, 0.0) < 0.7:
+            assert time.monotonic() < limit
+            seen.note(session_costs({SERVER: service}, "none"))
+    assert set(seen.seen) == {"command", SERVER}
+    assert len(seen.seen["command"]) == len(seen.seen[SERVER]) == 1
+
+
+def test_what_it_costs_is_no_progress() -> None:
+    status = {"version": 3, "idle": 0.1, "costs": [Cost("learner", "a:1:1", 1.0)]}
+    assert progress_of(status) == {"version": 3}
+
+
+def test_the_share_of_those_who_watch_is_told() -> None:
+    seconds = {"engine core": 160.0, "learner": 30.0, "prefect server": 5.0, "command": 3.0, "runner": 2.0}
+    assert cpu_line(seconds) == "200 s: engine core 80%, learner 15%, prefect server 2%; watching 5.0%"
