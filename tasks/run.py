@@ -16,6 +16,7 @@ from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.policies import PolicyStore, Retention
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.rollout.evaluation import evaluated
 from rollflow.tasks.settings import RunConfig
 
 FORMAT = 2  # raised with that of any record, so that no older run is touched
@@ -65,7 +66,11 @@ class RunContext:
     def policies(self) -> PolicyStore:
         """The run's ledger."""
         kept = self.config.store
-        return PolicyStore(self.store, Retention(kept.keep_last, kept.keep_every, kept.state_every))
+        retention = Retention(kept.keep_last, kept.keep_every, kept.state_every)
+        return PolicyStore(self.store, retention, in_use=self._waits_for_evaluation)
+
+    def _waits_for_evaluation(self, version: int) -> bool:
+        return self.config.evaluates(version) and not evaluated(self.store, version)
 
     @cached_property
     def policy_folder(self) -> Path:
