@@ -276,6 +276,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         change = accuracy["after"] - accuracy["before"]
         after = Text(f"{accuracy['after']:.1%}", style="bold green" if change > 0 else "bold red")
         rows.append(("held-out accuracy", Text(f"{accuracy['before']:.1%} → ") + after))
+    for version, reason in (summary.get("not_evaluated") or {}).items():
+        rows.append(("not evaluated", Text(f"version {version}: {reason}")))
     if "versions" in summary:
         took = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
         rows.append(("versions", Text(f"{summary['versions']}{took}")))

@@ -3,7 +3,8 @@
     missing --> starting --> ready --> joining the scheduler --> serving --dead or silent--> missing
 
 Nothing here blocks on one engine: the scheduler begins with the first that is ready, the others join it; while one
-starts again, the others serve and take over its requests.
+starts again, the others serve and take over its requests. An engine of its own for evaluations is started when the
+first is due.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from rollflow.flows import cluster
 from rollflow.flows.supervision import Budget, Chronicle, Pending, StageFailed, Status, first_line, gpu_share
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
-from rollflow.tasks.rollout.actor import engine_name, start_engine
+from rollflow.tasks.rollout.actor import EVALUATION, engine_name, start_engine
 from rollflow.tasks.run import RunContext
 
 START_SECONDS = 900.0
@@ -63,10 +64,12 @@ class Engines:
         self._answer = context.config.recovery.answer_seconds
         self._gpus = gpu_share(context.config)
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
+        own = context.config.evaluation_engine(on_cpu=not self._gpus) is not None
+        self._evaluating = [_Engine(EVALUATION)] if own else []
 
     def start(self) -> None:
         """Start the engines that do not live, side by side; returns once one can be used: before any scheduler."""
-        for engine in self._engines:
+        for engine in (*self._engines, *self._evaluating):
             self._find(engine)
         while not any(engine.ready for engine in self._engines):
             self.look(None, {"failed": {}})
@@ -80,7 +83,8 @@ class Engines:
             ConfigError: no restart would help.
             StoreFailed: the run's storage takes no more; that is no fault of an engine.
         """
-        for engine in self._engines:
+        due = [engine for engine in self._evaluating if engine.actor is not None or status.get("evaluations_due")]
+        for engine in (*self._engines, *due):
             try:
                 self._step(engine, scheduler, status)
             except (ConfigError, StoreFailed, StageFailed):

@@ -27,7 +27,7 @@ from rollflow.storage.ray_channel import CHANNEL, start_channel
 from rollflow.storage.usage import Usage
 from rollflow.tasks.learners.actor import LEARNER
 from rollflow.tasks.rewards.actor import REWARD
-from rollflow.tasks.rollout.actor import ROLLOUT, engine_name
+from rollflow.tasks.rollout.actor import EVALUATION, ROLLOUT, engine_name
 from rollflow.tasks.run import RunContext
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
@@ -250,7 +250,7 @@ class Stages:
 
 def kill_actors(context: RunContext) -> None:
     """End every actor of a run; the processes they started end with them."""
-    engines = [engine_name(i) for i in range(context.config.engine.replicas)]
+    engines = [engine_name(number) for number in (EVALUATION, *range(context.config.engine.replicas))]
     cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
 
 

@@ -12,7 +12,7 @@ from rollflow.flows.progress import Progress
 from rollflow.storage.audit import audit
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.storage.usage import read_usage
-from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.rollout.evaluation import evaluations, skipped
 from rollflow.tasks.run import RunContext
 
 SUMMARY = "summary.json"
@@ -35,6 +35,7 @@ def summarize(context: RunContext, idle: Mapping[str, float], held: float, pages
     summary = {
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
+        "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
         "versions": versions,
         "seconds": round(seconds, 2),
         "training_seconds": round(progress.training_seconds, 2),

@@ -11,6 +11,7 @@ written down (`storage.recoveries`), logged on the flow run's page and emitted a
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -215,9 +216,14 @@ class Keeper:
 
 
 def gpu_share(config: RunConfig) -> float:
-    """GPUs for each engine and the learner: a whole one where there are enough, else equal shares; 0 on CPU."""
-    workers = config.engine.replicas + 1
-    return min(1.0, int(100 * cluster.gpus() / workers) / 100)
+    """GPUs for each engine and the learner: a whole one where there are enough, else equal shares; 0 on CPU.
+
+    An engine for evaluations alone counts as one where it is like the others.
+    """
+    gpus = cluster.gpus()
+    alike = config.evaluation_engine(on_cpu=not gpus) == config.engine
+    workers = config.engine.replicas + 1 + alike
+    return min(1.0, 1 / math.ceil(workers / gpus)) if gpus else 0.0
 
 
 def progress_of(status: Status) -> dict[str, Any]:

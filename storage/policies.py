@@ -153,10 +153,19 @@ def manifest_path(version: int) -> str:
 class PolicyStore:
     """Publishes and reads the policy versions of one run. See the module's docstring for the guarantees."""
 
-    def __init__(self, run: ObjectStore, retention: Retention | None = None, writer: str | None = None) -> None:
+    def __init__(
+        self,
+        run: ObjectStore,
+        retention: Retention | None = None,
+        writer: str | None = None,
+        in_use: Callable[[int], bool] = lambda version: False,
+    ) -> None:
+        """Objects of a version that is `in_use` stay until it is not, whatever `retention` says."""
         self.run = run
         self.retention = retention or Retention()
         self.writer = writer or uuid.uuid4().hex[:12]
+        self._in_use = in_use
+        self._put_off: list[int] = []  # versions past retention that were in use
         self._sound: set[Path] = set()  # folders of weights that this process has checked
 
     def stage(self, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
@@ -256,7 +265,9 @@ class PolicyStore:
     def _prune(self, latest: int) -> None:
         """Remove the objects that `latest` pushed out of retention; what is left by a failure is for `collect`."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
-            for version in self.retention.released(latest):
+            released = [*self._put_off, *self.retention.released(latest)]
+            self._put_off = [version for version in released if self._in_use(version)]
+            for version in sorted({*released} - {*self._put_off}):
                 manifest = self.manifest(version)
                 _each(self.run.delete, [stored.path for stored in (*manifest.weights, *manifest.learner)])
 

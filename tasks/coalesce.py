@@ -1,13 +1,14 @@
 """Many small awaits, few large calls: what is asked in one tick of the event loop travels together.
 
 A call to an actor costs about a millisecond however little it carries; on a small machine that is more than
-the work. `Coalescer` turns concurrent `ask` calls into one call with a list.
+the work. `Coalescer` turns concurrent `ask` calls into one call with a list. Answers come back as they are there:
+none waits for the others of its call.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Generic, TypeVar
 
 Question = TypeVar("Question")
@@ -15,9 +16,9 @@ Answer = TypeVar("Answer")
 
 
 class Coalescer(Generic[Question, Answer]):
-    """Batches concurrent questions into calls of `send`, which answers a list in its order."""
+    """Batches concurrent questions into calls of `send`, which yields (place of the question, answer), in packets."""
 
-    def __init__(self, send: Callable[[Sequence[Question]], Awaitable[Sequence[Answer]]]) -> None:
+    def __init__(self, send: Callable[[Sequence[Question]], AsyncIterator[Sequence[tuple[int, Answer]]]]) -> None:
         self._send = send
         self._waiting: list[tuple[Question, asyncio.Future[Answer]]] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -38,12 +39,11 @@ class Coalescer(Generic[Question, Answer]):
 
     async def _call(self, asked: list[tuple[Question, asyncio.Future[Answer]]]) -> None:
         try:
-            answers = await self._send([question for question, _ in asked])
-        except Exception as error:  # noqa: BLE001 - handed to everyone who asked
+            async for packet in self._send([question for question, _ in asked]):
+                for place, answer in packet:
+                    if not asked[place][1].done():
+                        asked[place][1].set_result(answer)
+        except Exception as error:  # noqa: BLE001 - handed to everyone who still waits
             for _, future in asked:
                 if not future.done():
                     future.set_exception(error)
-            return
-        for (_, future), answer in zip(asked, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)

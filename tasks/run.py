@@ -20,6 +20,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.jsonl import Reader
 from rollflow.tasks.prompts.pins import PINS, check_families, reader
 from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.rollout.evaluation import evaluated
 from rollflow.tasks.settings import RunConfig
 
 FORMAT = 3  # raised with that of any record, so that no older run is touched
@@ -83,7 +84,11 @@ class RunContext:
     def policies(self) -> PolicyStore:
         """The run's ledger."""
         kept = self.config.store
-        return PolicyStore(self.store, Retention(kept.keep_last, kept.keep_every, kept.state_every))
+        retention = Retention(kept.keep_last, kept.keep_every, kept.state_every)
+        return PolicyStore(self.store, retention, in_use=self._waits_for_evaluation)
+
+    def _waits_for_evaluation(self, version: int) -> bool:
+        return self.config.evaluates(version) and not evaluated(self.store, version)
 
     @cached_property
     def policy_folder(self) -> Path:

@@ -278,6 +278,12 @@ class EvaluationConfig(Section):
     prompts: int = Field(256, gt=0, description="held-out prompts, never trained on")
     samples: int = Field(1, gt=0, description="responses per held-out prompt")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    engine: Literal["auto", "lent", "own", "transformers"] = Field(
+        "auto",
+        description="where, beside training: on one of the run's engines, lent for as long as it takes; on one of "
+        "its own, like [engine]; or on one of its own of kind transformers, on a CPU. auto: lent where engine.replicas "
+        "is 2 or more, else transformers in place of vLLM on a CPU, else own",
+    )
 
 
 class StoreConfig(Section):
@@ -371,6 +377,9 @@ class RunConfig(Section):
         if rollout.ahead is not None and rollout.ahead > self.async_ratio:
             cure = f"it must not be above async_ratio = {self.async_ratio:g}: what runs further ahead gets too old"
             refuse("rollout.ahead", rollout.ahead, cure)
+        if self.evaluation.engine == "lent" and self.engine.replicas < 2:
+            cure = f'engine.replicas = {self.engine.replicas}, and one engine has to go on: set "own" or "transformers"'
+            refuse("evaluation.engine", self.evaluation.engine, cure)
         if not self.prompts:
             refuse("prompts", [], "give at least one [[prompts]] source")
         cold = self.policy.cold_start
@@ -380,6 +389,21 @@ class RunConfig(Section):
             cure = f"it must be below policy.cold_start.context = {cold.context}"
             refuse("engine.max_new_tokens", self.engine.max_new_tokens, cure)
         return self
+
+    def evaluates(self, version: int) -> bool:
+        """Whether `version` is to be evaluated."""
+        every = self.evaluation.every
+        return version in (0, self.versions) or bool(every and version % every == 0)
+
+    def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig | None:
+        """The engine that evaluates, on a machine with or without GPUs; None: one of the run's own is lent."""
+        choice, engine = self.evaluation.engine, self.engine
+        if choice == "lent" or (choice == "auto" and engine.replicas > 1):
+            return None
+        if choice == "transformers" or (choice == "auto" and on_cpu and isinstance(engine, VllmEngineConfig)):
+            shared = {name: getattr(engine, name) for name in EngineBase.model_fields}
+            return TransformersEngineConfig(**shared, threads=getattr(engine, "threads", 1))
+        return engine
 
     @property
     def capacity(self) -> int:

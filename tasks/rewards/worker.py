@@ -1,4 +1,4 @@
-"""A reward worker process: JSON lines in, JSON lines out, one answer per request and in order.
+"""A reward worker process: JSON lines in, JSON lines out: one when it is ready, then one per request and in order.
 
 It is run as `python -m rollflow.tasks.rewards.worker KIND WHERE TOKENIZER_FOLDER`. It ends when its input
 does, so it cannot outlive the process that owns it. A verifier's failure is an answer, not the worker's end.
@@ -33,6 +33,7 @@ def main() -> None:
     verify, tokenizer = verifier(kind), Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a verifier prints must not be taken for an answer
+    answers.write("ready\n")
     for line in sys.stdin:
         request = json.loads(line)
         score = judge(verify, where, tokenizer.decode(request["tokens"]), request["reference"])

@@ -1,8 +1,10 @@
-"""The rollout stage's actor: scheduler, proxy and controller of one run, on one event loop.
+"""The rollout stage's actor: scheduler, proxy and controller of one run, on one event loop; evaluations beside them.
 
 channel <-- commit <-- scheduler --> proxy --> engine actors
-   |                      |                        ^
-   +--> newer version --> controller --> update ---+
+   |                      |                        ^     |
+   +--> newer version --> controller --> update ---+     | lent, or one of its own
+                             |                           v
+                             +--------------------> evaluations --> storage
 """
 
 from __future__ import annotations
@@ -10,28 +12,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import EngineFailed, StoreFailed, Unreachable
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.storage.updates import Update, store_update
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines.actor import EngineActor, RayEngine
+from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.rewards.actor import RewardClient
+from rollflow.tasks.rewards.pool import ScoreRequest
+from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
-from rollflow.tasks.rollout.evaluation import Evaluator, store_evaluation
+from rollflow.tasks.rollout.evaluation import (
+    Evaluation,
+    Evaluations,
+    Evaluator,
+    Means,
+    Skipped,
+    evaluated,
+    store_evaluation,
+    store_skipped,
+)
 from rollflow.tasks.rollout.plan import plan_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, RolloutScheduler
 from rollflow.tasks.run import RunContext
 
 ROLLOUT = "rollout"
+EVALUATION = -1  # the number of the engine that evaluates, where there is one for that
 NEWS_SECONDS = 2.0  # how long the channel's news is waited for before storage is asked
 STATS_SECONDS = 2.0
 PUT_SECONDS = 10.0
@@ -68,10 +84,10 @@ class StoreFeed:
             if newest > version:
                 return newest
 
-    async def fetch(self, version: int) -> tuple[Path, Probe]:
+    async def fetch(self, version: int, cache: str = "weights") -> tuple[Path, Probe]:
         """See `VersionFeed`."""
         manifest = await asyncio.to_thread(self._policies.manifest, version)
-        weights = await asyncio.to_thread(self._policies.weights_folder, manifest, self._context.cache / "weights")
+        weights = await asyncio.to_thread(self._policies.weights_folder, manifest, self._context.cache / cache)
         return weights, Probe(self._tokens, manifest.probe, self._context.config.engine.probe_tolerance)
 
 
@@ -84,17 +100,21 @@ def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
     config = context.config
+    engine = config.engine
+    if number == EVALUATION:
+        engine = config.evaluation_engine(on_cpu=not gpus) or engine
+        gpus = gpus if engine == config.engine else 0.0
     options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
     # Over the nodes in turn: one that is lost takes few engines with it. Ray draws a node at random for an actor that
     # asks for nothing, whatever the strategy.
     spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001}
     remote = ray.remote(EngineActor).options(name=engine_name(number), **spread, **options)
-    return remote.remote(config.engine, context.policy_folder, config.policy.dtype)
+    return remote.remote(engine, context.policy_folder, config.policy.dtype)
 
 
 def engine_name(number: int) -> str:
     """The name of an engine's actor."""
-    return f"engine-{number}"
+    return "evaluation-engine" if number == EVALUATION else f"engine-{number}"
 
 
 def start_rollout(context: RunContext) -> Any:
@@ -112,15 +132,18 @@ class RolloutActor:
     reward: RewardClient
     proxy: InferenceProxy
     scheduler: RolloutScheduler
-    evaluator: Evaluator
+    evaluations: Evaluations
 
     def __init__(self, context: RunContext) -> None:
         """Reads nothing: while storage is waited for, `status` says so."""
         self.context = context
         self.channel = RayChannel()
         self.counts = Counts()
+        self._evaluating = asyncio.Event()  # there is an engine for it
+        self._own: RayEngine | None = None  # which evaluates, and does nothing else
+        self._judged = 0  # evaluated answers
         self.began: float | None = None
-        self._update: Update
+        self._notes: set[asyncio.Task[None]] = set()
         self._paused = 0.0  # update seconds that are written down
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
@@ -139,7 +162,7 @@ class RolloutActor:
         # Engines join as they get ready: none is waited for while another could work.
         self.proxy = InferenceProxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
         self.scheduler = self._scheduler()
-        self.evaluator = self._evaluator()
+        self.evaluations = self._evaluations()
 
     def _scheduler(self) -> RolloutScheduler:
         """A scheduler that begins where storage says."""
@@ -149,15 +172,19 @@ class RolloutActor:
         scheduler.counts = self.counts
         return scheduler
 
-    def _evaluator(self) -> Evaluator:
-        settings = self.config.evaluation
-        return Evaluator(
-            prompts=self.order.held_out(),
-            samples=settings.samples,
-            temperature=settings.temperature,
-            max_new_tokens=self.config.engine.max_new_tokens,
-            score=self.reward.score,
+    def _evaluations(self) -> Evaluations:
+        settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
+        held = self.order.held_out()
+        means = Means(
+            wanted=self.config.evaluates,
+            evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
+            engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._owned,
+            fetch=lambda version: self.feed.fetch(version, "evaluated"),
+            evaluator=Evaluator(held, settings.samples, settings.temperature, longest, self._judge),
+            keep=lambda found: asyncio.to_thread(self._keep, found),
+            slots=self.config.engine.slots,
         )
+        return Evaluations(means, self.config.versions)
 
     async def run(self) -> None:
         """Form every batch and follow every version; returns when the last version was loaded and evaluated.
@@ -171,12 +198,14 @@ class RolloutActor:
     async def _run(self) -> None:
         await asyncio.to_thread(self._prepare)
         self._prepared.set()
-        hooks = Hooks(lambda version: self.scheduler.published(version), self._updated, self._pinned)
+        hooks = Hooks(self._published, self._updated)
         controller = AsyncController(self.proxy, self.feed, self.config.engine.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(controller.run(self.config.versions))
                 tasks.create_task(self._schedule())
+                tasks.create_task(self.evaluations.run())
+            await asyncio.gather(*self._notes)
         except BaseExceptionGroup as failed:  # a person reads the first line: it must be the cause
             raise first_cause(failed) from None
 
@@ -208,10 +237,14 @@ class RolloutActor:
         """Take engine `number`, which has started, in the place of one that died; returns when it serves."""
         await self._prepared.wait()
         engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
-        present = self.proxy.engines.get(number)
+        present = self._own if number == EVALUATION else self.proxy.engines.get(number)
         if isinstance(present, RayEngine) and present.actor == engine.actor and await present.owns():
             return
-        await self.proxy.join(number, engine)
+        if number == EVALUATION:
+            self._own = engine
+            self._evaluating.set()
+        else:
+            await self.proxy.join(number, engine)
 
     async def status(self) -> dict[str, Any]:
         """What the stage's flow and the live view show. It waits for nobody."""
@@ -238,22 +271,57 @@ class RolloutActor:
             "update_seconds": self.proxy.update_seconds,
             "seconds": time.monotonic() - self.began if self.began else 0.0,
             "idle": await self._idle(),
-            "failed": dict(self.proxy.failed),
+            "failed": self._failed(),
+            "evaluations_due": self.evaluations.due,
+            "judged": self._judged,
             "costs": [*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
         }
 
+    def _failed(self) -> dict[int, str]:
+        """Why engines are out, by their number."""
+        failed = dict(self.proxy.failed)
+        try:
+            if self._own is not None:
+                self._own.check()
+        except EngineFailed as error:
+            failed[EVALUATION] = str(error)
+        return failed
+
+    def _published(self, version: int) -> None:
+        self.scheduler.published(version)
+        self.evaluations.published(version)
+
     def _updated(self, version: int) -> None:
         self.began = self.began or time.monotonic()
-        self._update = Update(version, self.proxy.update_seconds - self._paused, time.time())
+        update = Update(version, self.proxy.update_seconds - self._paused, time.time())
         self._paused = self.proxy.update_seconds
         self.scheduler.wake()
+        note = asyncio.create_task(asyncio.to_thread(self._note, update))
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
 
-    async def _pinned(self, version: int) -> None:
-        await asyncio.to_thread(store_update, self.context.store, self._update)
-        every = self.config.evaluation.every
-        if version in (0, self.config.versions) or (every and version % every == 0):
-            evaluation = await self.evaluator.run(self.proxy, version)
-            await asyncio.to_thread(store_evaluation, self.context.store, evaluation)
+    def _note(self, update: Update) -> None:
+        with contextlib.suppress(Unreachable, StoreFailed):  # a note for people: the run does not depend on it
+            store_update(self.context.store, update)
+
+    @contextlib.asynccontextmanager
+    async def _owned(self) -> AsyncIterator[Engine]:
+        """The engine that does nothing else, once it lives: the stage's flow starts it."""
+        while self._own is None or EVALUATION in self._failed():
+            self._evaluating.clear()
+            await self._evaluating.wait()
+        yield self._own
+
+    async def _judge(self, request: ScoreRequest) -> Score:
+        score = await self.reward.score(request)
+        self._judged += 1
+        return score
+
+    def _keep(self, found: Evaluation | Skipped) -> None:
+        if isinstance(found, Skipped):
+            store_skipped(self.context.store, found)
+        else:
+            store_evaluation(self.context.store, found)
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Make a batch durable, then hand it to the learner."""

@@ -2,13 +2,13 @@
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 
-It always goes to the newest version (intermediate ones are skipped). Work that must see one version alone,
-such as an evaluation, is run between two updates: `pinned(version)` is awaited before the next one begins.
+It always goes to the newest version (intermediate ones are skipped), and waits for nothing else: what must see one
+version alone, such as an evaluation, has an engine for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,11 +29,10 @@ class VersionFeed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What happens when a version is `published`, when the engines are `updated` to it, and before the next update."""
+    """What happens when a version is `published`, and when the engines are `updated` to it."""
 
     published: Callable[[int], None]
     updated: Callable[[int], None]
-    pinned: Callable[[int], Awaitable[None]]
 
 
 class AsyncController:
@@ -51,4 +50,3 @@ class AsyncController:
             weights, probe = await self._feed.fetch(version)
             await self._proxy.update(version, weights, probe, self._in_flight)
             self._hooks.updated(version)
-            await self._hooks.pinned(version)

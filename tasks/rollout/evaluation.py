@@ -1,18 +1,35 @@
-"""Evaluation: the share of held-out prompts answered right under one policy version."""
+"""Evaluation: the share of held-out prompts answered right under one policy version, beside training.
+
+    newest version published --> those that are due --> an engine: the version's weights --> ask --> store
+                                       ^                         |
+                                       +--- the engine died -----+
+
+- Nothing waits for an evaluation but the end of the run, which waits for all.
+- The engine is no one else's meanwhile, so every token comes from the version that is evaluated.
+- Versions are evaluated in their order, also those that the engines of training skipped. What is due is worked out
+  from storage: a successor does what a dead one had not stored.
+- A version whose weights are gone is skipped, and the reason is stored.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from rollflow.storage.errors import Corrupt, EngineFailed, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import Prompt
-from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
-from rollflow.tasks.rollout.proxy import InferenceProxy
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+
+AGAIN_SECONDS = 1.0  # before an evaluation whose engine died is begun again
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +49,16 @@ def evaluation_path(version: int) -> str:
     return f"evaluations/{version:08d}.json"
 
 
+def skipped_path(version: int) -> str:
+    """Where it is written why `version` has no evaluation."""
+    return f"evaluations_skipped/{version:08d}.json"
+
+
+def evaluated(run: ObjectStore, version: int) -> bool:
+    """Whether `version` needs no evaluation any more."""
+    return run.exists(evaluation_path(version)) or run.exists(skipped_path(version))
+
+
 def evaluations(run: ObjectStore, known: Collection[int] = ()) -> list[Evaluation]:
     """The evaluations of a run, by version, but those of `known` versions."""
     skip = {evaluation_path(version) for version in known}
@@ -41,6 +68,24 @@ def evaluations(run: ObjectStore, known: Collection[int] = ()) -> list[Evaluatio
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
     """Keep an evaluation in the run's storage."""
     run.put(evaluation_path(evaluation.version), json.dumps(asdict(evaluation)).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A version that could not be evaluated."""
+
+    version: int
+    reason: str
+
+
+def store_skipped(run: ObjectStore, one: Skipped) -> None:
+    """Keep the reason in the run's storage."""
+    run.put(skipped_path(one.version), json.dumps(asdict(one)).encode())
+
+
+def skipped(run: ObjectStore) -> list[Skipped]:
+    """What could not be evaluated, by version."""
+    return [Skipped(**json.loads(run.get(path))) for path in run.list("evaluations_skipped")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +123,66 @@ class Evaluator:
         )
         made = (await proxy.generate(request)).generation
         return await self.score(ScoreRequest(made.tokens, prompt.reference)), made.versions
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What evaluations are made with.
+
+    `wanted`: the versions to evaluate, `evaluated`: those that need it no more. `engine` lends one for the length of a
+    block; `fetch` gives a version's weights and probe (`Missing` or `Corrupt`: they are gone); `keep` stores what came
+    of it.
+    """
+
+    wanted: Callable[[int], bool]
+    evaluated: Callable[[int], Awaitable[bool]]
+    engine: Callable[[], AbstractAsyncContextManager[Engine]]
+    fetch: Callable[[int], Awaitable[tuple[Path, Probe]]]
+    evaluator: Evaluator
+    keep: Callable[[Evaluation | Skipped], Awaitable[None]]
+    slots: int
+
+
+class Evaluations:
+    """Evaluates every version that is due. See the module's docstring for the guarantees."""
+
+    def __init__(self, means: Means, last: int) -> None:
+        self._means, self._last = means, last
+        self._due: deque[int] = deque()
+        self._seen = -1  # the newest version that is known
+        self._news = asyncio.Event()
+
+    @property
+    def due(self) -> int:
+        """Published versions that are to be evaluated."""
+        return len(self._due)
+
+    def published(self, version: int) -> None:
+        """There are versions up to this one."""
+        self._due.extend(filter(self._means.wanted, range(self._seen + 1, version + 1)))
+        self._seen = max(self._seen, version)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Evaluate what is due, until the last version is."""
+        while self._due or self._seen < self._last:
+            if not self._due:
+                self._news.clear()
+                await self._news.wait()
+                continue
+            if not await self._means.evaluated(self._due[0]):
+                await self._means.keep(await self._evaluate(self._due[0]))
+            self._due.popleft()
+
+    async def _evaluate(self, version: int) -> Evaluation | Skipped:
+        while True:
+            try:
+                async with self._means.engine() as engine:
+                    weights, probe = await self._means.fetch(version)
+                    proxy = InferenceProxy([engine], self._means.slots)
+                    await proxy.update(version, weights, probe, "continue")
+                    return await self._means.evaluator.run(proxy, version)
+            except (Missing, Corrupt) as error:
+                return Skipped(version, f"its weights are gone: {error}")
+            except EngineFailed:  # another one comes; who starts it knows how often
+                await asyncio.sleep(AGAIN_SECONDS)

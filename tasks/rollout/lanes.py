@@ -123,6 +123,10 @@ class Lanes:
         self.changed(lane)
         return old
 
+    def remove(self, lane: Lane) -> None:
+        """Take a lane out of its place."""
+        self._places = {place: other for place, other in self._places.items() if other is not lane}
+
     async def take(self, ticket: Ticket) -> Lane | None:
         """Wait for an engine; its slots are the ticket's until `release`. None: the ticket was withdrawn.
 

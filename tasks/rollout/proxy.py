@@ -7,6 +7,7 @@
   first started. Only where tokens of two versions may not mix (`in_flight = "restart"`) does it start again.
 - A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version. One that was
   aborted by `abort` ends with the tokens it has.
+- An engine can be lent, while another lives: what it runs goes on elsewhere, as if it had failed; then it joins again.
 - An engine that joins holds the present version, probed, before it gets a request. A failed one is closed at once.
 - `version` is the new one as soon as one engine serves it: no other takes a request before it has it, too.
 """
@@ -16,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -255,6 +256,33 @@ class InferenceProxy:
         if old is not None:
             self._fail(old, EngineFailed("another engine took its place"))
 
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[Engine]:
+        """One engine of several, out of service for the length of the block; then it joins again, if it lives.
+
+        Raises:
+            EngineFailed: there are not two that live, or it died in the block.
+        """
+        place, engine = await self._lend()
+        try:
+            yield engine
+        finally:
+            engine.check()
+            if place not in self.engines:  # else another has taken its place
+                await self.join(place, engine)
+
+    async def _lend(self) -> tuple[int, Engine]:
+        async with self._changing:
+            live = {place: lane for place, lane in self._lanes.places.items() if lane.failure is None}
+            if len(live) < 2:
+                raise EngineFailed("no engine can be lent: there are not two that live")
+            place, lane = min(live.items(), key=lambda item: item[1].taken)
+            lane.failure = EngineFailed("the engine is lent")
+            self._lanes.remove(lane)
+            self._note_version()
+            await self._hand_over(lane)
+        return place, lane.engine
+
     def _note_version(self) -> None:
         serving = [lane.engine.version for lane in self._lanes.live if lane.serves.is_set()]
         if not self._lanes.live and self._taken is not None:
@@ -343,9 +371,12 @@ class InferenceProxy:
             self._note_version()
             self._lanes.changed(lane)
 
-    async def _close(self, lane: Lane) -> None:
+    async def _hand_over(self, lane: Lane) -> None:
         with suppress(EngineFailed):  # it is dead, and its requests know it
             await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
+
+    async def _close(self, lane: Lane) -> None:
+        await self._hand_over(lane)
         await lane.engine.close()
 
 

@@ -120,7 +120,7 @@ class World:
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         outside = Outside(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, _unpacked)
         self.scheduler = RolloutScheduler(plan_of(config), outside, self.proxy, Beginning())
-        hooks = Hooks(lambda v: self.scheduler.published(v), self._updated, self._pinned)
+        hooks = Hooks(lambda v: self.scheduler.published(v), self._updated)
         self.controller = AsyncController(self.proxy, self, config.engine.in_flight, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)
         faults = self.hardware.faults
@@ -175,9 +175,6 @@ class World:
     def _updated(self, version: int) -> None:
         self.records.updates.append(Span(self._fetched, asyncio.get_running_loop().time(), version))
         self.scheduler.wake()
-
-    async def _pinned(self, version: int) -> None:
-        """No evaluation is simulated."""
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Keep the batch where the channel finds it, and hand it over."""

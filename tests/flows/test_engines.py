@@ -18,9 +18,9 @@ from rollflow.flows.supervision import Budget, StageFailed
 from rollflow.storage.errors import StoreFailed
 from rollflow.storage.objects import open_store
 from rollflow.storage.recoveries import RecoveryLog
-from rollflow.tasks.rollout.actor import engine_name
+from rollflow.tasks.rollout.actor import EVALUATION, engine_name
 from rollflow.tasks.run import FORMAT, RunContext
-from rollflow.tasks.settings import RecoveryConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.settings import EvaluationConfig, RecoveryConfig, RunConfig, TimedEngineConfig
 from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,8 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         recovery = RecoveryConfig(restarts=5, backoff_seconds=0.01)
-        config = RunConfig(engine=TimedEngineConfig(replicas=2), recovery=recovery)
+        evaluation = EvaluationConfig(engine="own")
+        config = RunConfig(engine=TimedEngineConfig(replicas=2), recovery=recovery, evaluation=evaluation)
         described = {"format": FORMAT, "run_id": "kept", "config": config.model_dump(mode="json")}
         described["policy"] = str(folder)
         open_store(str(folder)).put("run.json", json.dumps(described).encode())
@@ -58,7 +59,7 @@ class Kept:
 
     @property
     def joined(self) -> list[int]:
-        return [engine.number for engine in self.engines._engines if engine.joined]
+        return [e.number for e in (*self.engines._engines, *self.engines._evaluating) if e.joined]
 
     @property
     def recovered(self) -> list[str]:
@@ -88,7 +89,22 @@ def die(actor: Any) -> None:
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Kept]:
     yield Kept(tmp_path)
-    cluster.kill_named([engine_name(0), engine_name(1)])
+    cluster.kill_named([engine_name(0), engine_name(1), engine_name(EVALUATION)])
+
+
+def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it_dies(kept: Kept) -> None:
+    for _ in range(5):
+        kept.engines.look(kept.scheduler, QUIET)
+    with pytest.raises(ValueError, match="evaluation-engine"):
+        ray.get_actor(engine_name(EVALUATION))
+    due = QUIET | {"evaluations_due": 1}
+    kept.until(lambda: kept.joined == [0, 1, EVALUATION], due)
+    before = process(EVALUATION)
+    cluster.kill_named([engine_name(EVALUATION)])
+    kept.until(lambda: EVALUATION not in kept.joined, due)
+    kept.until(lambda: kept.joined == [0, 1, EVALUATION], due)
+    assert process(EVALUATION) != before
+    assert kept.recovered == ["evaluation-engine"]
 
 
 def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
+from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.plan import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
@@ -74,6 +75,7 @@ class Pipeline:
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
     choices: Mapping[str, Any] = field(default_factory=dict)  # of the `Plan`
     routing: Routing = "least-work"
+    evaluating: Callable[[Pipeline], Evaluations] | None = None
     scheduler: RolloutScheduler = field(init=False)
 
     def describe(self) -> None:
@@ -97,10 +99,19 @@ class Pipeline:
         source = StoredBatches(TrajectoryStore(self.store))
         self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, source, self.policies.latest())
         self.scheduler = self._scheduler()
-        hooks = Hooks(lambda v: self.scheduler.published(v), lambda _: self.scheduler.wake(), self._pinned)
+        evaluations = self.evaluating(self) if self.evaluating else None
+
+        def published(version: int) -> None:
+            self.scheduler.published(version)
+            if evaluations:
+                evaluations.published(version)
+
+        hooks = Hooks(published, lambda _: self.scheduler.wake())
         controller = AsyncController(self.proxy, self, self.in_flight, hooks)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(controller.run(self.versions))
+            if evaluations:
+                tasks.create_task(evaluations.run())
             scheduling = tasks.create_task(self._schedule())
             killing = tasks.create_task(self._kill_engines(engines))
             await self._learn()
@@ -156,9 +167,13 @@ class Pipeline:
             assert isinstance(victim, TimedEngine)
             victim.kill("killed by the test")
             living[place] = self._engine()
-            await living[place].start()
-            await asyncio.sleep(0.1)
-            await self.proxy.join(place, living[place])
+            # Shielded: the run may have ended, and evaluations still need it.
+            await asyncio.shield(asyncio.ensure_future(self._replace(place, living[place])))
+
+    async def _replace(self, place: int, engine: Engine) -> None:
+        await engine.start()
+        await asyncio.sleep(0.1)
+        await self.proxy.join(place, engine)
 
     async def newer(self, version: int) -> int:
         """`VersionFeed`."""
@@ -169,9 +184,6 @@ class Pipeline:
     async def fetch(self, version: int) -> tuple[Path, Probe]:
         """`VersionFeed`."""
         return Path(), Probe((), (), 0.1)
-
-    async def _pinned(self, version: int) -> None:
-        pass
 
     async def _score(self, request: ScoreRequest) -> Score:
         await asyncio.sleep(self.reward_seconds)

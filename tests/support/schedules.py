@@ -323,7 +323,7 @@ class Life:
         self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing)
         outside = Outside(self._prompt, self._score, self.ledger.commit, pack=_as_it_is)
         self.scheduler = RolloutScheduler(case.plan, outside, self.proxy, self.ledger.beginning())
-        hooks = Hooks(self.scheduler.published, lambda _: self.scheduler.wake(), self._pinned)
+        hooks = Hooks(self.scheduler.published, lambda _: self.scheduler.wake())
         controller = AsyncController(self.proxy, self, case.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -385,9 +385,6 @@ class Life:
         """See `VersionFeed`."""
         await asyncio.sleep(self.case.fetch_seconds)
         return Path(), NO_PROBE
-
-    async def _pinned(self, version: int) -> None:
-        pass
 
 
 def _as_it_is(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -19,9 +19,11 @@ from tests.support.waiting import HANG_SECONDS
 
 ODD_WORKER = """
 import json, os, sys, time
+print("ready", flush=True)
 for line in sys.stdin:
     reference = json.loads(line)["reference"]
     if reference.get("sleep"): time.sleep(reference["sleep"])
+    while reference.get("until") and not os.path.exists(reference["until"]): time.sleep(0.01)
     if reference.get("die") and not os.path.exists(reference["die"]):
         open(reference["die"], "w").close()
         os.kill(os.getpid(), 9)
@@ -81,6 +83,41 @@ async def test_a_hung_verdict_ends_at_its_deadline_and_the_next_is_served(folder
     assert (hung.reward, hung.reason) == (0.0, "deadline: no verdict in 0.5 s")
     assert good.reward == 1.0
     assert pool.timeouts == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("place", [0, 20])
+async def test_a_slow_verdict_holds_up_nobody(folder: Path, tmp_path: Path, workers: int, place: int) -> None:
+    """Wherever it stands among the others: they have theirs before it ends."""
+    pool = odd_pool(folder, deadline=250, workers=workers)
+    await pool.start()
+    try:
+        requests = [ScoreRequest([], {})] * 100
+        await asyncio.wait_for(pool.score(requests), 120)  # so that it knows the pace, and hands over many at a time
+        requests[place] = ScoreRequest([], {"until": str(tmp_path / "now")})
+        verdicts = [asyncio.ensure_future(pool.score([request])) for request in requests]
+        slow = verdicts.pop(place)
+        await asyncio.wait_for(asyncio.gather(*verdicts), 120)
+        assert not slow.done()
+        (tmp_path / "now").touch()
+        assert [score.reward for score in await asyncio.wait_for(slow, 60)] == [1.0]
+        assert (await asyncio.wait_for(pool.score([ScoreRequest([], {})] * 100), 60))[-1].reward == 1.0
+        assert (pool.scored, pool.timeouts) == (300, 0)
+    finally:
+        await pool.close()
+
+
+async def test_two_slow_verdicts_of_one_call_end_at_their_deadlines_and_the_others_are_served(folder: Path) -> None:
+    pool = odd_pool(folder, deadline=2.0)
+    await pool.start()
+    try:
+        await asyncio.wait_for(pool.score([ScoreRequest([], {})] * 100), 120)
+        requests = [ScoreRequest([], {"sleep": 600} if place in (0, 5, 6) else {}) for place in range(40)]
+        found = await asyncio.wait_for(pool.score(requests), 120)
+        assert [place for place, score in enumerate(found) if not score.reward] == [0, 5, 6]
+        assert (pool.scored, pool.timeouts) == (140, 3)
+    finally:
+        await pool.close()
 
 
 async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folder: Path, tmp_path: Path) -> None:

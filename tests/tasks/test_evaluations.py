@@ -1,0 +1,221 @@
+"""Evaluations beside training: nothing waits for them but the end, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.audit import audit
+from rollflow.storage.errors import Corrupt, EngineFailed
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.policies import Manifest, PolicyStore, Retention
+from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import Engine, GenerationRequest
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rewards.pool import ScoreRequest
+from rollflow.tasks.rewards.verifier import Score
+from rollflow.tasks.rollout.evaluation import (
+    Evaluation,
+    Evaluations,
+    Evaluator,
+    Means,
+    Skipped,
+    evaluated,
+    evaluations,
+    skipped,
+    store_evaluation,
+    store_skipped,
+)
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.settings import RunConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
+from tests.support.pipeline import Pipeline, prompt_at
+
+SLOW = TimedEngineConfig(slots=8, sigma=0, median_tokens=50, max_new_tokens=64, seconds_per_token=2.0)
+LAST = 6
+
+
+@dataclass
+class Beside:
+    """Evaluations of every second version of a pipeline, on engines of their own or on lent ones."""
+
+    lent: bool = False
+    samples: int = 1
+    deaths: int = 0  # of engines, in the middle of an evaluation
+    gone: tuple[int, ...] = ()  # versions whose weights are gone
+    at: dict[int, int] = field(default_factory=dict)  # evaluated version -> the newest loaded when it was stored
+
+    def __call__(self, pipeline: Pipeline) -> Evaluations:
+        self.pipeline = pipeline
+        means = Means(
+            wanted=lambda version: version % 2 == 0,
+            evaluated=self._evaluated,
+            engine=pipeline.proxy.lent if self.lent else self._own,
+            fetch=self._fetch,
+            evaluator=Evaluator([prompt_at(index) for index in range(8)], self.samples, 0.0, 64, self._score),
+            keep=self._keep,
+            slots=8,
+        )
+        return Evaluations(means, pipeline.versions)
+
+    async def _evaluated(self, version: int) -> bool:
+        return evaluated(self.pipeline.store, version)
+
+    @asynccontextmanager
+    async def _own(self) -> AsyncIterator[Engine]:
+        engine = TimedEngine(SLOW)
+        await engine.start()
+        if self.deaths:
+            self.deaths -= 1
+            asyncio.get_running_loop().call_later(20.0, engine.kill)
+        yield engine
+
+    async def _fetch(self, version: int) -> tuple[Path, Probe]:
+        if version in self.gone:
+            raise Corrupt(f"version {version} is missing")
+        return Path(), Probe((), (), 0.1)
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        return Score(1.0, "fine")
+
+    async def _keep(self, found: Evaluation | Skipped) -> None:
+        self.at[found.version] = self.pipeline.proxy.version
+        if isinstance(found, Skipped):
+            store_skipped(self.pipeline.store, found)
+        else:
+            store_evaluation(self.pipeline.store, found)
+
+
+def ran(beside: Beside | None, **choices: object) -> Pipeline:
+    store = choices.pop("store", None) or MemoryStore(uuid4().hex)
+    pipeline = Pipeline(store, versions=LAST, evaluating=beside, **choices)  # type: ignore[arg-type]
+    run_virtual(pipeline.run())
+    return pipeline
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+def test_while_an_evaluation_runs_versions_are_published_and_loaded(alpha: float) -> None:
+    """One takes 100 seconds; the whole training, a few."""
+    beside = Beside()
+    pipeline = ran(beside, async_ratio=alpha)
+    assert beside.at == {0: LAST, 2: LAST, 4: LAST, 6: LAST}
+    stored = evaluations(pipeline.store)
+    assert [(each.version, each.pinned, each.responses) for each in stored] == [(v, True, 8) for v in (0, 2, 4, 6)]
+
+
+def test_at_alpha_0_what_is_trained_is_the_same_with_and_without() -> None:
+    def trained(beside: Beside | None, engines: int) -> list[bytes]:
+        pipeline = ran(beside, async_ratio=0.0, engines=engines)
+        batches = TrajectoryStore(pipeline.store)
+        return [batches.read(number)[1].to_pybytes() for number in range(LAST)]
+
+    assert trained(Beside(), 1) == trained(None, 1)
+    assert trained(Beside(lent=True), 2) == trained(None, 2)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+def test_a_lent_engine_comes_back_and_its_requests_go_on_elsewhere(alpha: float) -> None:
+    beside = Beside(lent=True)
+    pipeline = ran(beside, async_ratio=alpha, engines=2)
+    assert [(each.version, each.pinned) for each in evaluations(pipeline.store)] == [(v, True) for v in (0, 2, 4, 6)]
+    assert sorted(pipeline.proxy.engines) == [0, 1]
+    assert {engine.version for engine in pipeline.proxy.engines.values()} == {LAST}
+    assert pipeline.proxy.restarted == 0
+    assert pipeline.policies.latest() == LAST
+
+
+@given(
+    alpha=st.sampled_from([0.0, 1.0, 2.0]),
+    in_flight=st.sampled_from(["continue", "restart"]),
+    engines=st.integers(2, 3),
+    deaths=st.lists(st.tuples(st.floats(0, 4), st.integers(0, 2)), max_size=5),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20, deadline=None)
+def test_whenever_engines_die_every_evaluation_is_made_and_the_run_ends(
+    alpha: float, in_flight: str, engines: int, deaths: list[tuple[float, int]], seed: int
+) -> None:
+    pipeline = ran(
+        Beside(lent=True, samples=8),
+        async_ratio=alpha,
+        in_flight=in_flight,
+        engines=engines,
+        engine_deaths=deaths,
+        seed=seed,
+    )
+    assert [(each.version, each.pinned) for each in evaluations(pipeline.store)] == [(v, True) for v in (0, 2, 4, 6)]
+    assert pipeline.policies.latest() == LAST
+    assert audit(pipeline.store).clean
+
+
+def test_no_engine_is_lent_while_there_is_one_alone() -> None:
+    async def main() -> None:
+        engine = TimedEngine(SLOW)
+        await engine.start()
+        proxy = InferenceProxy([engine], 4)
+        await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        with pytest.raises(EngineFailed, match="no engine can be lent"):
+            async with proxy.lent():
+                pass
+        assert (await proxy.generate(GenerationRequest("r", (1, 2), 8, seed=1))).version == 0
+
+    run_virtual(main())
+
+
+def test_an_evaluation_whose_engine_died_is_made_again() -> None:
+    beside = Beside(deaths=3)
+    pipeline = ran(beside)
+    assert beside.deaths == 0
+    assert [(each.version, each.responses) for each in evaluations(pipeline.store)] == [(v, 8) for v in (0, 2, 4, 6)]
+
+
+def test_a_successor_evaluates_what_was_not_stored() -> None:
+    store = MemoryStore(uuid4().hex)
+    first = ran(Beside(), store=store)
+    kept = evaluations(store)
+    for version in (2, 6):
+        store.delete(f"evaluations/{version:08d}.json")
+    again = Beside()
+    ran(again, store=store)
+    assert sorted(again.at) == [2, 6]
+    assert evaluations(first.store) == kept
+
+
+def test_a_version_whose_weights_are_gone_is_skipped_with_its_reason() -> None:
+    beside = Beside(gone=(2,))
+    pipeline = ran(beside)
+    assert [each.version for each in evaluations(pipeline.store)] == [0, 4, 6]
+    assert skipped(pipeline.store) == [Skipped(2, "its weights are gone: version 2 is missing")]
+
+
+def test_weights_stay_until_their_evaluation_is_stored() -> None:
+    store = MemoryStore(uuid4().hex)
+    waiting = {3}
+    policies = PolicyStore(store, Retention(keep_last=2, keep_every=100), in_use=waiting.__contains__)
+    weights = {}
+    for version in range(10):
+        if version == 8:
+            waiting.clear()
+        weights[version] = policies.stage(version, {"weights/model.safetensors": b"weights"})
+        policies.publish(Manifest(version, None, weights[version], (), None))
+        there = [v for v in range(1, version + 1) if store.exists(weights[v][0].path)]
+        kept = list(range(max(1, version - 2), version + 1))
+        assert there == sorted({*kept, *([3] if 3 <= version < 8 else [])})
+
+
+def test_where_evaluations_are_made() -> None:
+    vllm, timed = VllmEngineConfig(slots=7), TimedEngineConfig()
+    small = RunConfig(engine=vllm).evaluation_engine(on_cpu=True)
+    assert isinstance(small, TransformersEngineConfig)
+    assert small.slots == 7
+    assert RunConfig(engine=vllm).evaluation_engine(on_cpu=False) == vllm
+    assert RunConfig(engine=timed).evaluation_engine(on_cpu=True) == timed
+    assert RunConfig(engine=VllmEngineConfig(replicas=2)).evaluation_engine(on_cpu=False) is None

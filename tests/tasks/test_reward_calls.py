@@ -1,0 +1,122 @@
+"""Rewards through the run's actor: verdicts come back one by one, and what has none is asked of its successor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.objects import open_store
+from rollflow.tasks.rewards.actor import REWARD, RewardActor, RewardClient
+from rollflow.tasks.rewards.pool import ScoreRequest
+from rollflow.tasks.rewards.verifier import Score
+from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.settings import RewardConfig, RunConfig
+
+pytestmark = pytest.mark.slow
+WORKER = """
+import json, os, sys, time
+print("ready", flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    while (until := request["reference"].get("until")) and not os.path.exists(until): time.sleep(0.01)
+    print(json.dumps([1.0, str(request["tokens"][0]), 0.001]), flush=True)
+"""
+
+
+class OddReward(RewardActor):
+    """Its verifier waits for a file where it is told to."""
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.pool._command = [sys.executable, "-c", WORKER]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_node() -> Iterator[None]:
+    ray.init(num_cpus=2, namespace="rewards", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RunContext:
+    config = RunConfig(reward=RewardConfig(deadline_seconds=250))
+    described = {"format": FORMAT, "run_id": "rewards", "config": config.model_dump(mode="json")}
+    store = open_store(str(tmp_path / "run"))
+    store.put("run.json", json.dumps(described).encode())
+    store.put("policy/config.json", b"{}")
+    return RunContext(str(tmp_path / "run"), tmp_path / "cache")
+
+
+@pytest.fixture
+def actor(context: RunContext) -> Iterator[Any]:
+    actor = started(context)
+    yield actor
+    ray.kill(ray.get_actor(REWARD))
+
+
+def started(context: RunContext) -> Any:
+    actor = ray.remote(OddReward).options(name=REWARD, num_cpus=0, max_concurrency=256).remote(context)
+    actor.run.remote()
+    return actor
+
+
+def asked(client: RewardClient, numbers: Sequence[int], until: Path | None = None) -> list[asyncio.Future[Score]]:
+    """One call: all are asked in one tick."""
+    reference = {"until": str(until)} if until else {}
+    return [asyncio.ensure_future(client.score(ScoreRequest([number], reference))) for number in numbers]
+
+
+async def reasons(verdicts: Sequence[asyncio.Future[Score]]) -> list[str]:
+    return [score.reason for score in await asyncio.wait_for(asyncio.gather(*verdicts), 120)]
+
+
+async def test_a_slow_verdict_does_not_hold_up_the_others_of_its_call(actor: Any, tmp_path: Path) -> None:
+    client, now = RewardClient(200.0), tmp_path / "now"
+    slow, quick = asked(client, [100], now), asked(client, range(60))
+    assert await reasons(quick) == [str(number) for number in range(60)]
+    assert not slow[0].done()
+    now.touch()
+    assert await reasons(slow) == ["100"]
+    assert (await actor.status.remote())["scored"] == 61
+
+
+async def test_a_call_is_not_given_up_while_others_progress(actor: Any, tmp_path: Path) -> None:
+    client, now = RewardClient(5.0), tmp_path / "now"
+    slow, began = asked(client, [100], now), time.monotonic()
+    while time.monotonic() < began + 12:
+        await reasons(asked(client, [1]))
+        await asyncio.sleep(0.2)
+    assert not slow[0].done()
+    now.touch()
+    assert await reasons(slow) == ["100"]
+
+
+async def test_with_no_verdict_at_all_the_patience_ends(actor: Any, tmp_path: Path) -> None:
+    with pytest.raises(Unreachable, match="no verdict in 1 s; 1 responses wait"):
+        await reasons(asked(RewardClient(1.0), [100], tmp_path / "never"))
+    (tmp_path / "never").touch()
+
+
+async def test_what_a_killed_actor_had_not_judged_is_judged_by_its_successor_once(
+    actor: Any, context: RunContext, tmp_path: Path
+) -> None:
+    client, now = RewardClient(200.0), tmp_path / "now"
+    quick, slow = asked(client, range(60)), asked(client, range(100, 110), now)
+    assert await reasons(quick) == [str(number) for number in range(60)]
+    ray.kill(actor)
+    now.touch()
+    await asyncio.sleep(0.5)
+    assert not any(verdict.done() for verdict in slow)
+    successor = started(context)
+    assert await reasons(slow) == [str(number) for number in range(100, 110)]
+    assert (await successor.status.remote())["scored"] == 10  # no verdict was asked for again
