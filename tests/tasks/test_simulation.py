@@ -268,6 +268,123 @@ def test_an_update_costs_what_runs_its_prefill_again() -> None:
     run_virtual(main())
 
 
+def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
+    """When each ends on an engine that decodes a token of every running request at a time, all of them asked for at 0;
+    one that would pass the cache's bound makes the last one wait, which comes back when its tokens and a block fit."""
+    said, ends, now = [0] * len(lengths), [0.0] * len(lengths), 0.0
+    waiting, running = list(range(len(lengths))), list[int]()
+    room = config.kv_tokens or 10**9
+    while waiting or running:
+        held = sum(said[i] + config.prompt_tokens for i in running)
+        while waiting and len(running) < config.slots:
+            comes = said[waiting[0]] + config.prompt_tokens
+            if running and held + comes > room - 16 * (len(running) + 1):
+                break
+            held += comes
+            now += comes * config.prefill_seconds_per_token
+            running.append(waiting.pop(0))
+        while len(running) > 1 and held + len(running) > room:
+            waiting.insert(0, running.pop())
+            held -= said[waiting[0]] + config.prompt_tokens
+        now += config.seconds_per_token * (1 + config.slowing * (len(running) - 1) + config.reading * held)
+        for i in running:
+            said[i] += 1
+            if said[i] == lengths[i]:
+                ends[i] = now
+        running = [i for i in running if said[i] < lengths[i]]
+    return ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=10),
+    slots=st.integers(1, 6),
+    kv_tokens=st.sampled_from([None, 2000, 700, 450]),
+    reading=st.sampled_from([0.0, 0.001, 0.01]),
+    prompt_tokens=st.sampled_from([0, 30]),
+    prefill=st.sampled_from([0.0, 0.002]),
+)
+def test_reading_and_a_full_cache_cost_what_they_cost_token_by_token(
+    lengths: list[int], slots: int, kv_tokens: int | None, reading: float, prompt_tokens: int, prefill: float
+) -> None:
+    config = TimedEngineConfig(
+        slots=slots, slowing=0.1, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, reading=reading,
+        kv_tokens=kv_tokens, prompt_tokens=prompt_tokens, prefill_seconds_per_token=prefill,
+    )  # fmt: skip
+    held: list[float] = []
+
+    async def main() -> list[float]:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+
+        async def one(number: int, length: int) -> float:
+            made = await engine.generate(GenerationRequest(f"{number}", (1,), length, seed=number))
+            assert len(made.tokens) == len(made.versions) == length
+            held.append(engine._resident)
+            return asyncio.get_running_loop().time() - began
+
+        ends = await asyncio.gather(*(one(i, length) for i, length in enumerate(lengths)))
+        assert engine.usage.tokens == sum(lengths)
+        assert engine._resident == pytest.approx(0, abs=1e-3)
+        return ends
+
+    ends, expected = run_virtual(main()), step_by_step(lengths, config)
+    if kv_tokens is None:
+        assert ends == pytest.approx(expected, rel=0.02, abs=0.5)
+    assert max(ends) == pytest.approx(max(expected), rel=0.1, abs=1.0)
+    if kv_tokens:
+        assert max(held) <= max(kv_tokens, max(lengths) + prompt_tokens) + 1
+
+
+def test_a_full_cache_makes_the_last_one_wait_with_the_tokens_it_has() -> None:
+    config = TimedEngineConfig(
+        slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, kv_tokens=100, prefill_seconds_per_token=0.01
+    )
+
+    async def main() -> None:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+        one, other = (
+            asyncio.create_task(engine.generate(GenerationRequest(f"{n}", (1,), 80, seed=n))) for n in range(2)
+        )
+        await one  # 50 tokens each in 5 s fill the cache; this one goes on alone
+        assert asyncio.get_running_loop().time() - began == pytest.approx(8.0, abs=1e-4)
+        assert engine.usage.preempted == 1
+        await engine.suspend("continue")
+        await engine.update(1, Path())
+        await engine.resume()
+        made = await other  # 50 tokens again in 0.5 s, once: it was not in the cache at the update; then 30 more
+        assert asyncio.get_running_loop().time() - began == pytest.approx(8.0 + 0.05 + 0.5 + 3.0, abs=1e-4)
+        assert made.versions[:50] == (0,) * 50
+        assert made.versions[-29:] == (1,) * 29
+
+    run_virtual(main())
+
+
+def test_an_update_holds_an_engine_up_by_all_that_it_recomputes() -> None:
+    config = TimedEngineConfig(
+        slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, prefill_seconds_per_token=0.01, prompt_tokens=100,
+        update_seconds=0.25,
+    )  # fmt: skip
+
+    async def main() -> None:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+        both = asyncio.gather(*(engine.generate(GenerationRequest(f"{n}", (1,), 80, seed=n)) for n in range(2)))
+        await asyncio.sleep(2.0 + 4.0)  # two prompts, then 40 tokens each
+        await engine.suspend("continue")
+        await engine.update(1, Path())
+        await engine.resume()
+        for made in await both:
+            assert made.versions == (0,) * 40 + (1,) * 40
+        assert asyncio.get_running_loop().time() - began == pytest.approx(6.0 + 0.25 + 2.8 + 4.0, abs=1e-4)
+
+    run_virtual(main())
+
+
 def test_a_grain_shortens_the_tuples_and_not_the_time() -> None:
     async def took(grain: int) -> tuple[float, int]:
         engine = TimedEngine(TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, grain=grain))
