@@ -85,6 +85,7 @@ class Records:
     steps: list[Span] = field(default_factory=list)  # train steps, until the version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # of each trained response
+    generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # of each, from being asked for
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by the version just published
@@ -106,3 +107,4 @@ class Records:
         now = asyncio.get_running_loop().time()
         self.formed.append(Formed(staged.number, now, self.last_generation, staleness, len(trajectories), sum(lengths)))
         self.trained_lengths.extend(lengths)
+        self.generation_seconds.extend(t.generation_seconds for t in trajectories)

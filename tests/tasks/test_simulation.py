@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.storage.records import Trajectory
+from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.lengths import ResponseLengths
@@ -21,9 +24,9 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.settings import FilterConfig, PolicyConfig, RolloutConfig, RunConfig, TimedEngineConfig
 from rollflow.tasks.simulation.bounds import Work, bounds_of
 from rollflow.tasks.simulation.figures import Figures
-from rollflow.tasks.simulation.fit import Recorded, correlation_of, decoding_of, fitted, normal_scores
+from rollflow.tasks.simulation.fit import Recorded, correlation_of, fitted, normal_scores
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.world import simulate
+from rollflow.tasks.simulation.world import World, simulate
 
 
 def recipe(**changes: Any) -> RunConfig:
@@ -428,17 +431,74 @@ def recorded(version: int, active: float, draw: np.random.Generator) -> Recorded
 def test_what_was_recorded_is_found_again() -> None:
     draw = np.random.default_rng(0)
     versions = [recorded(v, active, draw) for v, active in enumerate((4.0, 8.0, 12.0, 16.0, 20.0) * 3)]
-    found = decoding_of(versions, engines=1)
-    for n in (4, 12, 20):  # what a generation takes at each concurrency
-        seconds = (found.prefill + 50 * found.per_token) * (1 + found.slowing * (n - 1))
-        assert seconds == pytest.approx((0.2 + 50 * 0.05) * (1 + 0.1 * (n - 1)), rel=0.15)
     assert correlation_of(versions) == pytest.approx(0.6, abs=0.08)
-    fit = fitted(versions, recipe())
+    fit = fitted(versions, recipe(groups=60))
     assert fit.update.seconds == 0.03
     assert fit.update.fetch_seconds == pytest.approx(0.1)
     assert set(fit.reward.measured) == {0.02}
     assert fit.learner.measured[0] == pytest.approx(versions[0].seconds, abs=1e-5)  # nobody waited longer than 0.5 s
     assert np.median(fit.responses.lengths) == pytest.approx(50, rel=0.1)
+
+
+class Noting(World):
+    """A simulated run that is recorded as a real one is."""
+
+    def __init__(self, config: RunConfig, machine: Hardware) -> None:
+        timed = config.model_copy(
+            update={"engine": machine.engine(config), "versions": config.versions + config.capacity + 1}
+        )
+        super().__init__(timed, machine, config, timeline=False)
+        self.batches: list[list[Trajectory]] = []
+        self.indices: list[list[int]] = []
+
+    async def _commit(self, staged: StagedBatch) -> None:
+        self.batches.append([t for group in staged.groups for t in group.trajectories])
+        self.indices.append([group.key.prompt for group in staged.groups for _ in group.trajectories])
+        await super()._commit(staged)
+
+    def recorded(self, first: int) -> list[Recorded]:
+        """The versions from `first` on."""
+        steps, found = self.records.steps, []
+        paused = {update.version: update for update in self.records.updates}
+        for before, after in pairwise(steps):
+            number = after.version - 1
+            if after.version > first and after.version in paused:
+                update, batch = paused[after.version], self.batches[number]
+                found.append(
+                    Recorded(
+                        version=after.version,
+                        seconds=after.ended - before.ended,
+                        waited=after.began - before.ended,
+                        pause=update.seconds,
+                        fetched=update.began - after.ended,
+                        groups_R=self.indices[number],
+                        tokens_R=[t.response_tokens for t in batch],
+                        generation_R=[t.generation_seconds for t in batch],
+                        reward_R=[t.reward_seconds for t in batch],
+                    )
+                )
+        return found
+
+
+@pytest.mark.parametrize("slowing", [0.05, 0.5])
+def test_a_run_at_alpha_zero_foretells_the_others(slowing: float) -> None:
+    """On an engine that hardly slows down under load, and on one that is nearly shared: the fit must tell which."""
+    machine = hardware(
+        engines={"count": 1, "slots": 16, "slowing": slowing, "seconds_per_token": 0.05, "prefill_seconds": 0.5},
+        responses={"median": 60.0, "sigma": 0.6, "cap": 400, "grain": 1},
+        learner={"seconds_per_version": 8.0},
+        update={"seconds": 0.5, "fetch_seconds": 0.2},
+    )
+    recipes = {
+        alpha: recipe(async_ratio=alpha, versions=40, engine=TimedEngineConfig(slots=16, max_new_tokens=400))
+        for alpha in (0.0, 1.0, 2.0)
+    }
+    world = Noting(recipes[0.0], machine)
+    run_virtual(world.run(40, lambda version: None))
+    fit = fitted(world.recorded(4), recipes[0.0])
+    for config in recipes.values():
+        predicted, truth = (simulate(config, on).figures.step_seconds for on in (fit, machine))
+        assert predicted == pytest.approx(truth, rel=0.15), config.async_ratio
 
 
 def test_normal_scores_of_equal_values_are_equal() -> None:
