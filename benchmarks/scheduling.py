@@ -1,9 +1,9 @@
 """Scheduling on a virtual clock: each published result, ROLL's policy simulated, ours, the bound, and the bias.
 
 Everything simulated is the shipped scheduler, proxy, controller and channel (`rollflow simulate`). ROLL's policy is a
-choice of it: the batch waits for the groups that were started first, and an update aborts what is in flight.
-Workloads are those of the papers as far as they are published: lognormal lengths (sigma 1, cap 20 times the median
-unless said), 0.7 correlated within a prompt. Ratios are baseline / ours in seconds of a step unless said.
+choice of it (`workloads.ROLL`): the batch waits for the groups that were started first, and an update costs what is in
+flight a prefill. Workloads are those of the papers as far as they are published. Ratios are baseline / ours in seconds
+of a step unless said. `alpha` is the bound on staleness; a row says where one side's is larger, or has more slots.
 
     python -m benchmarks.scheduling [--only scaling ...] [--json FILE]
 """
@@ -18,58 +18,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.defaults import defaults
 from benchmarks.report import Row, arguments, at_least, at_most, publish
+from benchmarks.workloads import (
+    CAP,
+    MEDIAN,
+    ROLL,
+    SLOWINGS,
+    UNBIASED,
+    bias,
+    changed,
+    long_tailed,
+    of_128,
+    ran,
+    recipe,
+    rollout_only,
+)
 from rollflow.flows.config import load_hardware
-from rollflow.tasks.settings import RunConfig
-from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.world import simulate
 
-ROLL = {"order": "started"}  # with in_flight = "restart"
-UNBIASED = 0.02  # largest difference of the mean trained length
-MEDIAN, CAP = 1600, 32000
 TAIL: dict[str, Any] = {"tail_batching": True}
-
-
-def recipe(
-    alpha: float, groups: int, size: int, *, cap: int = CAP, in_flight: str = "continue", **rollout: Any
-) -> RunConfig:
-    """A recipe to simulate: N groups of G responses a step."""
-    return RunConfig.model_validate(
-        {
-            "async_ratio": alpha,
-            "groups": groups,
-            "group_size": size,
-            "policy": {"path": "simulated"},
-            "engine": {"kind": "vllm", "max_new_tokens": cap, "in_flight": in_flight},
-            "rollout": rollout,
-            "train": {"baseline": "group" if size > 1 else "none"},
-        }
-    )
-
-
-def changed(hardware: Hardware, **sections: dict[str, Any]) -> Hardware:
-    """A hardware file with some keys changed."""
-    return hardware.model_copy(
-        update={name: getattr(hardware, name).model_copy(update=keys) for name, keys in sections.items()}
-    )
-
-
-def ran(config: RunConfig, hardware: Hardware, versions: int) -> Figures:
-    """Simulate; a dot on standard error for each simulation."""
-    print(".", end="", file=sys.stderr, flush=True)
-    return simulate(config, hardware, versions=versions).figures
-
-
-def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator[Row]:
-    """The bias rows of a speed-up: trained lengths against the population's."""
-    mean, p99 = figures.bias.mean_difference, figures.bias.p99_difference
-    yield (
-        Row(case, "bias: mean trained length, %", 100 * mean)
-        if limit is None
-        else at_most(case, "bias: mean trained length, % (either way)", 100 * abs(mean), 100 * limit)
-    )
-    yield Row(case, "bias: p99 of trained lengths, %", 100 * p99)
 
 
 # --- RLVR from 16 to 128 GPUs -------------------------------------------------------------------------------
@@ -77,66 +45,102 @@ def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator
 
 def scaling() -> Iterator[Row]:
     """ROLL Flash, RLVR: 2.24x (Base) and 2.12x (Think) over synchronous at 128 GPUs."""
-    together, split = load_hardware(Path("rlvr-128-colocated")), load_hardware(Path("rlvr-128"))
-    for gpus in (16, 32, 64, 128):
+    together = load_hardware(Path("rlvr-128-colocated"))
+    for part in (8, 4, 2, 1):
+        gpus = 128 // part
         case = f"RLVR, {gpus} GPUs"
-        versions = 40 if gpus == 128 else 10
-        engines = round(gpus * 59 / 128)
-        all_of = changed(together, engines={"count": gpus}, learner={"gpus": gpus})
-        parts = changed(split, engines={"count": engines}, learner={"gpus": gpus - engines})
+        versions = 40 if part == 1 else 10
+        all_of, parts = changed(together, engines={"count": gpus}, learner={"gpus": gpus}), of_128(part)
         batch, queue = (ran(recipe(0, 256, 16, mode=mode), all_of, 6) for mode in ("batch", "queue"))
-        roll = ran(recipe(2, 256, 16, in_flight="restart", **ROLL), parts, versions)
+        roll = ran(recipe(2, 256, 16, **ROLL), parts, versions)
+        wait = ran(recipe(2, 256, 16, at_bound="wait"), parts, versions)
         ours = ran(recipe(2, 256, 16), parts, versions)
-        if gpus == 128:
+        if part == 1:
             assert batch.shares is not None
             for name in ("rollout", "reward", "train"):
                 yield Row(case, f"synchronous: {name}, % (published 72 / 5 / 23)", 100 * getattr(batch.shares, name))
         yield Row(case, "synchronous, batch mode, s", batch.step_seconds)
         yield Row(case, "synchronous, queue scheduling, s", queue.step_seconds)
         yield Row(case, "ROLL's policy, alpha 2, s", roll.step_seconds)
+        yield Row(case, "ours with at_bound = wait, alpha 2, s", wait.step_seconds)
         yield Row(case, "ours, alpha 2, s", ours.step_seconds)
         yield Row(case, "bound (Proposition 2), s", ours.bounds.asynchronous_split)
-        speed_up, over_batch = queue.step_seconds / ours.step_seconds, batch.step_seconds / ours.step_seconds
-        if gpus < 128:
-            yield Row(case, "ours over synchronous (queue)", speed_up)
+        yield Row(case, "ours over synchronous (queue)", queue.step_seconds / ours.step_seconds)
+        if part > 1:
             continue
-        yield at_least(case, "ours over synchronous (queue), published 2.24", speed_up, 2.24)
-        yield at_least(case, "ours over synchronous (batch), published 2.24", over_batch, 2.24)
+        yield Row(
+            case, "ROLL's policy over synchronous (queue), published 2.24", queue.step_seconds / roll.step_seconds
+        )
+        yield Row(
+            case, "ROLL's policy over synchronous (batch), published 2.24", batch.step_seconds / roll.step_seconds
+        )
+        yield at_least(case, "ours over ROLL's policy, both alpha 2", roll.step_seconds / ours.step_seconds, 1.05)
         yield at_most(case, "ours / work-conserving limit", ours.step_seconds / ours.bounds.conserving, 1.05)
-        yield from bias(case, ours)
+        yield from bias(case, ours, limit=UNBIASED)
 
 
-# --- ROLL's policy at equal staleness -----------------------------------------------------------------------
+# --- ROLL's policy at equal bound, and at equal staleness ---------------------------------------------------
 
 
 def staleness() -> Iterator[Row]:
-    """128 prompts, 32 slots, training 0.9 of generation: ROLL at alpha = 1 against stragglers that go on."""
-    case = "128 prompts, 32 slots, alpha 1"
-    mean = MEDIAN * 1.6487
-    hardware = changed(
-        Hardware(),
-        engines={"count": 32, "slots": 1, "seconds_per_token": 0.01},
-        responses={"median": MEDIAN, "cap": CAP},
-        learner={"gpus": 1, "seconds_per_trajectory": 0.9 * mean * 0.01 / 32},
-    )
-    roll = ran(recipe(1, 128, 1, in_flight="restart", **ROLL), hardware, 200)
+    """128 prompts, 32 slots, training 0.9 of generation: at an equal bound, and at an equal mean under a larger one."""
+    case, hardware = "128 prompts, 32 slots", long_tailed()
+    roll = {alpha: ran(recipe(alpha, 128, 1, **ROLL), hardware, 200) for alpha in (1, 4)}
+    wait = {alpha: ran(recipe(alpha, 128, 1, at_bound="wait"), hardware, 200) for alpha in (1, 4)}
     ours = ran(recipe(4, 128, 1, ahead=0.95), hardware, 200)
-    yield Row(case, "ROLL's policy, s", roll.step_seconds)
-    yield Row(case, "ours, 0.95 batches ahead, stragglers up to 4 versions, s", ours.step_seconds)
+    for alpha in (1, 4):
+        yield Row(case, f"ROLL's policy, alpha {alpha}, s", roll[alpha].step_seconds)
+        yield Row(case, f"mean staleness of it, alpha {alpha}", roll[alpha].staleness_mean)
+        yield Row(case, f"ours with at_bound = wait, alpha {alpha}, s", wait[alpha].step_seconds)
+        yield Row(case, f"mean staleness of it, alpha {alpha}", wait[alpha].staleness_mean)
+        equal = roll[alpha].step_seconds / wait[alpha].step_seconds
+        yield Row(case, f"waiting over ROLL's policy, both alpha {alpha}", equal)
+    yield Row(case, "ours, 0.95 ahead, alpha 4, s", ours.step_seconds)
     yield Row(case, "work-conserving limit of this split, s", ours.bounds.conserving_split)
-    yield Row(case, "mean staleness, ROLL's policy", roll.staleness_mean)
-    yield at_most(case, "mean staleness, ours", ours.staleness_mean, round(1.02 * roll.staleness_mean, 3))
-    yield at_most(case, "ours / ROLL's policy", ours.step_seconds / roll.step_seconds, 0.62)
+    mean, ratio = roll[1].staleness_mean, roll[1].step_seconds / ours.step_seconds
+    yield at_most(case, "mean staleness, ours at alpha 4 (ROLL's: 1 at alpha 1)", ours.staleness_mean, 1.02 * mean)
+    yield at_least(case, "ours at alpha 4 over ROLL's policy at alpha 1: equal mean, larger bound", ratio, 1.5)
     yield from bias(case, ours, limit=UNBIASED)
 
 
+# --- how much hangs on the engines' slots and slowing -------------------------------------------------------
+
+
+def sensitivity() -> Iterator[Row]:
+    """The headlines on engines of 10, 40 and 128 slots that slow down under load so that a full one gives the same."""
+    for slots, slowing in SLOWINGS.items():
+        case = f"a quarter of 128 GPUs, {slots} slots, c = {slowing:g}"
+        parts = of_128(4, slots=slots, slowing=slowing)
+        whole = changed(load_hardware(Path("rlvr-128-colocated")), engines={"slots": slots, "slowing": slowing})
+        alone = changed(whole, engines={"count": 32}, learner={"gpus": 32})
+        yield from _compared(case, 2, ran(recipe(0, 64, 16), alone, 12).step_seconds, parts, (64, 16), 30)
+    for slots, slowing in ((10, 0.0), (32, 0.0), (128, 0.0), (128, 0.0236)):  # the last gives what 32 do alone
+        case = f"128 prompts, {slots} slots, c = {slowing:g}"
+        hardware = long_tailed(slots, slowing)
+        yield from _compared(case, 1, ran(recipe(0, 128, 1), hardware, 60).step_seconds, hardware, (128, 1), 150)
+        ours, roll = (ran(recipe(a, 128, 1, **how), hardware, 150) for a, how in ((4, {"ahead": 0.95}), (1, ROLL)))
+        yield Row(case, "0.95 ahead at alpha 4 over ROLL's at alpha 1", roll.step_seconds / ours.step_seconds)
+        yield from bias(case, ours)
+    for slots, slowing in ((10, 0.0), (16, 0.0), (40, 0.0), (40, 0.0385)):  # 128 x 8 on 128 engines
+        case = f"tail batching, 128 x 8, 32 extra groups, {slots} slots, c = {slowing:g}"
+        hardware = changed(rollout_only(128, slots), engines={"slowing": slowing})
+        plain, tailed = (ran(recipe(0, 128, 8, **how), hardware, 60) for how in ({}, {**TAIL, "extra_groups": 32}))
+        yield Row(case, "over synchronous", plain.step_seconds / tailed.step_seconds)
+        yield from bias(case, tailed)
+
+
+def _compared(
+    case: str, alpha: int, synchronous: float, hardware: Hardware, size: tuple[int, int], versions: int
+) -> Iterator[Row]:
+    """Ours and ROLL's policy at one bound."""
+    roll, ours = (ran(recipe(alpha, *size, **how), hardware, versions) for how in (ROLL, {}))
+    yield Row(case, f"synchronous over ours at alpha {alpha}", synchronous / ours.step_seconds)
+    yield Row(case, f"ROLL's policy over ours, both alpha {alpha}", roll.step_seconds / ours.step_seconds)
+    yield Row(case, "tokens not trained on, ours, %", 100 * sum(ours.tokens.wasted.values()) / ours.tokens.sampled)
+    yield from bias(case, ours)
+
+
 # --- rollout alone ------------------------------------------------------------------------------------------
-
-
-def rollout_only(engines: int, slots: int, **responses: Any) -> Hardware:
-    """Engines, and a learner that takes no time."""
-    lengths = {"median": MEDIAN, "cap": CAP} | responses
-    return changed(Hardware(), engines={"count": engines, "slots": slots, "seconds_per_token": 0.01}, responses=lengths)
 
 
 def tail() -> Iterator[Row]:
@@ -149,7 +153,7 @@ def tail() -> Iterator[Row]:
         extra = {"extra_groups": round(128 * (eta - 1)), "extra_responses": round(8 * (eta - 1)), "tail_after": after}
         ours = ran(recipe(0, 128, 8, **TAIL, **extra), hardware, 200)
         ratio = plain.step_seconds / ours.step_seconds
-        metric = f"over synchronous, a model gave {theirs:g}"
+        metric = f"over synchronous, a model of ours gave {theirs:g}"
         yield at_least(case, metric, ratio, 2.9) if eta == 1.25 else Row(case, metric, ratio)
         yield Row(case, "tokens not trained on, %", 100 * sum(ours.tokens.wasted.values()) / ours.tokens.sampled)
         yield from bias(case, ours)
@@ -172,9 +176,9 @@ def queue() -> Iterator[Row]:
     yield Row("queue scheduling, 8 x 8", "batch mode, s", batch.step_seconds)
     for case, hardware, theirs, target, choices, limit in (
         ("tail batching", narrow, 2.16, 2.16, {"extra_groups": 4, **TAIL}, UNBIASED),
-        ("16 redundant prompts", wide, 3.38, 3.4, {"extra_groups": 16}, None),
-        ("16 redundant, tail after 5", wide, 3.38, 3.4, {"extra_groups": 16, **TAIL, "tail_after": 5}, None),
-        ("16 redundant, tail after 1", wide, 3.38, None, {"extra_groups": 16, **TAIL}, UNBIASED),
+        ("16 redundant, 3 times the slots", wide, 3.38, 3.4, {"extra_groups": 16}, None),
+        ("the same, tail after 5", wide, 3.38, 3.4, {"extra_groups": 16, **TAIL, "tail_after": 5}, None),
+        ("the same, tail after 1", wide, 3.38, None, {"extra_groups": 16, **TAIL}, UNBIASED),
     ):
         case = f"queue scheduling, 8 x 8, {case}"
         ours = ran(recipe(0, 8, 8, **choices, **keep), hardware, 200)
@@ -231,10 +235,12 @@ def ratio_needed() -> Iterator[Row]:
 CASES: dict[str, Callable[[], Iterator[Row]]] = {
     "scaling": scaling,
     "staleness": staleness,
+    "sensitivity": sensitivity,
     "tail": tail,
     "queue": queue,
     "replication": replication,
     "needed": ratio_needed,
+    "defaults": defaults,
 }
 
 

@@ -146,7 +146,11 @@ class TimedEngineConfig(EngineBase):
     seconds_per_token: float = Field(0.002, ge=0)
     prefill_seconds: float = Field(0.0, ge=0)
     update_seconds: float = Field(0.05, ge=0)
-    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1))")
+    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1) + r t)")
+    reading: float = Field(0.0, ge=0, description="r: of each of the t tokens in the KV cache")
+    kv_tokens: int | None = Field(None, gt=0, description="tokens the KV cache holds; default: no limit but slots")
+    prompt_tokens: int = Field(0, ge=0, description="of each prompt, in the KV cache")
+    prefill_seconds_per_token: float = Field(0.0, ge=0, description="that the whole engine is held up; with prefixes")
     speed: float = Field(1.0, gt=0, description="of this engine, relative to the seconds above")
     grain: int = Field(1, gt=0, description="real tokens that one simulated token, as in max_new_tokens, stands for")
 

@@ -6,11 +6,18 @@ Guarantees, beyond the contract in `base`:
 - Time passes only through the event loop's own clock, so the engine runs under a virtual-time loop as it is.
 - One timer per engine, none per token; an event costs O(log n) with n requests running, an update O(1).
 
-All running requests share the engine: with n of them each goes at `speed / (1 + slowing * (n - 1))`. So one number,
-the *work* (seconds at full speed) that a request running since the beginning would have had, tells of all of them: a
-request that needs w ends when the work has grown by w, and the one that ends next stands at the top of a heap. An
-update in the middle of a response costs it `prefill_seconds` again, as an engine that recomputes its attention state
-would; that is the work set back once, for all.
+All running requests share the engine: with n of them, and t tokens resident in its KV cache, each goes at
+`speed / (1 + slowing * (n - 1) + reading * t)`. So one number, the *work* (seconds at full speed) that a request that
+runs since the beginning would have had, tells of all of them: a request that needs w ends when the work has grown by w,
+and the one that ends next stands at the top of a heap. Between two events n is constant and t a straight line in the
+work, so time is a parabola in it: exact, with nothing to do in between.
+
+Where `kv_tokens` is a bound, requests start while their tokens fit, with a block to spare for each; when the cache is
+full the one that started last makes room: it goes to the head of the queue with the tokens it has (vLLM's preemption).
+
+An update in the middle of a response costs it `prefill_seconds` again, as an engine that recomputes its attention state
+would; that is the work set back once, for all. `prefill_seconds_per_token` is by length: the whole engine is held up
+for every token that comes into the cache without being sampled there (a prompt, a prefix, all of it after an update).
 
 With a `grain` g one simulated token stands for g real ones: lengths, work and time are those of the real tokens, only
 the tuples are shorter.
@@ -24,7 +31,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -36,6 +43,7 @@ from rollflow.tasks.settings import TimedEngineConfig
 
 LOGPROB = -1.0  # of every fake token
 SLACK_SECONDS = 1e-6  # an event loop may fire that early
+BLOCK = 16  # tokens: what vLLM hands out of its cache at a time
 TOKEN_SLACK = 1e-6  # of a token: a sum of rounded times is not exact
 
 
@@ -52,6 +60,7 @@ class _Run:
     running: bool = False
     over: bool = False
     finish: float = 0.0
+    length: float = 0.0  # of the whole response, in real tokens
     version: int = -1  # when it began to run
     updates: int = 0  # that had been when it began to run
 
@@ -64,6 +73,7 @@ class Usage:
     slot_seconds: float = 0.0  # the same, summed over the requests
     tokens: int = 0  # sampled, also those of responses that were aborted
     restarted: int = 0  # of them, those that an update had started again
+    preempted: int = 0  # requests that had to make room for others
 
 
 class TimedEngine:
@@ -77,10 +87,15 @@ class TimedEngine:
         self._dead: str | None = None
         self._runs: dict[str, _Run] = {}  # all that have not ended: running, queued, or left by the engine's death
         self._queue: deque[_Run] = deque()  # also those that were aborted meanwhile
-        self._heap: list[tuple[float, int, _Run]] = []  # also those that were aborted meanwhile
+        self._heap: list[tuple[float, int, _Run]] = []  # also those that were aborted or preempted meanwhile
+        self._started: dict[_Run, None] = {}  # the running ones, in the order they started
         self._order = count()
         self._active = 0
         self._work = 0.0
+        self._growth = 1.0 / config.seconds_per_token if config.seconds_per_token else 0.0  # tokens of a request's work
+        self._bound = config.kv_tokens
+        self._base = 0.0  # resident tokens are this and what n requests have said by now: n * work * growth
+        self._held_up = 0.0  # seconds of prefill still to be done
         self._since = 0.0  # when the work was last brought up to date
         self._updates: list[tuple[float, int]] = []  # the work before each, and the version it brought
         self._timer: asyncio.TimerHandle | None = None
@@ -140,8 +155,9 @@ class TimedEngine:
         self._advance()
         if self._active == 0:  # nobody remembers an earlier one
             self._updates.clear()
-            self._work = 0.0
+            self._work = self._base = 0.0
         self._updates.append((self._work, version))
+        self._held_up = self._prefill(self._resident)
         self._work -= self._config.prefill_seconds
         self._version = version
 
@@ -193,28 +209,52 @@ class TimedEngine:
         said = len(request.prefix)
         needs = config.prefill_seconds + (len(tokens) - said) * per_token
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        return _Run(request, request.prefix.tokens + tokens[said:], ending, per_token, needs, done)
+        return _Run(request, request.prefix.tokens + tokens[said:], ending, per_token, needs, done, length=length)
 
     # --- time: to be brought up to date before anything changes, and the timer after it --------------------------
 
     @property
-    def _rate(self) -> float:
-        """Work a second, of each running request."""
-        return self._config.speed / (1.0 + self._config.slowing * (self._active - 1))
+    def _load(self) -> float:
+        """Seconds for one second's work of each running request, now."""
+        sharing = 1.0 + self._config.slowing * (self._active - 1)
+        return sharing + self._config.reading * self._resident if self._config.reading else sharing
+
+    def _work_in(self, seconds: float) -> float:
+        """What each running request gets of an engine of speed 1."""
+        load, bend = self._load, self._bend
+        return 2.0 * seconds / (load + math.sqrt(load * load + 4.0 * bend * seconds)) if bend else seconds / load
+
+    @property
+    def _resident(self) -> float:
+        """Real tokens in the KV cache."""
+        return max(0.0, self._base + self._active * self._work * self._growth)
+
+    @property
+    def _bend(self) -> float:
+        """Half of what the load grows by with each second's work."""
+        reading = self._config.reading
+        return 0.5 * reading * self._active * self._growth if reading else 0.0
+
+    def _prefill(self, tokens: float) -> float:
+        """Seconds that the engine is held up."""
+        return tokens * self._config.prefill_seconds_per_token / self._config.speed
 
     def _advance(self) -> None:
         """Do the work of the time since this was last called."""
         now = asyncio.get_running_loop().time()
         passed, self._since = now - self._since, now
         if self._active and not self._suspended and self._dead is None:
-            self._work += passed * self._rate
             self._usage.busy_seconds += passed
             self._usage.slot_seconds += passed * self._active
+            if self._held_up:
+                passed, self._held_up = max(0.0, passed - self._held_up), max(0.0, self._held_up - passed)
+            self._work += self._work_in(passed * self._config.speed)
 
     def _pace(self) -> None:
-        """Wake up when the next response ends, or before: a timer that fires too early sets the next one."""
+        """Wake up when the next response ends or the cache is full, or before: a timer that fires too early sets the
+        next one."""
         heap = self._heap
-        while heap and heap[0][2].over:
+        while heap and heap[0][2].finish != heap[0][0]:
             heapq.heappop(heap)
         timer = self._timer
         if self._suspended or not heap:
@@ -222,7 +262,8 @@ class TimedEngine:
                 timer.cancel()
                 self._timer = None
             return
-        due = self._since + max(0.0, heap[0][0] - self._work) / self._rate
+        work = max(0.0, min(heap[0][0], self._full) - self._work)
+        due = self._since + self._held_up + work * (self._load + self._bend * work) / self._config.speed
         if timer is not None:
             if self._due <= due:
                 return
@@ -230,27 +271,72 @@ class TimedEngine:
         # Its own note of the time: on Ray's loop (uvloop) a timer that is due already cannot tell it.
         self._timer, self._due = asyncio.get_running_loop().call_at(due, self._wake), due
 
+    @property
+    def _full(self) -> float:
+        """The work at which the KV cache is full; one request alone is never stopped."""
+        if self._bound is None or self._active < 2 or not self._growth:
+            return math.inf
+        return (self._bound - self._base) / (self._active * self._growth)
+
     def _wake(self) -> None:
         self._timer = None
         self._advance()
         heap, reached = self._heap, self._work + SLACK_SECONDS
-        while heap and (heap[0][0] <= reached or heap[0][2].over):
-            run = heapq.heappop(heap)[2]
-            if not run.over:
+        while heap and (heap[0][0] <= reached or heap[0][2].finish != heap[0][0]):
+            finish, _, run = heapq.heappop(heap)
+            if run.finish == finish:
                 self._end(run, len(run.tokens))
+        while self._full <= reached:
+            self._preempt()
         self._admit()
 
     def _admit(self) -> None:
         queue = self._queue
         while queue and not self._suspended and self._active < self._config.slots:
-            run = queue.popleft()
-            if run.over:
-                continue
-            run.running, run.version, run.updates = True, self._version, len(self._updates)
-            run.finish = self._work + run.needs
-            self._active += 1
-            heapq.heappush(self._heap, (run.finish, next(self._order), run))
+            run = queue[0]
+            if not run.over:
+                if self._bound is not None and self._active and not self._fits(run):
+                    break
+                self._begin(run)
+            queue.popleft()
         self._pace()
+
+    def _fits(self, run: _Run) -> bool:
+        """Whether its tokens have room, and every running request a block more."""
+        return self._resident + self._context(run) + BLOCK * (self._active + 1) <= (self._bound or 0)
+
+    def _context(self, run: _Run) -> float:
+        """Real tokens to compute before the first one can be sampled."""
+        return self._config.prompt_tokens + len(run.request.prefix) * self._config.grain
+
+    def _begin(self, run: _Run) -> None:
+        run.running, run.version, run.updates = True, self._version, len(self._updates)
+        run.finish = self._work + run.needs
+        self._held_up += self._prefill(self._context(run))
+        self._active += 1
+        self._base += self._config.prompt_tokens + run.length - run.finish * self._growth
+        self._started[run] = None
+        heapq.heappush(self._heap, (run.finish, next(self._order), run))
+
+    def _leave(self, run: _Run) -> None:
+        """Free its slot and its tokens; what the heap has of it is past."""
+        self._active -= 1
+        self._base -= self._config.prompt_tokens + run.length - run.finish * self._growth
+        del self._started[run]
+        run.running, run.finish = False, math.nan
+        if self._active == 0:
+            self._held_up = 0.0
+
+    def _preempt(self) -> None:
+        """The request that started last waits for another slot, with the tokens it has."""
+        run = next(reversed(self._started))
+        said = self._spoken(run)
+        self._usage.tokens += len(said) - len(run.request.prefix)
+        self._usage.preempted += 1
+        self._leave(run)
+        run.needs = self._config.prefill_seconds + (len(run.tokens) - len(said)) * run.per_token
+        run.request = replace(run.request, prefix=said)
+        self._queue.appendleft(run)
 
     def _stop(self, run: _Run) -> None:
         """End it before its time."""
@@ -266,7 +352,7 @@ class TimedEngine:
         self._usage.tokens += said - len(run.request.prefix)
         spoken = self._partial(run, said)
         if run.running:
-            self._active -= 1
+            self._leave(run)
         if self._runs.get(run.request.id) is run:
             del self._runs[run.request.id]
         if not run.done.done():

@@ -10,6 +10,7 @@ and the same recipe, hardware and seed give the same figures.
     records.py   what is noted while it runs
     figures.py   what is made of the notes
     bounds.py    what no schedule can pass, and what asynchrony guarantees
+    fit.py       a hardware file from what a run recorded; calibrate.py finds its engines
     timeline.py  who was busy when
     planner.py   the search for a split and an alpha; candidates.py is what it looks through
 """

@@ -1,10 +1,8 @@
 """A hardware file made from what a run recorded: its latencies, lengths, train steps and updates.
 
 - Responses: the measured lengths (thinned to `QUANTILES`), and the correlation of their normal scores within a prompt.
-- Engines: a generation of t tokens took p + s t seconds (least squares; without the share of the time in which updates
-  held the engines up, which a simulation adds again) at the concurrency n of the run; n follows from
-  Little's law, the sum of all generation seconds over the time they took. How s depends on n is read from the versions
-  (each has its own s and n) where they differ enough; else an engine is taken to be shared in proportion.
+- Engines: what makes a simulation of the run give the recorded times; see `calibrate`. `reading` and `kv_tokens` are
+  not fitted: give them by hand where a cache fills.
 - Learner: each version's own time, from the batch in hand to the next one asked for, replayed in order.
 - Updates: the median pause, and the median time from a version's publishing to its pause.
 """
@@ -19,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.simulation.calibrate import Seen, calibrated
 from rollflow.tasks.simulation.hardware import (
-    EnginesHardware,
     Hardware,
     LearnerHardware,
     ResponsesHardware,
@@ -30,7 +28,6 @@ from rollflow.tasks.simulation.hardware import (
 
 QUANTILES = 400  # values that stand for a measured distribution
 TRIM = 0.01  # share of the longest generations that does not count: a restart, a stall
-SPREAD = 0.15  # of the versions' concurrencies, relative to their mean, from which their difference says something
 
 Floats = NDArray[np.float64]
 
@@ -50,39 +47,29 @@ class Recorded:
     reward_R: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """A generation of t tokens among n takes (prefill + t x per_token) x (1 + slowing x (n - 1)) seconds."""
-
-    prefill: float
-    per_token: float
-    slowing: float
-
-
 def fitted(versions: Sequence[Recorded], config: RunConfig) -> Hardware:
-    """The hardware that these versions (those after a warm-up) ran on."""
+    """The hardware that these versions (those after a warm-up) ran on. Takes some seconds: it simulates them."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
-    decoding = decoding_of(versions, config.engine.replicas)
+    alone = config.async_ratio == 0
+    seconds = np.concatenate([np.asarray(v.generation_R, float) for v in versions])
     rewards = np.concatenate([np.asarray(v.reward_R, float) for v in versions])
     pauses = [v.pause for v in versions if v.pause is not None]
     fetches = [v.fetched for v in versions if v.fetched is not None]
-    return Hardware(
+    rest = Hardware(
         title="as recorded",
-        engines=EnginesHardware(
-            prefill_seconds=round(decoding.prefill, 9),
-            seconds_per_token=max(1e-9, round(decoding.per_token, 9)),
-            slowing=round(decoding.slowing, 9),
-        ),
         responses=ResponsesHardware(
             lengths=tuple(int(length) for length in thinned(tokens)), correlation=correlation_of(versions), grain=1
         ),
         reward=RewardHardware(measured=tuple(round(float(x), 6) for x in thinned(rewards))),
-        learner=LearnerHardware(measured=tuple(round(x, 6) for x in train_seconds(versions))),
+        learner=LearnerHardware(measured=tuple(round(x, 6) for x in train_seconds(versions, alone=alone))),
         update=UpdateHardware(
             seconds=round(median(pauses), 6) if pauses else 0.0,
             fetch_seconds=round(max(0.0, median(fetches)), 6) if fetches else 0.0,
         ),
     )
+    kept = seconds <= np.quantile(seconds, 1.0 - TRIM)
+    rollout = median(v.waited if alone else v.seconds for v in versions)
+    return calibrated(Seen(tokens[kept], seconds[kept], rollout), config, rest)
 
 
 def thinned(values: Floats) -> Floats:
@@ -94,9 +81,10 @@ def thinned(values: Floats) -> Floats:
     return found
 
 
-def train_seconds(versions: Sequence[Recorded]) -> list[float]:
-    """What the learner itself took; the shortest wait of all is what a batch that lay ready costs: it belongs to it."""
-    ready = min(v.waited for v in versions)
+def train_seconds(versions: Sequence[Recorded], *, alone: bool) -> list[float]:
+    """What the learner itself took. Beside rollout the shortest wait of all is what a batch that lay ready costs: it
+    belongs to it. At alpha = 0 (`alone`) no batch ever lies ready."""
+    ready = 0.0 if alone else min(v.waited for v in versions)
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]
 
 
@@ -122,43 +110,6 @@ def normal_scores(values: Floats) -> Floats:
     assert len(table) == len(distinct)
     found: Floats = table[index]
     return found
-
-
-def decoding_of(versions: Sequence[Recorded], engines: int) -> Decoding:
-    """How fast the engines decode; see the module's docstring."""
-    tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
-    seconds = np.concatenate([_decoding_seconds(v) for v in versions])
-    kept = seconds <= np.quantile(seconds, 1.0 - TRIM)
-    prefill, per_token = line(tokens[kept], seconds[kept])
-    active = [float(np.sum(v.generation_R)) / max(v.seconds, 1e-9) / engines for v in versions]
-    expected = [float(np.sum(prefill + per_token * np.asarray(v.tokens_R))) for v in versions]
-    scale = [float(_decoding_seconds(v).sum()) / by_line for v, by_line in zip(versions, expected, strict=True)]
-    mean = max(1.0, float(np.mean(active)))
-    # scale = (1 + c (n - 1)) / (1 + c (mean - 1)): 1 at the mean, and with this slope in n
-    slope = 1.0 / mean
-    if np.std(active) > SPREAD * mean:
-        slope = min(slope, max(0.0, line(np.array(active), np.array(scale))[1]))
-    slowing = slope / max(1e-9, 1.0 - slope * (mean - 1.0))
-    share = 1.0 + slowing * (mean - 1.0)
-    return Decoding(prefill / share, max(per_token / share, 1e-9), slowing)
-
-
-def _decoding_seconds(version: Recorded) -> Floats:
-    """(R): what each generation took, less what updates held it up on average."""
-    paused = min(0.9, (version.pause or 0.0) / max(version.seconds, 1e-9))
-    return np.asarray(version.generation_R, float) * (1.0 - paused)
-
-
-def line(x: Floats, y: Floats) -> tuple[float, float]:
-    """Least squares y = a + b x with a, b >= 0."""
-    spread = float(((x - x.mean()) ** 2).sum())
-    b = float(((x - x.mean()) * (y - y.mean())).sum()) / spread if spread > 0 else 0.0
-    a = float(y.mean()) - b * float(x.mean())
-    if b < 0:
-        return max(0.0, float(y.mean())), 0.0
-    if a < 0:
-        return 0.0, float((x * y).sum() / max(1e-12, (x * x).sum()))
-    return a, b
 
 
 def _numbered(groups: Sequence[int]) -> Floats:

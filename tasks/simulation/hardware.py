@@ -24,7 +24,14 @@ class EnginesHardware(Section):
     gpus_per_engine: float = Field(1.0, gt=0)
     seconds_per_token: float = Field(0.01, gt=0, description="of a request that runs alone")
     prefill_seconds: float = Field(0.0, ge=0, description="of a prompt; again after each update")
-    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1))")
+    prefill_seconds_per_token: float = Field(
+        0.0, ge=0, description="that an engine is held up by each token of a prompt; of all it holds, after each update"
+    )
+    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1) + r t)")
+    reading: float = Field(0.0, ge=0, description="r: of each of the t tokens in the KV cache")
+    kv_tokens: int | None = Field(
+        None, gt=0, description="tokens the KV cache holds; when it is full the last request to start makes room"
+    )
     speeds: tuple[float, ...] = Field((), description="of the first engines, relative to the seconds above")
     speed_spread: float = Field(0.0, ge=0, description="spread of the other engines' lognormal speeds (median 1)")
 
@@ -40,6 +47,7 @@ class ResponsesHardware(Section):
 
     median: float = Field(1000.0, gt=0, description="median length in tokens")
     sigma: float = Field(1.0, ge=0, description="spread of the lognormal length")
+    prompt_tokens: int = Field(0, ge=0, description="of a prompt, in the KV cache")
     cap: int | None = Field(None, gt=0, description="longest response; default: the recipe's engine.max_new_tokens")
     correlation: float = Field(0.7, ge=0, le=1, description="rho of the lengths of responses to one prompt")
     lengths: tuple[int, ...] = Field((), description="measured lengths, in place of the lognormal ones")
@@ -135,6 +143,10 @@ class Hardware(Section):
             prefill_seconds=engines.prefill_seconds,
             update_seconds=self.update.seconds,
             slowing=engines.slowing,
+            reading=engines.reading,
+            kv_tokens=engines.kv_tokens,
+            prompt_tokens=responses.prompt_tokens,
+            prefill_seconds_per_token=engines.prefill_seconds_per_token,
             grain=grain,
         )
 

@@ -87,6 +87,7 @@ class Records:
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # of each trained response
     filtered: set[int] = field(default_factory=set)  # prompts that went for good
+    generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # of each, from being asked for
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by the version just published
@@ -109,3 +110,4 @@ class Records:
         now = asyncio.get_running_loop().time()
         self.formed.append(Formed(staged.number, now, self.last_generation, staleness, len(trajectories), sum(lengths)))
         self.trained_lengths.extend(lengths)
+        self.generation_seconds.extend(t.generation_seconds for t in trajectories)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.storage.records import Trajectory
+from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.lengths import ResponseLengths
@@ -21,9 +24,9 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.settings import FilterConfig, PolicyConfig, RolloutConfig, RunConfig, TimedEngineConfig
 from rollflow.tasks.simulation.bounds import Work, bounds_of
 from rollflow.tasks.simulation.figures import Figures
-from rollflow.tasks.simulation.fit import Recorded, correlation_of, decoding_of, fitted, normal_scores
+from rollflow.tasks.simulation.fit import Recorded, correlation_of, fitted, normal_scores
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.world import simulate
+from rollflow.tasks.simulation.world import World, simulate
 
 
 def recipe(**changes: Any) -> RunConfig:
@@ -268,6 +271,123 @@ def test_an_update_costs_what_runs_its_prefill_again() -> None:
     run_virtual(main())
 
 
+def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
+    """When each ends on an engine that decodes a token of every running request at a time, all of them asked for at 0;
+    one that would pass the cache's bound makes the last one wait, which comes back when its tokens and a block fit."""
+    said, ends, now = [0] * len(lengths), [0.0] * len(lengths), 0.0
+    waiting, running = list(range(len(lengths))), list[int]()
+    room = config.kv_tokens or 10**9
+    while waiting or running:
+        held = sum(said[i] + config.prompt_tokens for i in running)
+        while waiting and len(running) < config.slots:
+            comes = said[waiting[0]] + config.prompt_tokens
+            if running and held + comes > room - 16 * (len(running) + 1):
+                break
+            held += comes
+            now += comes * config.prefill_seconds_per_token
+            running.append(waiting.pop(0))
+        while len(running) > 1 and held + len(running) > room:
+            waiting.insert(0, running.pop())
+            held -= said[waiting[0]] + config.prompt_tokens
+        now += config.seconds_per_token * (1 + config.slowing * (len(running) - 1) + config.reading * held)
+        for i in running:
+            said[i] += 1
+            if said[i] == lengths[i]:
+                ends[i] = now
+        running = [i for i in running if said[i] < lengths[i]]
+    return ends
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=10),
+    slots=st.integers(1, 6),
+    kv_tokens=st.sampled_from([None, 2000, 700, 450]),
+    reading=st.sampled_from([0.0, 0.001, 0.01]),
+    prompt_tokens=st.sampled_from([0, 30]),
+    prefill=st.sampled_from([0.0, 0.002]),
+)
+def test_reading_and_a_full_cache_cost_what_they_cost_token_by_token(
+    lengths: list[int], slots: int, kv_tokens: int | None, reading: float, prompt_tokens: int, prefill: float
+) -> None:
+    config = TimedEngineConfig(
+        slots=slots, slowing=0.1, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, reading=reading,
+        kv_tokens=kv_tokens, prompt_tokens=prompt_tokens, prefill_seconds_per_token=prefill,
+    )  # fmt: skip
+    held: list[float] = []
+
+    async def main() -> list[float]:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+
+        async def one(number: int, length: int) -> float:
+            made = await engine.generate(GenerationRequest(f"{number}", (1,), length, seed=number))
+            assert len(made.tokens) == len(made.versions) == length
+            held.append(engine._resident)
+            return asyncio.get_running_loop().time() - began
+
+        ends = await asyncio.gather(*(one(i, length) for i, length in enumerate(lengths)))
+        assert engine.usage.tokens == sum(lengths)
+        assert engine._resident == pytest.approx(0, abs=1e-3)
+        return ends
+
+    ends, expected = run_virtual(main()), step_by_step(lengths, config)
+    if kv_tokens is None:
+        assert ends == pytest.approx(expected, rel=0.02, abs=0.5)
+    assert max(ends) == pytest.approx(max(expected), rel=0.1, abs=1.0)
+    if kv_tokens:
+        assert max(held) <= max(kv_tokens, max(lengths) + prompt_tokens) + 1
+
+
+def test_a_full_cache_makes_the_last_one_wait_with_the_tokens_it_has() -> None:
+    config = TimedEngineConfig(
+        slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, kv_tokens=100, prefill_seconds_per_token=0.01
+    )
+
+    async def main() -> None:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+        one, other = (
+            asyncio.create_task(engine.generate(GenerationRequest(f"{n}", (1,), 80, seed=n))) for n in range(2)
+        )
+        await one  # 50 tokens each in 5 s fill the cache; this one goes on alone
+        assert asyncio.get_running_loop().time() - began == pytest.approx(8.0, abs=1e-4)
+        assert engine.usage.preempted == 1
+        await engine.suspend("continue")
+        await engine.update(1, Path())
+        await engine.resume()
+        made = await other  # 50 tokens again in 0.5 s, once: it was not in the cache at the update; then 30 more
+        assert asyncio.get_running_loop().time() - began == pytest.approx(8.0 + 0.05 + 0.5 + 3.0, abs=1e-4)
+        assert made.versions[:50] == (0,) * 50
+        assert made.versions[-29:] == (1,) * 29
+
+    run_virtual(main())
+
+
+def test_an_update_holds_an_engine_up_by_all_that_it_recomputes() -> None:
+    config = TimedEngineConfig(
+        slots=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, prefill_seconds_per_token=0.01, prompt_tokens=100,
+        update_seconds=0.25,
+    )  # fmt: skip
+
+    async def main() -> None:
+        engine = TimedEngine(config)
+        await engine.update(0, Path())
+        began = asyncio.get_running_loop().time()
+        both = asyncio.gather(*(engine.generate(GenerationRequest(f"{n}", (1,), 80, seed=n)) for n in range(2)))
+        await asyncio.sleep(2.0 + 4.0)  # two prompts, then 40 tokens each
+        await engine.suspend("continue")
+        await engine.update(1, Path())
+        await engine.resume()
+        for made in await both:
+            assert made.versions == (0,) * 40 + (1,) * 40
+        assert asyncio.get_running_loop().time() - began == pytest.approx(6.0 + 0.25 + 2.8 + 4.0, abs=1e-4)
+
+    run_virtual(main())
+
+
 def test_a_grain_shortens_the_tuples_and_not_the_time() -> None:
     async def took(grain: int) -> tuple[float, int]:
         engine = TimedEngine(TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, grain=grain))
@@ -311,17 +431,74 @@ def recorded(version: int, active: float, draw: np.random.Generator) -> Recorded
 def test_what_was_recorded_is_found_again() -> None:
     draw = np.random.default_rng(0)
     versions = [recorded(v, active, draw) for v, active in enumerate((4.0, 8.0, 12.0, 16.0, 20.0) * 3)]
-    found = decoding_of(versions, engines=1)
-    for n in (4, 12, 20):  # what a generation takes at each concurrency
-        seconds = (found.prefill + 50 * found.per_token) * (1 + found.slowing * (n - 1))
-        assert seconds == pytest.approx((0.2 + 50 * 0.05) * (1 + 0.1 * (n - 1)), rel=0.15)
     assert correlation_of(versions) == pytest.approx(0.6, abs=0.08)
-    fit = fitted(versions, recipe())
+    fit = fitted(versions, recipe(groups=60))
     assert fit.update.seconds == 0.03
     assert fit.update.fetch_seconds == pytest.approx(0.1)
     assert set(fit.reward.measured) == {0.02}
     assert fit.learner.measured[0] == pytest.approx(versions[0].seconds, abs=1e-5)  # nobody waited longer than 0.5 s
     assert np.median(fit.responses.lengths) == pytest.approx(50, rel=0.1)
+
+
+class Noting(World):
+    """A simulated run that is recorded as a real one is."""
+
+    def __init__(self, config: RunConfig, machine: Hardware) -> None:
+        timed = config.model_copy(
+            update={"engine": machine.engine(config), "versions": config.versions + config.capacity + 1}
+        )
+        super().__init__(timed, machine, config, timeline=False)
+        self.batches: list[list[Trajectory]] = []
+        self.indices: list[list[int]] = []
+
+    async def _commit(self, staged: StagedBatch) -> None:
+        self.batches.append([t for group in staged.groups for t in group.trajectories])
+        self.indices.append([group.key.prompt for group in staged.groups for _ in group.trajectories])
+        await super()._commit(staged)
+
+    def recorded(self, first: int) -> list[Recorded]:
+        """The versions from `first` on."""
+        steps, found = self.records.steps, []
+        paused = {update.version: update for update in self.records.updates}
+        for before, after in pairwise(steps):
+            number = after.version - 1
+            if after.version > first and after.version in paused:
+                update, batch = paused[after.version], self.batches[number]
+                found.append(
+                    Recorded(
+                        version=after.version,
+                        seconds=after.ended - before.ended,
+                        waited=after.began - before.ended,
+                        pause=update.seconds,
+                        fetched=update.began - after.ended,
+                        groups_R=self.indices[number],
+                        tokens_R=[t.response_tokens for t in batch],
+                        generation_R=[t.generation_seconds for t in batch],
+                        reward_R=[t.reward_seconds for t in batch],
+                    )
+                )
+        return found
+
+
+@pytest.mark.parametrize("slowing", [0.05, 0.5])
+def test_a_run_at_alpha_zero_foretells_the_others(slowing: float) -> None:
+    """On an engine that hardly slows down under load, and on one that is nearly shared: the fit must tell which."""
+    machine = hardware(
+        engines={"count": 1, "slots": 16, "slowing": slowing, "seconds_per_token": 0.05, "prefill_seconds": 0.5},
+        responses={"median": 60.0, "sigma": 0.6, "cap": 400, "grain": 1},
+        learner={"seconds_per_version": 8.0},
+        update={"seconds": 0.5, "fetch_seconds": 0.2},
+    )
+    recipes = {
+        alpha: recipe(async_ratio=alpha, versions=40, engine=TimedEngineConfig(slots=16, max_new_tokens=400))
+        for alpha in (0.0, 1.0, 2.0)
+    }
+    world = Noting(recipes[0.0], machine)
+    run_virtual(world.run(40, lambda version: None))
+    fit = fitted(world.recorded(4), recipes[0.0])
+    for config in recipes.values():
+        predicted, truth = (simulate(config, on).figures.step_seconds for on in (fit, machine))
+        assert predicted == pytest.approx(truth, rel=0.15), config.async_ratio
 
 
 def test_normal_scores_of_equal_values_are_equal() -> None:

@@ -1,0 +1,150 @@
+"""Which choice of depth, order and bound is the fastest that is unbiased: a table over workloads and alphas.
+
+A choice is unbiased where nothing was discarded, so that every prompt's first responses are trained on, or where the
+settled length bias (what a version after the warm-up falls behind the prompts that become due with it; see the planner)
+is at most 1% either way. The standard error says how much of it is chance: which groups are in flight at the ends.
+ROLL's policy stands beside it at an equal bound, and at the mean staleness of the fastest unbiased choice.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report import Row
+from benchmarks.workloads import ROLL, UNBIASED, Workload, ran, workloads
+from rollflow.tasks.settings import RolloutConfig, RunConfig
+from rollflow.tasks.simulation.figures import WARM_UP, Figures, population
+from rollflow.tasks.simulation.planner import settled_bias
+
+ALPHAS = (1, 2, 4)
+BOUNDS = ("drop", "wait")
+HEADINGS = (
+    "alpha", "ahead", "order", "at_bound", "depth", "step s", "staleness", "most", "bias %", "error", "waste %", "",
+)  # fmt: skip
+
+Choice = dict[str, Any]  # of `rollout`
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a simulation said of a choice."""
+
+    choice: Choice
+    figures: Figures
+    bias: float
+    error: float  # its standard error
+
+    @property
+    def unbiased(self) -> bool:
+        """Within the limit."""
+        return not self.figures.tokens.wasted or abs(self.bias) <= UNBIASED
+
+    @property
+    def wasted(self) -> float:
+        """Share of all sampled tokens."""
+        return sum(self.figures.tokens.wasted.values()) / max(1, self.figures.tokens.sampled)
+
+
+def choices(alpha: float, groups: int) -> Iterator[Choice]:
+    """Every choice that the table holds against the others; the run's default is the first."""
+    yield {}
+    aheads = sorted({alpha, alpha - 0.05, 0.95, 0.5}, reverse=True)
+    yield from ({"at_bound": bound, "ahead": ahead} for bound in BOUNDS for ahead in aheads if ahead <= alpha)
+    yield {"at_bound": "wait", "depth": groups}
+    yield ROLL
+    if alpha > 1:
+        yield {**ROLL, "ahead": 0.95}
+
+
+def defaults() -> Iterator[Row]:
+    """The whole table on standard output, as it grows; its marks as rows."""
+    console = Console(width=130, highlight=False)
+    for workload in workloads():
+        table = Table(title=workload.name, title_justify="left")
+        for heading in HEADINGS:
+            table.add_column(heading, justify="right" if heading not in ("order", "at_bound", "") else "left")
+        for alpha in ALPHAS:
+            found = [_found(workload, alpha, choice) for choice in choices(alpha, workload.groups)]
+            best = min((one for one in found if one.unbiased), key=_seconds, default=None)
+            for one in found:
+                table.add_row(*_shown(one, alpha), _mark(one, best), style="bold" if one is best else None)
+            yield from _rows(workload, alpha, found, best)
+        print(file=sys.stderr)
+        console.print(table)
+
+
+def _rows(workload: Workload, alpha: int, found: list[Found], best: Found | None) -> Iterator[Row]:
+    case = f"{workload.name}, alpha {alpha}"
+    default, roll = found[0], next(one for one in found if one.choice == ROLL)
+    yield Row(case, "default, s", _seconds(default))
+    yield Row(case, "bias of it, %", 100 * default.bias)
+    yield Row(case, "ROLL's policy, equal bound, s", _seconds(roll))
+    if best is None:
+        return
+    yield Row(case, f"fastest unbiased: {_named(best)}, s", _seconds(best))
+    yield Row(case, "its mean staleness", best.figures.staleness_mean)
+    yield Row(case, "ROLL's policy over it, equal bound", _seconds(roll) / _seconds(best))
+    mean = min(best.figures.staleness_mean, float(alpha))
+    same = _found(workload, math.ceil(mean), {**ROLL, "ahead": round(mean, 2)})
+    yield Row(case, f"ROLL's policy over it, at mean staleness {same.figures.staleness_mean:.2f}",
+              _seconds(same) / _seconds(best))  # fmt: skip
+
+
+def _found(workload: Workload, alpha: float, choice: Choice) -> Found:
+    versions = WARM_UP + math.floor(alpha) + workload.versions
+    config = workload.recipe(alpha, **choice)
+    figures = ran(config, workload.hardware, versions)
+    bias, error = _bias(config, workload, figures)
+    return Found(choice, figures, bias, error)
+
+
+def _bias(config: RunConfig, workload: Workload, figures: Figures) -> tuple[float, float]:
+    """Settled. Where prompts are filtered, others come instead: then trained lengths are held against the mean only."""
+    timed = config.model_copy(update={"engine": workload.hardware.engine(config)})
+    grain = timed.engine.grain  # type: ignore[union-attr]  # it is a timed engine
+    drawn = [tokens * grain for tokens in population(timed, figures.versions * config.groups)]
+    if config.rollout.filter is None:
+        return settled_bias(figures, drawn)
+    trained = figures.trained_tokens[figures.warm_up :]
+    mean = statistics.fmean(drawn) * config.groups * config.group_size
+    error = statistics.stdev(trained) * math.sqrt(1 / len(trained) + 1 / figures.versions)
+    return statistics.fmean(trained) / mean - 1.0, error / mean
+
+
+def _seconds(one: Found) -> float:
+    return one.figures.step_seconds
+
+
+def _named(one: Found) -> str:
+    return ", ".join(f"{key} {value}" for key, value in one.choice.items()) or "default"
+
+
+def _mark(one: Found, best: Found | None) -> str:
+    notes = ["default"] if not one.choice else ["ROLL's"] if one.choice.items() >= ROLL.items() else []
+    notes += ["fastest unbiased"] if one is best else [] if one.unbiased else ["biased"]
+    return ", ".join(notes)
+
+
+def _shown(one: Found, alpha: int) -> list[str]:
+    rollout, figures = RolloutConfig(**one.choice), one.figures
+    return [
+        f"{alpha}",
+        f"{alpha if rollout.ahead is None else rollout.ahead:g}",
+        rollout.order,
+        rollout.at_bound or "-",
+        "-" if rollout.depth is None else f"{rollout.depth}",
+        f"{figures.step_seconds:,.4g}",
+        f"{figures.staleness_mean:.2f}",
+        f"{max(figures.staleness, default=0)}",
+        f"{100 * one.bias:+.2f}",
+        f"{100 * one.error:.2f}",
+        f"{100 * one.wasted:.1f}",
+    ]

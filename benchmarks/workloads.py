@@ -1,0 +1,126 @@
+"""The workloads that scheduling is measured on, and what every section of it shares.
+
+Lengths are lognormal (sigma 1, cap 20 times the median unless said), 0.7 correlated within a prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Row, at_most
+from rollflow.flows.config import load_hardware
+from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.simulation.figures import Figures
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.world import simulate
+
+# ROLL's policy: (1 + alpha) batches are admitted, a batch takes the prompts that were started first and waits for
+# them, and an update makes what is in flight be sent again with the tokens that it has: a prefill is what it costs.
+ROLL = {"order": "started", "at_bound": "wait"}
+UNBIASED = 0.01  # largest difference of the mean trained length
+MEDIAN, CAP = 1600, 32000
+MEAN = MEDIAN * 1.6487  # of lognormal lengths that are not cut
+
+
+def recipe(alpha: float, groups: int, size: int, *, cap: int = CAP, **rollout: Any) -> RunConfig:
+    """A recipe to simulate: N groups of G responses a step."""
+    return RunConfig.model_validate(
+        {
+            "async_ratio": alpha,
+            "groups": groups,
+            "group_size": size,
+            "policy": {"path": "simulated"},
+            "engine": {"kind": "vllm", "max_new_tokens": cap},
+            "rollout": rollout,
+            "train": {"baseline": "group" if size > 1 else "none"},
+        }
+    )
+
+
+def changed(hardware: Hardware, **sections: dict[str, Any]) -> Hardware:
+    """A hardware file with some keys changed."""
+    return hardware.model_copy(
+        update={name: getattr(hardware, name).model_copy(update=keys) for name, keys in sections.items()}
+    )
+
+
+def ran(config: RunConfig, hardware: Hardware, versions: int) -> Figures:
+    """Simulate; a dot on standard error for each simulation."""
+    print(".", end="", file=sys.stderr, flush=True)
+    return simulate(config, hardware, versions=versions).figures
+
+
+def bias(case: str, figures: Figures, *, limit: float | None = None) -> Iterator[Row]:
+    """The bias rows of a speed-up: trained lengths against the population's."""
+    mean, p99 = figures.bias.mean_difference, figures.bias.p99_difference
+    yield (
+        Row(case, "bias: mean trained length, %", 100 * mean)
+        if limit is None
+        else at_most(case, "bias: mean trained length, % (either way)", 100 * abs(mean), 100 * limit)
+    )
+    yield Row(case, "bias: p99 of trained lengths, %", 100 * p99)
+
+
+def rollout_only(engines: int, slots: int, **responses: Any) -> Hardware:
+    """Engines, and a learner that takes no time."""
+    lengths = {"median": MEDIAN, "cap": CAP} | responses
+    return changed(Hardware(), engines={"count": engines, "slots": slots, "seconds_per_token": 0.01}, responses=lengths)
+
+
+def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
+    """128 prompts of one response a step: one engine without slowing is `slots` that are all alike; training takes
+    0.9 of what 32 slots take to generate."""
+    return changed(
+        rollout_only(32, 1) if slots == 32 and not slowing else rollout_only(1, slots),
+        engines={"slowing": slowing},
+        learner={"gpus": 1, "seconds_per_trajectory": 0.9 * MEAN * 0.01 / 32},
+    )
+
+
+def of_128(part: int = 1, **engines: Any) -> Hardware:
+    """128 GPUs for 256 prompts x 16 responses a step, 59 : 69, or a part of them: 59 / part engines, rounded."""
+    count = round(59 / part)
+    return changed(
+        load_hardware(Path("rlvr-128")), engines={"count": count} | engines, learner={"gpus": 128 // part - count}
+    )
+
+
+# Slots of an engine, and c that gives it the same throughput when it is full as 10 slots at c = 0.005.
+SLOWINGS = {10: 0.005, 40: 0.0815, 128: 0.0975}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One of the table of defaults."""
+
+    name: str
+    hardware: Hardware
+    groups: int
+    size: int
+    versions: int  # after the warm-up
+    cap: int = CAP
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+
+    def recipe(self, alpha: float, **rollout: Any) -> RunConfig:
+        """Its recipe, with choices."""
+        return recipe(alpha, self.groups, self.size, cap=self.cap, **{**self.rollout, **rollout})
+
+
+def workloads() -> Iterator[Workload]:
+    """Those of the scheduling benchmark, the largest at a quarter of its size."""
+    for slots, slowing in SLOWINGS.items():
+        quarter = of_128(4, slots=slots, slowing=slowing)
+        yield Workload(f"a quarter of 128 GPUs, {slots} slots, c = {slowing:g}", quarter, 64, 16, 24)
+    yield Workload("128 prompts, 32 slots", long_tailed(), 128, 1, 100)
+    fewer = changed(load_hardware(Path("rlvr-128")), engines={"count": 15}, learner={"gpus": 17})
+    yield Workload("32 GPUs, 32 prompts", fewer, 32, 16, 32)
+    short = changed(fewer, responses={"cap": 4000})
+    yield Workload("32 GPUs, 128 prompts, up to 4,000 tokens", short, 128, 16, 12, cap=4000)
+    yield Workload("rollout alone, 128 x 8 on 2,048 slots", rollout_only(128, 16), 128, 8, 24)
+    verdicts = changed(rollout_only(8, 8), reward={"seconds": 1.0, "agreeing": 0.5, "accuracy": 0.5})
+    keep = {"filter": {"min_mean": 0.0, "max_mean": 1.0}}
+    yield Workload("rollout alone, 8 x 8 on 64 slots, half filtered", verdicts, 8, 8, 200, rollout=keep)

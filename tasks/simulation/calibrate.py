@@ -1,0 +1,109 @@
+"""What a recorded run's engines take, found by simulating that run until it gives what was recorded.
+
+How long a token takes among n requests cannot be read off a run whose n hardly changes; but how long short and long
+responses took, and how long the whole rollout, can be held against a simulation of the same recipe. For each slowing c
+of a few, seconds per token and prefill are set so that the line through lengths and times is that of the record; taken
+is the c whose times, by length and in all, come nearest. The queue for a slot is in both times, the recorded and the
+simulated one, so nothing has to be known of when a response started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.simulation.figures import WARM_UP
+from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
+from rollflow.tasks.simulation.world import World
+
+SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # 1: an engine that gives no more to many than to one
+ROUNDS = 3  # simulations for each of them
+TRAJECTORIES = 2000  # in a simulation's window, at least
+FEWEST = 4  # versions in it, at least
+BINS = 6  # of lengths
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Lengths and generation seconds of R responses, and what a version's rollout took: at alpha = 0 the learner's
+    wait, else the whole of it."""
+
+    tokens_R: Floats
+    seconds_R: Floats
+    rollout: float
+
+    def line(self) -> tuple[float, float]:
+        """Seconds at the mean length, and by how much they grow per token."""
+        spread = self.tokens_R - self.tokens_R.mean()
+        slope = float(spread @ self.seconds_R) / max(float(spread @ spread), 1e-12)
+        return float(self.seconds_R.mean()), max(slope, 1e-12)
+
+    def times(self, edges: Floats) -> Floats:
+        """The mean seconds of each bin of lengths, and the rollout's as often."""
+        places = np.digitize(self.tokens_R, edges)
+        mean = float(self.seconds_R.mean())
+        bins = [self.seconds_R[places == i].mean() if np.any(places == i) else mean for i in range(len(edges) + 1)]
+        return np.array([*bins, *([self.rollout] * len(bins))])
+
+
+def calibrated(seen: Seen, config: RunConfig, hardware: Hardware) -> Hardware:
+    """The hardware with the engines that come nearest to what was seen. It says all else; `config` is the run's."""
+    edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
+    found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
+    found.sort(key=lambda one: one[0])
+    between = _between(found[0][1].slowing, found[1][1].slowing)
+    return _on(hardware, min([*found[:1], _with(between, seen, edges, config, hardware)], key=lambda one: one[0])[1])
+
+
+def _with(
+    slowing: float, seen: Seen, edges: Floats, config: RunConfig, hardware: Hardware
+) -> tuple[float, EnginesHardware]:
+    """How far the best engines of this slowing are off, and these engines."""
+    mean, slope = seen.line()
+    share = 1.0 + slowing * (config.engine.slots - 1)
+    per_token, prefill = slope / share, max(0.0, mean - slope * float(seen.tokens_R.mean())) / share
+    found: list[tuple[float, EnginesHardware]] = []
+    for _ in range(ROUNDS):
+        engines = hardware.engines.model_copy(
+            update={"seconds_per_token": per_token, "prefill_seconds": prefill, "slowing": slowing}
+        )
+        simulated = _simulated(config, _on(hardware, engines))
+        missed = np.log(np.maximum(simulated.times(edges), 1e-9) / np.maximum(seen.times(edges), 1e-9))
+        found.append((float(np.square(missed).mean()), engines))
+        mean_now, slope_now = simulated.line()
+        whole = mean / mean_now * (prefill + per_token * float(seen.tokens_R.mean()))
+        per_token = max(1e-9, min(per_token * slope / slope_now, whole / float(seen.tokens_R.mean())))
+        prefill = max(0.0, whole - per_token * float(seen.tokens_R.mean()))
+    return min(found, key=lambda one: one[0])
+
+
+def _simulated(config: RunConfig, hardware: Hardware) -> Seen:
+    """The same of a simulation."""
+    warm = WARM_UP + config.capacity
+    versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
+    timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})
+    world = World(timed, hardware, config, timeline=False)
+    run_virtual(world.run(versions, lambda version: None))
+    formed, steps = world.records.formed, world.records.steps
+    first, last = (sum(batch.trajectories for batch in formed[:count]) for count in (warm, versions))
+    ends = np.array([step.ended for step in steps[:versions]])
+    waits = np.array([step.began for step in steps[1:versions]]) - ends[:-1]
+    return Seen(
+        np.array(world.records.trained_lengths[first:last], float),
+        np.array(world.records.generation_seconds[first:last], float),
+        float((waits if config.async_ratio == 0 else np.diff(ends))[warm - 1 :].mean()),
+    )
+
+
+def _between(one: float, other: float) -> float:
+    return float(np.sqrt(max(one, 1e-3) * max(other, 1e-3)))
+
+
+def _on(hardware: Hardware, engines: EnginesHardware) -> Hardware:
+    return hardware.model_copy(update={"engines": engines})
