@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollflow.flows.inspection import published
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, StoreFailed
 from rollflow.storage.policies import Manifest, PolicyStore
 from rollflow.tasks.policies.folder import COPIED, with_dtype
 from rollflow.tasks.policies.tokenizer import other_reading
@@ -51,10 +51,11 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         temporary.chmod(0o755)
         yield temporary
         temporary.rename(folder)
-    except OSError as error:
+    except (OSError, StoreFailed) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
         raise ConfigError(
-            f"FOLDER = {str(folder)!r} cannot be written ({error.strerror}); name a new folder that this user may "
-            "write to, on a disk with space left"
+            f"FOLDER = {str(folder)!r} cannot be written ({getattr(cause, 'strerror', cause)}); name a new folder that "
+            "this user may write to, on a disk with space left"
         ) from error
     finally:
         if temporary is not None:

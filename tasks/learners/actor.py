@@ -144,6 +144,7 @@ class LearnerActor:
     def _make_first(self) -> None:
         if self.config.policy.cold_start is not None:
             self._supervise()
+            self._check_finite(0)
             self._keep_weights()
         self._publish(0, Manifest(0, None, (), (), None), {})
 
@@ -235,12 +236,10 @@ class LearnerActor:
 
     def _publish(self, version: int, manifest: Manifest, metrics: Mapping[str, float]) -> None:
         began = time.monotonic()
+        probe = self._check_finite(version)
         stateful = self.policies.retention.stores_state(version) or version == self.config.versions
         weights = self.policies.stage(version, self.learner.weights())
         state = self.policies.stage(version, self.learner.state() if stateful else {})
-        probe = self.learner.logprobs(self.context.probe_tokens)
-        if not all(np.isfinite(probe)):
-            raise RollflowError(f"version {version} has log-probs that are not finite; lower train.learning_rate")
         found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
         complete = replace(
             manifest,
@@ -256,6 +255,14 @@ class LearnerActor:
         self._parent = self._commit(complete)
         self.version, self.note = version, "training"
         self.trained += 1
+
+    def _check_finite(self, version: int) -> tuple[float, ...]:
+        """The probe's log-probs under the weights that are to become `version`; nothing is stored of broken ones."""
+        broken, probe = self.learner.broken(), self.learner.logprobs(self.context.probe_tokens)
+        if broken is None and all(np.isfinite(probe)):
+            return probe
+        what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"
+        raise RollflowError(f"version {version} is not published: {what}; lower train.learning_rate")
 
     def _commit(self, manifest: Manifest) -> str:
         try:

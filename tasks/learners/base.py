@@ -27,6 +27,9 @@ class Learner(Protocol):
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes."""
 
+    def broken(self) -> str | None:
+        """The name of a tensor of the weights or the state that holds a NaN or an infinity; None if all are finite."""
+
     def weights(self) -> Mapping[str, Data]:
         """File name -> safetensors file."""
 

@@ -88,17 +88,18 @@ class TorchLearner:
             logp = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
         return tuple(logp.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
 
+    def broken(self) -> str | None:
+        """See `Learner`."""
+        named = {**self._named(), **self._moments()}
+        return next((name for name, tensor in named.items() if not _finite(tensor)), None)
+
     def weights(self) -> Mapping[str, Data]:
         """See `Learner`."""
         return to_files(WEIGHTS, self._named(), self.shard_bytes)
 
     def state(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        tensors = {"rng": torch.get_rng_state()}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = torch.as_tensor(value).detach()
-        return to_files(STATE, tensors, self.shard_bytes)
+        return to_files(STATE, {"rng": torch.get_rng_state(), **self._moments()}, self.shard_bytes)
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`; `Corrupt` if the tensors are not those of this model."""
@@ -123,6 +124,14 @@ class TorchLearner:
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or self.model._tied_weights_keys or ())
         keep = {} if not self.model.config.tie_word_embeddings else tied
         return {n: t.detach().contiguous() for n, t in self.model.state_dict().items() if n not in keep}
+
+    def _moments(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, as "exp_avg/<parameter>"."""
+        return {
+            f"{key}/{name}": torch.as_tensor(value).detach()
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
 
     def _advantages(self, data: Rows) -> Tensor:
         rewards_R = torch.tensor(data.rewards)
@@ -195,3 +204,10 @@ class TorchLearner:
         row, position = (index.to(self.device) for index in micro.where)
         logits_MV = self.model.get_output_embeddings()(hidden[row, position]).float() / self.temperature
         return torch.log_softmax(logits_MV, -1).gather(1, micro.targets.to(self.device)[:, None]).squeeze(1)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether no element is a NaN or an infinity, in one pass without a copy."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

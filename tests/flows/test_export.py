@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -13,6 +14,8 @@ import pytest
 from rollflow.flows.cli import main
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects.disk import explained
+from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
@@ -90,6 +93,33 @@ def test_damaged_weights_are_not_exported(
     finally:
         trained.store.put(weights.path, before)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_is_full_leaves_nothing(
+    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> str:
+        with explained(tmp_path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LocalStore, "fetch", full)
+    assert "new' cannot be written (No space left on device)" in command(capsys, "small", 3, tmp_path / "new", code=2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_who_comes_first_keeps_the_folder(
+    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two exports into one folder: the second finds it taken when it is done."""
+
+    def meanwhile(*_: object) -> None:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new/theirs").write_text("theirs")
+
+    monkeypatch.setattr("rollflow.flows.export._check_reading", meanwhile)
+    assert "cannot be written (Directory not empty)" in command(capsys, "small", 3, tmp_path / "new", code=2)
+    assert os.listdir(tmp_path) == ["new"]
+    assert os.listdir(tmp_path / "new") == ["theirs"]
 
 
 def test_a_run_on_s3(

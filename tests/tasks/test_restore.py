@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from rollflow.storage.audit import audit
-from rollflow.storage.errors import Conflict, Corrupt, Unreachable
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Conflict, Corrupt, RollflowError, Unreachable
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.policies import PolicyStore, StoredObject, manifest_path
 from rollflow.storage.records import Cursor, GroupKey
@@ -19,6 +22,7 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.restore import Restored, base_of, files, new_learner, restore, train_again
+from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run import RunContext
 from tests.support.small_run import StoreFeed, batch_again, prepare_small, train_small
 
@@ -213,3 +217,57 @@ def test_a_channel_that_cannot_answer_is_asked_again(small: Prepare) -> None:
 
     assert LearnerActor(context, Failing(TrajectoryStore(context.store), 6)).run() == 6
     assert failures == []
+
+
+def row_of_the_embedding(learner: Learner) -> torch.Tensor:
+    """One that no probe looks up."""
+    return learner.model.get_input_embeddings().weight[255]  # type: ignore[attr-defined]
+
+
+def bias(learner: Learner) -> torch.Tensor:
+    return learner.model.base_model.layers[0].self_attn.q_proj.bias  # type: ignore[attr-defined]
+
+
+def moment(learner: Learner) -> torch.Tensor:
+    return learner.optimizer.state[learner.model.get_input_embeddings().weight]["exp_avg_sq"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", [row_of_the_embedding, bias, moment])
+def test_a_version_that_is_not_finite_leaves_nothing(
+    small: Prepare, where: Callable[[Learner], torch.Tensor], value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is uploaded, wherever the value is; the version before stands, and the run goes on from it."""
+    context = small()
+    train_small(context, 2)
+    before = sorted(context.store.list())
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchLearner, "step", breaking(where, value))
+        with pytest.raises(RollflowError, match=r"version 3 is not published: .* NaN or an infinity; lower train"):
+            train_small(context, 3)
+    assert sorted(context.store.list()) == before
+    train_small(context, 3)
+    assert context.policies().latest() == 3
+
+
+def breaking(where: Callable[[Learner], torch.Tensor], value: float) -> Callable[..., object]:
+    whole = TorchLearner.step
+
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
+        metrics = whole(self, batch, version)
+        with torch.no_grad():
+            where(self).view(-1)[-1] = value
+        return metrics
+
+    return step
+
+
+def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare, tmp_path: Path) -> None:
+    context = small()
+    file = tmp_path / "policy/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][255, 0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(RollflowError, match=r"version 0 is not published: model\.embed_tokens\.weight has a NaN"):
+        train_small(context, 1)
+    assert list(context.store.list("policies")) == []
