@@ -114,7 +114,7 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
 
 def engine_name(number: int) -> str:
     """The name of an engine's actor."""
-    return "evaluation-engine" if number == EVALUATION else f"engine-{number}"
+    return "engine-evaluation" if number == EVALUATION else f"engine-{number}"
 
 
 def start_rollout(context: RunContext) -> Any:

@@ -95,7 +95,7 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
 def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it_dies(kept: Kept) -> None:
     for _ in range(5):
         kept.engines.look(kept.scheduler, QUIET)
-    with pytest.raises(ValueError, match="evaluation-engine"):
+    with pytest.raises(ValueError, match="engine-evaluation"):
         ray.get_actor(engine_name(EVALUATION))
     due = QUIET | {"evaluations_due": 1}
     kept.until(lambda: kept.joined == [0, 1, EVALUATION], due)
@@ -104,7 +104,7 @@ def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it
     kept.until(lambda: EVALUATION not in kept.joined, due)
     kept.until(lambda: kept.joined == [0, 1, EVALUATION], due)
     assert process(EVALUATION) != before
-    assert kept.recovered == ["evaluation-engine"]
+    assert kept.recovered == ["engine-evaluation"]
 
 
 def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept) -> None:
