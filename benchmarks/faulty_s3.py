@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ SHARE = 0.02  # of all requests
 @contextmanager
 def faulty_s3(bucket: str, seed: int) -> Iterator[str]:
     """The endpoint that spoils answers. This process asks the server itself: what it watches is the run, not S3."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or it prints every request
     rates = dict.fromkeys(KINDS, SHARE / len(KINDS))
     with s3_server(bucket) as endpoint, FaultyProxy(endpoint, rates, seed) as proxy:
         before = {name: os.environ.get(name) for name in (*KEYS, "AWS_ENDPOINT_URL_S3")}
