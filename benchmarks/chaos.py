@@ -1,10 +1,15 @@
 """SIGKILL at random, to every role, on whole runs: what it costs, and what is lost (nothing).
 
-`python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM. A kill counts as survived when the
-role lives again *and* a version was published after that: "seconds to progress" is the time from the kill until
-then (so it is longer than the time until the next version, which other roles may publish meanwhile; that one is shown
-as "seconds to a version"). Trajectories lost and doubled are what the audit finds from storage at each run's end;
-regenerated ones are what the recoveries say was generated again.
+`python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM; `--s3 20` makes 20 more on S3 behind a
+proxy that spoils 2% of its answers. A kill counts when the process is gone, and as survived when the role lives again,
+a version was published after that, *and* storage has the recovery of that very role: "seconds to progress" is the time
+from the kill until then (so it is longer than the time until the next version, which other roles may publish meanwhile;
+that one is shown as "seconds to a version"). "own record" says of how many kills it was found: a death within a second
+of another may have no witness of its own. A reward worker's end is written down nowhere.
+
+Trajectories lost and doubled are what the audit finds from storage at each run's end; regenerated ones are what the
+recoveries say was generated again. The runs have `RESTARTS` restarts a role: more than the default, for what is asked
+is whether each death is survived, not how many are too many.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,26 +24,39 @@ import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.chaos_table import EVERYTHING, RESTARTS, Kill, Outcome, table_of
+from benchmarks.faulty_s3 import faulty_s3
 from benchmarks.report import Row, arguments
-from benchmarks.victims import FLOWS, ROLES, VLLM_ROLES, find, kill, kill_everything, works
+from benchmarks.victims import (
+    FLOWS,
+    RECORDED_AS,
+    ROLES,
+    VLLM_ROLES,
+    find,
+    is_record_of,
+    kill,
+    kill_everything,
+    works,
+)
 from rollflow.storage.audit import audit
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.recoveries import RecoveryLog
 
-EVERYTHING = "everything"
 ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
 LIMIT_SECONDS = 180.0  # longest wait for one recovery
-TARGET_SECONDS = 10.0
+RECORD_SECONDS = 30.0  # longest wait for the record of one that is over
+BUCKET, ON_S3 = "chaos", "timed, on S3:"
 
-RECIPE = """
+RECIPE = (
+    """
 name = "chaos"
 seed = {seed}
 versions = {versions}
@@ -64,46 +81,31 @@ max_new_tokens = 16
 [evaluation]
 prompts = 8
 every = 0
-
+"""
+    + f"""
 [recovery]
-restarts = 1000
+restarts = {RESTARTS}
 backoff_seconds = 0.2
 """
+)
 TIMING = {"timed": "median_tokens = 8\nseconds_per_token = 0.02", "vllm": ""}
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """One kill: seconds until a version was published, and until the role lived again and one was published."""
-
-    role: str
-    to_version: float
-    to_progress: float
-
-
-@dataclass(slots=True)
-class Outcome:
-    """One run: how it ended, and what storage says of it."""
-
-    engine: str
-    kills: list[Kill]
-    right: bool
-    lost: int = 0
-    doubled: int = 0
-    violations: list[str] = field(default_factory=list)
-    regenerated: dict[str, int] = field(default_factory=dict)
 
 
 class Victim:
     """A whole run by the command line."""
 
-    def __init__(self, home: Path, recipe: str, *options: str) -> None:
-        self.home, parsed = home, tomllib.loads(recipe)
+    def __init__(
+        self, home: Path, recipe: str, *options: str, endpoint: str | None = None, store: str | None = None
+    ) -> None:
+        """`endpoint`: where the run finds S3, with `store` as its root; else it stores in a folder."""
+        self.home, parsed, self._endpoint = home, tomllib.loads(recipe), endpoint
         self.engine, self.versions = parsed["engine"]["kind"], parsed["versions"]
+        self.group_size = parsed["group_size"]
+        self.trajectories = self.versions * parsed["groups"] * self.group_size
         home.mkdir(parents=True, exist_ok=True)
         self.recipe = home / "recipe.toml"
         self.recipe.write_text(recipe)
-        self.store = open_store(str(home / "store/runs/chaos"))
+        self.store = open_store(f"{store or home / 'store'}/runs/chaos")
         self.policies, self.recoveries = PolicyStore(self.store), RecoveryLog(self.store)
         self.process = self._start("run", str(self.recipe), "--run-id", "chaos", *options)
         self.newest = 0
@@ -111,6 +113,7 @@ class Victim:
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "ROLLFLOW_HOME": str(self.home)}
         environment.pop("PREFECT_API_URL", None)
+        environment |= {"AWS_ENDPOINT_URL_S3": self._endpoint} if self._endpoint else {}
         log = (self.home / "output.log").open("ab")
         command = [sys.executable, "-m", "rollflow.flows.cli", *arguments]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -132,24 +135,32 @@ class Victim:
 
     def strike(self, role: str, draw: random.Random) -> Kill:
         """Kill one process of `role` and wait until the role and the run are back."""
-        before = {process.pid for process in self._wait_role(role, set())}
-        victim = draw.choice(sorted(before))
-        began, version, served = time.monotonic(), self.version(), self._engines_recovered()
-        for process in find(self.home, role):
-            if process.pid == victim:
-                kill(process)
+        before = sorted(self._wait_role(role, set()), key=lambda process: process.pid)
+        victim, began = draw.choice(before), time.monotonic()
+        version, recorded = self.version(), self._recovered(role)
+        if not kill(victim):  # it ended by itself just then: that is no kill
+            return self.strike(role, draw)
         first: list[float] = []  # when a version was seen that was not there at the kill
 
         def watch() -> None:
             if not first and self.version() > version:
                 first.append(time.monotonic())
 
-        self._wait_role(role, {victim}, len(before), watch)
+        self._wait_role(role, {victim.pid}, len(before), watch)
         if self.engine == "vllm" and role in ENGINES:
-            self._wait(lambda: self._engines_recovered() > served, "an engine that serves", watch)
+            self._wait(lambda: self._recovered(role) > recorded, "an engine that serves", watch)
         self.wait_version(self.version() + 1, LIMIT_SECONDS)
         now = time.monotonic()
-        return Kill(role, (first or [now])[0] - began, now - began)
+        found = self._is_recorded(role, recorded, watch) if role in RECORDED_AS else None
+        return Kill(role, (first or [now])[0] - began, (time.monotonic() if found else now) - began, found)
+
+    def _is_recorded(self, role: str, before: int, watch: Callable[[], None]) -> bool:
+        """Whether the recovery is in storage, after a while at most."""
+        limit = time.monotonic() + RECORD_SECONDS
+        while (found := self._recovered(role)) <= before and time.monotonic() < limit:
+            watch()
+            time.sleep(0.05)
+        return found > before
 
     def settle(self) -> None:
         """Wait until every flow runs again, so that the next death has a witness."""
@@ -188,8 +199,8 @@ class Victim:
                 raise RuntimeError(f"waited {LIMIT_SECONDS:g} s for {what}: {self.tail()}")
             time.sleep(0.05)
 
-    def _engines_recovered(self) -> int:
-        return sum(one.role.startswith("engine-") for one in self.recoveries.read())
+    def _recovered(self, role: str) -> int:
+        return sum(is_record_of(role, one.role) for one in self.recoveries.read())
 
     def _works(self, role: str, process: psutil.Process) -> bool:
         try:
@@ -216,24 +227,34 @@ class Victim:
         return Outcome(
             self.engine,
             kills,
-            right=code == 0 and report.clean and report.versions == self.versions,
-            lost=kinds.count("missing"),
-            doubled=kinds.count("duplicate"),
+            right=code == 0
+            and report.clean
+            and (report.versions, report.trajectories) == (self.versions, self.trajectories),
+            trained=report.trajectories,
+            lost=kinds.count("missing") * self.group_size,
+            doubled=kinds.count("duplicate") * self.group_size,
             violations=[f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
             regenerated=dict(regenerated),
         )
 
 
 def one_run(
-    home: Path, engine: str, roles: Sequence[str], seed: int, versions: int, *, settled: bool = False
+    home: Path, engine: str, roles: Sequence[str], seed: int, versions: int, *, settled: bool = False, s3: bool = False
 ) -> Outcome:
     """A run with these kills, in this order, at random moments; then to its end.
 
-    `settled`: each death waits until the flows are back from the one before.
+    `settled`: each death waits until the flows are back from the one before. `s3`: on S3, behind a faulty proxy.
     """
-    draw = random.Random(seed)
-    victim = Victim(home, RECIPE.format(seed=seed, versions=versions, engine=engine, timing=TIMING[engine]))
-    kills: list[Kill] = []
+    recipe = RECIPE.format(seed=seed, versions=versions, engine=engine, timing=TIMING[engine])
+    with faulty_s3(BUCKET, seed) if s3 else nullcontext() as endpoint:
+        store = f"s3://{BUCKET}" if s3 else None
+        options = ("--set", f"store.uri={store}") if s3 else ()
+        return _struck(Victim(home, recipe, *options, endpoint=endpoint, store=store), roles, seed, settled=settled)
+
+
+def _struck(victim: Victim, roles: Sequence[str], seed: int, *, settled: bool) -> Outcome:
+    """All kills, then the run's end."""
+    draw, kills = random.Random(seed), list[Kill]()
     try:
         victim.wait_version(2, 300)
         for role in roles:
@@ -242,8 +263,11 @@ def one_run(
             time.sleep(draw.uniform(0.0, 1.5))
             kills.append(victim.strike_everything() if role == EVERYTHING else victim.strike(role, draw))
             made = kills[-1]
-            print(f"  {engine} v{victim.newest} {role}: {made.to_version:.1f} s, {made.to_progress:.1f} s", flush=True)
-            if victim.version() > versions - 8:
+            print(
+                f"  {victim.engine} v{victim.newest} {role}: {made.to_version:.1f} s, {made.to_progress:.1f} s",
+                flush=True,
+            )
+            if victim.version() > victim.versions - 8:
                 break
         return victim.finish(kills, 600)
     except RuntimeError as error:
@@ -252,7 +276,7 @@ def one_run(
         outcome.violations.append(str(error))
         return outcome
     finally:
-        kill_everything(home)
+        kill_everything(victim.home)
 
 
 def schedule(roles: Sequence[str], kills: int, seed: int) -> list[str]:
@@ -262,7 +286,9 @@ def schedule(roles: Sequence[str], kills: int, seed: int) -> list[str]:
     return [role for one in rounds for role in one][:kills]
 
 
-def campaign(engine: str, roles: Sequence[str], kills: int, options: tuple[int, int, int]) -> list[Outcome]:
+def campaign(
+    engine: str, roles: Sequence[str], kills: int, options: tuple[int, int, int], *, s3: bool = False
+) -> list[Outcome]:
     """Runs one after another until all kills are made. `options`: kills a run, versions a run, seed."""
     a_run, versions, seed = options
     left = schedule(roles, kills, seed)
@@ -270,57 +296,18 @@ def campaign(engine: str, roles: Sequence[str], kills: int, options: tuple[int, 
     while left:
         with tempfile.TemporaryDirectory(prefix="chaos-") as place:
             print(f"run {len(outcomes) + 1} on {engine}: {len(left)} kills to go", flush=True)
-            outcomes.append(one_run(Path(place) / "home", engine, left[:a_run], seed + len(outcomes), versions))
+            home = Path(place) / "home"
+            outcomes.append(one_run(home, engine, left[:a_run], seed + len(outcomes), versions, s3=s3))
         done = len(outcomes[-1].kills)
         left = left[max(done, 1) :]
     return outcomes
-
-
-def table_of(engine: str, outcomes: Sequence[Outcome]) -> tuple[Table, list[Row]]:
-    """A row for each role, and the same as rows of figures."""
-    table = Table(title=f"chaos, {engine} engine", title_justify="left")
-    for name in ("role", "kills", "runs right", "to a version, median", "to progress, median", "worst", "lost"):
-        table.add_column(name, justify="left" if name == "role" else "right")
-    table.add_column("doubled", justify="right")
-    table.add_column("regenerated", justify="right")
-    rows: list[Row] = []
-    for role in dict.fromkeys(k.role for o in outcomes for k in o.kills):
-        runs = [o for o in outcomes if any(k.role == role for k in o.kills)]
-        made = [k for o in outcomes for k in o.kills if k.role == role]
-        regenerated = sum(o.regenerated.get(name, 0) for o in outcomes for name in _recovered_as(role))
-        figures = {
-            "kills": float(len(made)),
-            "runs": float(len(runs)),
-            "runs that ended right": float(sum(o.right for o in runs)),
-            "seconds to a version, median": statistics.median(k.to_version for k in made),
-            "seconds to progress, median": statistics.median(k.to_progress for k in made),
-            "seconds to progress, worst": max(k.to_progress for k in made),
-            "lost": float(sum(o.lost for o in runs)),
-            "doubled": float(sum(o.doubled for o in runs)),
-            "regenerated": float(regenerated),
-        }
-        for name, value in figures.items():
-            target = TARGET_SECONDS if name == "seconds to progress, median" and role != EVERYTHING else None
-            rows.append(Row(f"{engine}: {role}", name, value, target, value <= target if target else None))
-        table.add_row(
-            role,
-            f"{len(made)}",
-            f"{figures['runs that ended right']:.0f}/{len(runs)}",
-            *(f"{figures[name]:.1f}" for name in list(figures)[3:6]),
-            *(f"{figures[name]:.0f}" for name in list(figures)[6:]),
-        )
-    return table, rows
-
-
-def _recovered_as(role: str) -> tuple[str, ...]:
-    """The names under which the run wrote down recoveries of a role that generate something again."""
-    return {"scheduler": ("rollout",)}.get(role, ())
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--timed", type=int, default=200, help="kills on the timed engine")
     parser.add_argument("--vllm", type=int, default=20, help="kills on vLLM")
+    parser.add_argument("--s3", type=int, default=0, help="kills on the timed engine, on S3 with 2%% of faults")
     parser.add_argument("--roles", nargs="*", help="only these roles")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -329,10 +316,12 @@ def main() -> None:
     for engine, kills, roles, a_run, versions in (
         ("timed", options.timed, (*ROLES, EVERYTHING), 50, 1300),
         ("vllm", options.vllm, VLLM_ROLES, 20, 1500),
+        (ON_S3, options.s3, ROLES, 20, 600),
     ):
         if not kills:
             continue
-        outcomes = campaign(engine, options.roles or roles, kills, (a_run, versions, options.seed))
+        kind, numbers = "timed" if engine == ON_S3 else engine, (a_run, versions, options.seed)
+        outcomes = campaign(kind, options.roles or roles, kills, numbers, s3=engine == ON_S3)
         table, found = table_of(engine, outcomes)
         rows += found
         right &= all(outcome.right for outcome in outcomes)

@@ -4,31 +4,58 @@
 
 CPU seconds of one process, on the virtual clock. A simulation pays for its engines and its event loop, too, so the same
 number of requests is also run on the bare engines and verifiers, as many at a time; what is left is scheduler,
-dispatches, proxy, buffer and batches. Responses are lognormal; one of the engines' tokens stands for 500.
+dispatches, proxy, buffer and batches. Responses are lognormal; one of the engines' tokens stands for 500, and Python's
+collector of cycles is off.
+
+What tokens cost is measured apart, with every token there is, the collector on, each group packed into Arrow columns,
+each batch made a file, and requests and generations pickled on a wire, `ON_WIRE` at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
+import pickle
+import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.report import Row, arguments, at_most, publish
+from rollflow.storage.batch import TrajectoryBatch, packed
+from rollflow.storage.records import Ending, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.engines.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.settings import RunConfig, TimedEngineConfig
-from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
 from rollflow.tasks.simulation.parts import TimedRewards
 from rollflow.tasks.simulation.records import Records
-from rollflow.tasks.simulation.world import simulate
+from rollflow.tasks.simulation.world import World, simulate
 
 SLOTS, GROUP = 256, 16
 TURNS = 4  # trajectories for each slot
+ON_WIRE = 64  # requests in a call of an engine's actor
+TOKENS = {"median": 400, "cap": 8000, "grain": 1}
+
+
+class Whole(World):
+    """A simulation that also writes: Arrow columns for each group, a file's bytes for each batch."""
+
+    tokens = 0
+
+    def _pack(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        return packed(group)
+
+    async def _commit(self, staged: StagedBatch) -> None:
+        TrajectoryBatch.from_groups(staged.groups).to_bytes()
+        self.tokens += sum(group.response_tokens for group in staged.groups)
+        await super()._commit(staged)
 
 
 def workload(engines: int, groups: int) -> tuple[RunConfig, Hardware]:
@@ -78,6 +105,33 @@ def bare(engines: int, trajectories: int) -> float:
     return time.process_time() - began
 
 
+def whole(engines: int, trajectories: int) -> float:
+    """CPU microseconds a trained token, engines and verifiers and all, with the collector on."""
+    config, hardware = workload(engines, engines * SLOTS // GROUP // 2)
+    hardware = hardware.model_copy(update={"responses": ResponsesHardware(**TOKENS)})
+    versions = max(2, trajectories // (config.groups * GROUP))
+    timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})
+    world = Whole(timed, hardware, config, timeline=False)
+    began = time.process_time()
+    run_virtual(world.run(versions, lambda version: None))
+    return (time.process_time() - began) / world.tokens * 1e6
+
+
+def wire(turns: int) -> float:
+    """CPU microseconds a token on its way to an engine's actor and back, both ends."""
+    drawn = random.Random(0)
+    took, tokens = 0.0, 0
+    for _ in range(turns):
+        lengths = [min(8000, round(400 * math.exp(drawn.gauss(0, 1)))) + 1 for _ in range(ON_WIRE)]
+        requests = [GenerationRequest(f"{i}", (1,) * 64, 8000, seed=i) for i in range(ON_WIRE)]
+        made = [Generation(f"{i}", tuple(range(n)), (-1.5,) * n, (3,) * n, Ending.STOP) for i, n in enumerate(lengths)]
+        began = time.process_time()
+        unpack_requests(pickle.loads(pickle.dumps(pack_requests(requests), 5)))  # noqa: S301  made right here
+        unpack_generations(pickle.loads(pickle.dumps(pack_generations(made), 5)))  # noqa: S301  made right here
+        took, tokens = took + time.process_time() - began, tokens + sum(lengths)
+    return took / tokens * 1e6
+
+
 def measured(engines: int) -> tuple[float, int, float]:
     """Seconds of a simulation, trajectories it trained, and seconds one of them costs engines and verifiers alone."""
     flying = engines * SLOTS
@@ -106,10 +160,17 @@ def rows() -> Iterator[Row]:
             yield at_most(case, f"minutes on one core for {trained:,} trajectories", seconds / 60, 10)
 
 
+def per_token() -> Iterator[Row]:
+    """Microseconds a token."""
+    case = f"{4 * SLOTS:,} in flight, every token"
+    yield Row(case, "simulation with packing, Arrow and collector, µs a trained token", whole(4, 4 * SLOTS * TURNS))
+    yield Row(case, "wire, both ways and ends, µs a token", wire(50))
+
+
 def main() -> None:
     """Simulate and print."""
     chosen = arguments(__doc__.splitlines()[0]).parse_args()
-    publish(list(rows()), "scale, simulated", chosen.json)
+    publish([*rows(), *per_token()], "scale, simulated", chosen.json)
 
 
 if __name__ == "__main__":

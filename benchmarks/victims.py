@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,27 @@ STAGES = {"rollout flow": "rollout of ", "reward flow": "reward of ", "train flo
 FLOWS = (*STAGES, "supervisor")
 ROLES = (*ACTORS, "reward actor", *MODULES, *STAGES, "supervisor", "prefect server")
 VLLM_ROLES = ("engine", "vllm core", "scheduler", "learner")
+GONE_SECONDS = 30.0  # longest wait for the end of what was killed
+RECORDED_AS = {  # how the run names a role's recovery; a reward worker's end is the pool's own affair
+    "engine": "engine-",
+    "vllm core": "engine-",
+    "scheduler": "rollout",
+    "learner": "learner",
+    "channel": "channel",
+    "reward actor": "reward",
+    "runner": "runner",
+    "rollout flow": "rollout stage",
+    "reward flow": "reward stage",
+    "train flow": "train stage",
+    "supervisor": "supervisor",
+    "prefect server": "prefect server",
+}
+
+
+def is_record_of(role: str, recorded: str) -> bool:
+    """Whether a recovery is one of this role."""
+    name = RECORDED_AS.get(role)
+    return name is not None and (recorded.startswith(name) if name.endswith("-") else recorded == name)
 
 
 def mine(home: Path) -> Iterator[psutil.Process]:
@@ -64,17 +86,38 @@ def _get(url: str) -> Any:
         return None
 
 
-def kill(process: psutil.Process) -> None:
-    """SIGKILL."""
-    with contextlib.suppress(psutil.Error):
+def kill(process: psutil.Process) -> bool:
+    """SIGKILL; whether there was still something to kill.
+
+    Raises:
+        RuntimeError: it lives on.
+    """
+    try:
         process.send_signal(signal.SIGKILL)
+    except psutil.NoSuchProcess:
+        return False
+    limit = time.monotonic() + GONE_SECONDS
+    while not _gone(process):
+        if time.monotonic() > limit:
+            raise RuntimeError(f"process {process.pid} lives {GONE_SECONDS:g} s after SIGKILL")
+        time.sleep(0.01)
+    return True
+
+
+def _gone(process: psutil.Process) -> bool:
+    """Whether it runs no more; its parent may not have asked how it ended yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def kill_everything(home: Path) -> None:
     """SIGKILL to all processes of the home, the guards first, so that nobody ends in order."""
     found = list(mine(home))
-    for process in sorted(found, key=lambda one: "guard.py" not in _line(one)):
-        kill(process)
+    for process in sorted(found, key=lambda one: "guard.py" not in _quiet_line(one)):
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
     psutil.wait_procs(found, timeout=60)
 
 
@@ -117,6 +160,14 @@ _names: dict[str, str] = {}
 
 def _line(process: psutil.Process) -> str:
     return " ".join(process.cmdline())
+
+
+def _quiet_line(process: psutil.Process) -> str:
+    """Empty if it has just ended."""
+    try:
+        return _line(process)
+    except psutil.Error:
+        return ""
 
 
 def _quietly(test: Callable[[psutil.Process], bool], process: psutil.Process) -> bool:

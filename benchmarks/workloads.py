@@ -20,7 +20,7 @@ from rollflow.tasks.simulation.world import simulate
 
 # ROLL's policy: (1 + alpha) batches are admitted, a batch takes the prompts that were started first and waits for
 # them, and an update makes what is in flight be sent again with the tokens that it has: a prefill is what it costs.
-ROLL = {"order": "started", "at_bound": "wait"}
+ROLL: dict[str, Any] = {"order": "started", "at_bound": "wait"}
 UNBIASED = 0.01  # largest difference of the mean trained length
 MEDIAN, CAP = 1600, 32000
 MEAN = MEDIAN * 1.6487  # of lognormal lengths that are not cut

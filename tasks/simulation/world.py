@@ -118,7 +118,7 @@ class World:
         engines = list(self.engines.values())
         self.proxy = InferenceProxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
-        outside = Outside(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, _unpacked)
+        outside = Outside(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack)
         self.scheduler = RolloutScheduler(plan_of(config), outside, self.proxy, Beginning())
         hooks = Hooks(lambda v: self.scheduler.published(v), self._updated)
         self.controller = AsyncController(self.proxy, self, config.engine.in_flight, hooks)
@@ -185,6 +185,10 @@ class World:
         for trained in [number for number in self.memory.batches if number < self.channel.version]:
             del self.memory.batches[trained]
 
+    def _pack(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """A simulation writes nothing."""
+        return group
+
     def _engine(self, place: int) -> TimedEngine:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
 
@@ -247,8 +251,3 @@ def _check(config: RunConfig, hardware: Hardware) -> None:
 def _first(failed: BaseExceptionGroup[RollflowError]) -> RollflowError:
     inner = failed.exceptions[0]
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
-
-
-def _unpacked(group: TrajectoryGroup) -> TrajectoryGroup:
-    """A simulation writes nothing."""
-    return group

@@ -27,7 +27,7 @@ from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import WRITER, S3Store
 from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
-from tests.contracts.faulty_proxy import Fault, FaultyProxy
+from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.s3_server import s3_server, use
 from tests.support.waiting import HANG_SECONDS, until
 

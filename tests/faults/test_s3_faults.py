@@ -19,7 +19,7 @@ from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.rollout.proxy import Probe
-from tests.contracts.faulty_proxy import Fault, FaultyProxy
+from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.pipeline import Pipeline
 from tests.support.s3_server import s3_server, use
 

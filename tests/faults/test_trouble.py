@@ -25,7 +25,7 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
 from rollflow.tasks.clock import run_virtual
-from tests.contracts.faulty_proxy import FaultyProxy
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.pipeline import Pipeline
 from tests.support.s3_server import s3_server, use
 from tests.support.waiting import HANG_SECONDS

@@ -1,0 +1,31 @@
+"""An S3 server whose answers are spoiled now and then, for runs of other processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.s3_server import s3_server
+
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+KINDS = (Fault.THROTTLE, Fault.ERROR, Fault.RESET, Fault.LOST, Fault.TRUNCATED)
+SHARE = 0.02  # of all requests
+
+
+@contextmanager
+def faulty_s3(bucket: str, seed: int) -> Iterator[str]:
+    """The endpoint that spoils answers. This process asks the server itself: what it watches is the run, not S3."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # or it prints every request
+    rates = dict.fromkeys(KINDS, SHARE / len(KINDS))
+    with s3_server(bucket) as endpoint, FaultyProxy(endpoint, rates, seed) as proxy:
+        before = {name: os.environ.get(name) for name in (*KEYS, "AWS_ENDPOINT_URL_S3")}
+        os.environ |= {**KEYS, "AWS_ENDPOINT_URL_S3": endpoint}
+        try:
+            yield proxy.endpoint
+        finally:
+            print(f"  faults: {', '.join(f'{f.name} {n}' for f, n in proxy.faults.items())}", flush=True)
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
