@@ -128,6 +128,6 @@ def check_families(config: RunConfig, pins: Sequence[Pin], order: PromptOrder) -
             raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, here is {here}; {cure}")
         if order.sha256(which) != pin.sha256:
             raise ConfigError(
-                f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages "
-                "that it had then, or start a new run"
+                f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages that it "
+                "had then, or name another family: a few draw anew in every process"
             )
