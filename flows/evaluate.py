@@ -41,9 +41,8 @@ async def evaluate_now(context: RunContext, version: int) -> Evaluation:
     await asyncio.gather(engine.start(), pool.start())
     try:
         proxy = InferenceProxy([engine], config.engine.slots)
-        weights = context.policies().weights_folder(manifest, context.cache / "weights")
         probe = Probe(context.probe_tokens, manifest.probe, config.engine.probe_tolerance)
-        await proxy.update(version, weights, probe, "continue")
+        await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
         return await evaluator(context, pool).run(proxy, version)
     finally:
         await asyncio.gather(engine.close(), pool.close())

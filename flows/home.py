@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects import open_store
+from rollflow.tasks.node import cache_in
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
 
@@ -17,19 +19,18 @@ def home() -> Path:
 
 
 def store_uri(config: RunConfig) -> str:
-    """The store a config names; the default is a folder in the run home."""
-    return config.store.uri or str(home() / "store")
+    """The store a config names, a folder by its whole path; the default is one in the run home."""
+    return open_store(config.store.uri or str(home() / "store")).uri
 
 
 def context_of(uri: str, run_id: str) -> RunContext:
     """The run `run_id` of the store at `uri`."""
-    return RunContext(f"{uri.rstrip('/')}/runs/{run_id}", home() / "cache" / run_id)
+    return RunContext(f"{uri.rstrip('/')}/runs/{run_id}", cache_in(home()))
 
 
 def attach_run(uri: str) -> RunContext:
     """The run whose own storage is at `uri`."""
-    uri = uri.rstrip("/")
-    return RunContext(uri, home() / "cache" / uri.rpartition("/")[2])
+    return RunContext(uri.rstrip("/"), cache_in(home()))
 
 
 def new_run_id(name: str) -> str:

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.node_cache import NodeCache
 from rollflow.storage.objects import ObjectStore, open_store
-from rollflow.storage.policies import PolicyStore, Retention
+from rollflow.storage.policies import Manifest, PolicyStore, Retention
+from rollflow.tasks.node import node_cache
+from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.settings import RunConfig
@@ -24,7 +28,10 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` a local folder for fetched files."""
+    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
+
+    No path travels: where this value arrives, `cache` is that node's own.
+    """
 
     uri: str
     cache: Path
@@ -68,16 +75,42 @@ class RunContext:
         return PolicyStore(self.store, Retention(kept.keep_last, kept.keep_every, kept.state_every))
 
     @cached_property
+    def _ledger(self) -> PolicyStore:
+        return self.policies()
+
+    @cached_property
+    def _manifest(self) -> Callable[[int], Manifest]:
+        return lru_cache(maxsize=1)(self._ledger.manifest)
+
+    def weights(self, version: int) -> Path:
+        """A folder on this node with the weights of a version; it stays until another version is asked for."""
+        return self._ledger.weights_folder(self._manifest(version), self.cache / "weights")
+
+    @cached_property
     def policy_folder(self) -> Path:
-        """A local folder with the policy's config and tokenizer, fetched if the storage is remote."""
+        """A folder on this node with the policy's config and tokenizer."""
+        return self._policy("config", lambda path: not is_weights(path))
+
+    @cached_property
+    def first_weights(self) -> Path:
+        """A folder on this node with the policy as the run began with it, `policy.path`'s weights and all."""
+        return self._policy("first", lambda path: True)
+
+    def _policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
         local = self.store.local_path("policy/config.json")
         if local is not None:
             return local.parent
-        folder = self.cache / "policy"
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in self.store.list("policy"):
-            (folder / Path(path).name).write_bytes(self.store.get(path))
-        return folder
+        paths = [path for path in self.store.list("policy") if wanted(path)]
+
+        def fetch(folder: Path) -> None:
+            for path in paths:
+                self.store.fetch(path, folder / Path(path).name)
+
+        def whole(folder: Path) -> bool:
+            return all((folder / Path(path).name).exists() for path in paths)
+
+        run = f"{self.uri} {self.described}"  # a bucket of one name may be another service's
+        return NodeCache(self.cache / "policies", run).hold(name, fetch, whole).for_good()
 
     @cached_property
     def tokenizer(self) -> PolicyTokenizer:
@@ -89,8 +122,11 @@ class RunContext:
         return open_order(self.config, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the two names travel; the rest is read again where it is needed."""
-        return {"uri": self.uri, "cache": self.cache}
+        """Only the name travels; the rest is read again where it is needed."""
+        return {"uri": self.uri}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, cache=node_cache())
 
 
 def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None) -> PromptOrder:

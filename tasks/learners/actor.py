@@ -30,7 +30,6 @@ from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
-from rollflow.tasks.policies.folder import resolve_policy
 from rollflow.tasks.rewards.verifier import answer_of, verifier
 from rollflow.tasks.run import RunContext
 
@@ -118,8 +117,8 @@ class LearnerActor:
 
     def _begin(self) -> None:
         if self.version < 0:
-            path = self.config.policy.path  # only a fresh `policy.path` has weights of its own
-            self.learner = new_learner(self.context, None if path is None else resolve_policy(path))
+            cold = self.config.policy.cold_start is not None  # else there are weights to begin with
+            self.learner = new_learner(self.context, None if cold else self.context.first_weights)
             self._make_first()
         else:
             self.learner = new_learner(self.context)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,7 +19,9 @@ from rollflow.storage.errors import Unreachable
 from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.storage.updates import Update, store_update
+from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.actor import EngineActor, RayEngine
+from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.rewards.actor import RewardClient
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
@@ -57,11 +59,10 @@ class StoreFeed:
             if newest > version:
                 return newest
 
-    async def fetch(self, version: int) -> tuple[Path, Probe]:
-        """See `VersionFeed`."""
+    async def fetch(self, version: int) -> tuple[RunContext, Probe]:
+        """See `VersionFeed`. The engines fetch the weights themselves, each on its node."""
         manifest = await asyncio.to_thread(self._policies.manifest, version)
-        weights = await asyncio.to_thread(self._policies.weights_folder, manifest, self._context.cache / "weights")
-        return weights, Probe(self._tokens, manifest.probe, self._context.config.engine.probe_tolerance)
+        return self._context, Probe(self._tokens, manifest.probe, self._context.config.engine.probe_tolerance)
 
 
 def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
@@ -72,13 +73,17 @@ def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
 
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
-    config = context.config
     options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
     # Over the nodes in turn: one that is lost takes few engines with it. Ray draws a node at random for an actor that
     # asks for nothing, whatever the strategy.
     spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001}
     remote = ray.remote(EngineActor).options(name=engine_name(number), **spread, **options)
-    return remote.remote(config.engine, context.policy_folder, config.policy.dtype)
+    return remote.remote(functools.partial(build_engine_of, context))
+
+
+def build_engine_of(context: RunContext) -> Engine:
+    """An engine of the run, on this node and not started yet."""
+    return build_engine(context.config.engine, context.policy_folder, dtype=context.config.policy.dtype)
 
 
 def engine_name(number: int) -> str:
