@@ -152,12 +152,12 @@ def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
 def run_command(options: argparse.Namespace) -> int:
     """`rollflow run RECIPE`."""
     from rollflow.flows.config import load_recipe
-    from rollflow.flows.home import new_run_id
+    from rollflow.flows.home import new_run_id, store_uri
     from rollflow.flows.prepare import prepare
     from rollflow.flows.session import check_addresses
 
     config = load_recipe(options.recipe, options.set)
-    check_addresses(config)
+    check_addresses(config, store_uri(config))
     context = prepare(config, options.run_id or new_run_id(config.name))
     return drive(context)
 
@@ -168,7 +168,7 @@ def resume_command(options: argparse.Namespace) -> int:
     from rollflow.flows.session import check_addresses
 
     context = find_run(options.run, options.store)
-    check_addresses(context.config)
+    check_addresses(context.config, context.uri)
     return drive(context)
 
 

@@ -21,6 +21,7 @@ from rollflow.flows.board import Board
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.home import attach_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
+from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.stages import Stages
 from rollflow.flows.summary import summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
@@ -46,6 +47,7 @@ def post_training(config: RunConfig, run_id: str | None = None, storage: str | N
     claim = Claim.take(context.store, f"flow run {flow_run.id}", address)
     tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"])
     with cluster.attached(address, context.run_id):
+        check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, claim.epoch, log)
         board = Board(context, stages, tracker)
         try:
