@@ -306,8 +306,10 @@ def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) 
         )
 
         def pulled(run: LocalStore = run) -> None:
-            store = PolicyStore(run)  # a new one, as a new process: nothing is checked yet
-            store.weights_folder(manifest := store.manifest(0), folder)
+            store = PolicyStore(run)
+            store.weights_folder(
+                manifest := store.manifest(0), folder / uuid.uuid4().hex
+            )  # a new node: nothing is checked
             from_files({o.path: mapped_copy(run.local_path(o.path)) for o in manifest.weights})
 
         found = ratio(pulled, lambda plain=plain: copied(plain, folder / "copy"), turns)  # type: ignore[misc]

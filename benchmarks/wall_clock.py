@@ -12,12 +12,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from benchmarks.report import Row, arguments, publish
 from rollflow.tasks.engines.actor import RayEngine
+from rollflow.tasks.rollout.proxy import Probe
 from rollflow.tasks.settings import PolicyConfig, RolloutConfig, RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.records import Snapshot
@@ -48,12 +50,24 @@ RATIOS = {  # of the step times of the first over the second
 Steps = Mapping[str, Sequence[float]]  # case -> seconds of each step after the warm-up
 
 
+class NoWeights:
+    """A `WeightsSource` for engines that read none."""
+
+    def weights(self, version: int) -> Path:
+        """See `WeightsSource`."""
+        return Path()
+
+
 class WallWorld(World):
     """The simulated world with its engines in actors, which outlive it."""
 
     def __init__(self, config: RunConfig, actors: Sequence[Any]) -> None:
         self._actors = actors
         super().__init__(config, HARDWARE, config, timeline=False)
+
+    async def fetch(self, version: int) -> tuple[Any, Probe]:
+        """See `VersionFeed`."""
+        return NoWeights(), (await super().fetch(version))[1]
 
     def _engine(self, place: int) -> Any:
         return RayEngine(self._actors[place], name=f"engine-{place}")

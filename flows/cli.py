@@ -158,12 +158,12 @@ def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
 def run_command(options: argparse.Namespace) -> int:
     """`rollflow run RECIPE`."""
     from rollflow.flows.config import load_recipe
-    from rollflow.flows.home import new_run_id
+    from rollflow.flows.home import new_run_id, store_uri
     from rollflow.flows.prepare import prepare
     from rollflow.flows.session import check_addresses
 
     config = load_recipe(options.recipe, options.set)
-    check_addresses(config)
+    check_addresses(config, store_uri(config))
     context = prepare(config, new_run_id(config.name) if options.run_id is None else options.run_id)
     return drive(context)
 
@@ -174,7 +174,7 @@ def resume_command(options: argparse.Namespace) -> int:
     from rollflow.flows.session import check_addresses
 
     context = find_run(options.run, options.store)
-    check_addresses(context.config)
+    check_addresses(context.config, context.uri)
     context.order()  # what it asks must be what it asked
     return drive(context)
 

@@ -152,6 +152,13 @@ def done(reference: Any, seconds: float) -> bool:
     return bool(ray.wait([reference], timeout=seconds)[0])
 
 
+def nodes() -> list[str]:
+    """Addresses of the cluster's living nodes."""
+    import ray
+
+    return [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+
+
 def gpus() -> float:
     """GPUs of the whole cluster."""
     import ray

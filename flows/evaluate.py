@@ -11,7 +11,7 @@ from prefect import flow
 from pydantic import NonNegativeInt
 
 from rollflow.flows.home import await_run
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
@@ -36,16 +36,19 @@ async def evaluate_now(context: RunContext, version: int) -> Evaluation:
     """Load a version into a fresh engine and ask the held-out prompts."""
     config = context.config
     manifest = context.policies().manifest(version)
-    if not all(context.store.exists(stored.path) for stored in manifest.weights):
-        raise ConfigError(f"version = {version}: its weights are no longer kept; choose one that store.keep_every kept")
+    try:
+        context.policies().check_kept(manifest)
+    except Missing:
+        raise ConfigError(
+            f"version = {version}: its weights are no longer kept; choose one that store.keep_every kept"
+        ) from None
     engine = build_engine(config.engine, context.policy_folder, dtype=config.policy.dtype)
     pool = RewardPool(config.reward, context.policy_folder)
     await asyncio.gather(engine.start(), pool.start())
     try:
         proxy = InferenceProxy([engine], config.engine.slots)
-        weights = context.policies().weights_folder(manifest, context.cache / "weights")
         probe = Probe(context.probe_tokens, manifest.probe, config.engine.probe_tolerance)
-        await proxy.update(version, weights, probe, "continue")
+        await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
         return await evaluator(context, pool).run(proxy, version)
     finally:
         await asyncio.gather(engine.close(), pool.close())

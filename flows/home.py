@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects import open_store
 from rollflow.tasks.names import run_id as checked
+from rollflow.tasks.node import cache_in
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig, StoreConfig
 
@@ -20,8 +21,8 @@ def home() -> Path:
 
 
 def store_uri(config: RunConfig) -> str:
-    """The store a config names; the default is a folder in the run home."""
-    return config.store.uri or str(home() / "store")
+    """The store a config names, a folder by its whole path; the default is one in the run home."""
+    return open_store(config.store.uri or str(home() / "store")).uri
 
 
 def context_of(uri: str, run_id: str) -> RunContext:
@@ -34,14 +35,14 @@ def context_of(uri: str, run_id: str) -> RunContext:
 
 
 def attach_run(uri: str) -> RunContext:
-    """The run whose own storage is at `uri`. Its cache is its own, too: another store may have a run of that name.
+    """The run whose own storage is at `uri`.
 
     Raises:
         ConfigError: the last part is no run id.
     """
     uri = uri.rstrip("/")
-    name, place = checked(uri.rpartition("/")[2], "run id"), hashlib.sha256(os.fsencode(uri)).hexdigest()
-    return RunContext(uri, home() / "cache" / f"{name}-{place[:8]}")
+    checked(uri.rpartition("/")[2], "run id")
+    return RunContext(uri, cache_in(home()))
 
 
 def await_run(uri: str) -> RunContext:

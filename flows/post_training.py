@@ -22,6 +22,7 @@ from rollflow.flows.board import Board
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.home import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
+from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.stages import Stages
 from rollflow.flows.summary import summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
@@ -51,6 +52,7 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
     _sweep(context)
     tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"], context.key)
     with cluster.attached(address, context.key):
+        check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log)
         board = Board(context, stages, tracker)
         try:

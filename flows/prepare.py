@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.metadata import version as package_version
 from pathlib import Path
 
 from rollflow.flows.home import context_of, store_uri
 from rollflow.storage.errors import ConfigError, Conflict
-from rollflow.storage.objects import open_store
-from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, with_dtype
+from rollflow.storage.objects import Data, open_store
+from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.prompts.jsonl import Reader
@@ -40,7 +41,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     read = read_once()
     files = with_dtype(_policy_files(config, read), config.policy.dtype)
     probe, pins = _check_policy(config, files, read)
-    for name, data in files.items():
+    for name, data in {**files, **_first_weights(config)}.items():
         context.store.put(f"policy/{name}", data)
     keep(context.store, config, pins, read)
     described = {
@@ -66,6 +67,11 @@ def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
     return build_cold_folder(config.policy.cold_start, open_order(config, None, read).texts(VOCABULARY_TEXTS))
+
+
+def _first_weights(config: RunConfig) -> Mapping[str, Data]:
+    """The weights of `policy.path`; a cold start makes its own."""
+    return weight_files(config.policy.path) if config.policy.path is not None else {}
 
 
 def _check_policy(config: RunConfig, files: dict[str, bytes], read: Reader) -> tuple[list[int], tuple[Pin, ...]]:

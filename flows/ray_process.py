@@ -27,7 +27,7 @@ def serve(given: argparse.Namespace) -> str:
             """Not wanted: even with the dashboard off, its process costs a second of a core."""
 
     parameters = RayParams(
-        node_ip_address="127.0.0.1",
+        node_ip_address=given.ip,
         num_cpus=given.cpus,
         num_gpus=given.gpus,
         resources=json.loads(given.resources),
@@ -59,6 +59,7 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--port", type=int, help="start a head that listens here")
     where.add_argument("--join", help="the address of the head to join")
+    parser.add_argument("--ip", default="127.0.0.1", help="of this node; by default nothing outside can reach it")
     parser.add_argument("--temp", required=True)
     parser.add_argument("--cpus", type=int, required=True)
     parser.add_argument("--gpus", type=int)

@@ -11,6 +11,7 @@ import os
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -74,6 +75,30 @@ def check_ray(address: str) -> None:
         raise ConfigError(f"cluster.address = {address!r} does not answer ({_reason(error)}); {RAY_CURE}") from error
     if not spoken:
         raise ConfigError(f"cluster.address = {address!r} answers, but is no Ray head; {RAY_CURE}")
+
+
+def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None:
+    """A store that is a folder here can be read by the cluster at `address`, of whose `nodes` these are known."""
+    scheme, sep, _ = uri.partition("://")
+    if address == "auto" or (sep and scheme != "file"):
+        return
+    away = [node for node in (address.rpartition(":")[0], *nodes) if not here(node)]
+    if away:
+        raise ConfigError(
+            f"store.uri = {uri!r}: a folder of this machine, which {', '.join(sorted(set(away)))} of cluster.address = "
+            f'{address!r} cannot read; use s3://bucket/prefix, or cluster.address = "auto"'
+        )
+
+
+def here(host: str) -> bool:
+    """Whether an address is one of this machine's."""
+    import psutil
+
+    own = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
+    try:
+        return all(str(found[4][0]).partition("%")[0] in own for found in socket.getaddrinfo(host, None))
+    except OSError:
+        return True  # no such host: not this check's to say
 
 
 def http_answers(url: str, *, seconds: float) -> bool:

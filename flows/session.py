@@ -19,11 +19,12 @@ from uuid import UUID, uuid4
 from rollflow.flows.home import home
 from rollflow.flows.prefect_api import api, crash_orphans, going, insist, start
 from rollflow.flows.ray_head import RayHead
-from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray
+from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.flows.services import PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.status import STATUS, RunStatus
 from rollflow.flows.upkeep import RAY, RUNNER, SERVER, Upkeep
 from rollflow.storage.errors import Missing, Unreachable
+from rollflow.storage.objects import open_store
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
 
@@ -32,11 +33,20 @@ LOOK_SECONDS = 1.0
 SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
 
 
-def check_addresses(config: RunConfig) -> None:
-    """Every service that is named must be there, before anything is started; `ConfigError` says which is not."""
+def check_addresses(config: RunConfig, store: str) -> None:
+    """Every service that is named must be there, before anything is started; `ConfigError` says which is not.
+
+    So must the run's `store`, for every node of the cluster.
+    """
+    check_store_reach(store, config.cluster.address)
     if url := os.environ.get("PREFECT_API_URL"):
         check_prefect(url)
     check_ray(config.cluster.address)
+    if config.cluster.address != "auto" and open_store(store).local_path("run.json"):
+        from rollflow.flows import cluster
+
+        with cluster.attached(config.cluster.address, "check"):
+            check_store_reach(store, config.cluster.address, cluster.nodes())
     if config.tracking.uri:
         check_mlflow(config.tracking.uri)
 

@@ -14,12 +14,8 @@ nobody needs: neither as weights, nor to continue the run from, nor to train a k
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
-import shutil
-import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +24,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollflow.storage.errors import Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.node_cache import Held, NodeCache
 from rollflow.storage.objects.base import Data, ObjectStore, first_missing, pieces
-from rollflow.storage.objects.disk import explained, mapped
+from rollflow.storage.objects.disk import mapped
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 
 Item = TypeVar("Item")
@@ -37,9 +34,6 @@ Result = TypeVar("Result")
 
 FORMAT = 2
 MOVERS = 4  # objects that are hashed and moved at a time
-FETCHED_KEPT = 3  # versions a cache of fetched weights holds
-FETCHING = ".fetching-"  # what a folder of that cache is called until it is whole
-ABANDONED_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +160,7 @@ class PolicyStore:
         self.writer = writer or uuid.uuid4().hex[:12]
         self._in_use = in_use
         self._put_off: list[int] = []  # versions past retention that were in use
-        self._sound: set[Path] = set()  # folders of weights that this process has checked
+        self._held: Held | None = None  # the fetched weights that were asked for last
 
     def stage(self, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
         """Upload objects of a version that is not published yet; names like "weights/model.safetensors"."""
@@ -221,22 +215,35 @@ class PolicyStore:
         return dict(zip([stored.path for stored in listed], _each(self.read, listed), strict=True))
 
     def weights_folder(self, manifest: Manifest, cache: Path) -> Path:
-        """A local folder of the version's safetensors files, checked once: the store's own, or fetched into `cache`.
+        """A local folder of the version's safetensors files, checked once a node: the store's own, or fetched.
 
-        Several processes may fetch into one cache at a time.
+        `cache` is the node's, for all its processes and runs. What was fetched stays until this object is asked for
+        another version.
         """
         local = self.run.local_path(manifest.weights[0].path)
-        folder = local.parent if local is not None else cache / f"{manifest.version:08d}-{manifest.writer}"
-        if folder not in self._sound or not folder.is_dir():
-            if local is not None:
-                self.read_all(manifest.weights)
-            elif not _sound(folder, manifest):
-                self._fetch(manifest, folder)
-            self._sound.add(folder)
-        return folder
+        name = f"{manifest.version:08d}-{manifest.writer}"
+        node = NodeCache(cache, self.run.uri)
+        if local is not None:  # an empty folder says that the store's own was checked
+            node.hold(name, lambda _: self._check_all(manifest), lambda _: _whole(local.parent, manifest))
+            return local.parent
+        self._held = node.hold(name, lambda folder: self.copy_weights(manifest, folder), lambda f: _whole(f, manifest))
+        return self._held.folder
+
+    def _check_all(self, manifest: Manifest) -> None:
+        self.read_all(manifest.weights)
+
+    def check_kept(self, manifest: Manifest) -> None:
+        """Raise `Missing` unless all weights of the version are in storage; reads none of them."""
+        for stored in manifest.weights:
+            if not self.run.exists(stored.path):
+                raise Missing(f"there is no object {stored.path}")
 
     def copy_weights(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the version's weights into a local folder; `Corrupt` if one is missing or not what was committed."""
+        """Copy the version's weights into a local folder, hashed on their way.
+
+        Raises:
+            Corrupt: one is missing, or not what was committed.
+        """
 
         def copied(stored: StoredObject) -> None:
             file = folder / Path(stored.path).name
@@ -247,20 +254,6 @@ class PolicyStore:
             _check(stored, file.stat().st_size, sha256)
 
         _each(copied, manifest.weights)
-
-    def _fetch(self, manifest: Manifest, folder: Path) -> None:
-        """Fetch the weights beside `folder`, which gets its name when they are whole; whoever is first wins."""
-        with explained(folder.parent):
-            _tidy(folder.parent)
-            temporary = Path(tempfile.mkdtemp(prefix=FETCHING, dir=folder.parent))
-        try:
-            self.copy_weights(manifest, temporary)
-            temporary.rename(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
     def _prune(self, latest: int) -> None:
         """Remove the objects that `latest` pushed out of retention; what is left by a failure is for `collect`."""
@@ -286,29 +279,9 @@ def _check(stored: StoredObject, size: int, sha256: str) -> None:
         raise Corrupt(f"{stored.path} is not what its manifest committed (sha256 or size differs)")
 
 
-def _sound(folder: Path, manifest: Manifest) -> bool:
-    """Whether a fetched folder is there and right; a wrong one is removed, so that it is fetched again."""
-    if not folder.is_dir():
-        return False
-
-    def checked(stored: StoredObject) -> None:
-        data = mapped(folder / Path(stored.path).name)
-        _check(stored, len(data), hashlib.sha256(data).hexdigest())
-
+def _whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether all files are there. They were hashed when they were fetched; the engines' probe would tell of damage."""
     try:
-        _each(checked, manifest.weights)
-    except (Corrupt, Missing):
-        shutil.rmtree(folder, ignore_errors=True)
+        return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in manifest.weights)
+    except FileNotFoundError:
         return False
-    return True
-
-
-def _tidy(cache: Path) -> None:
-    """Make room in a cache: the newest versions stay, and what a killed process was fetching goes after a day."""
-    cache.mkdir(parents=True, exist_ok=True)
-    for old in sorted(cache.glob("[0-9]*-*"))[: -FETCHED_KEPT + 1]:
-        shutil.rmtree(old, ignore_errors=True)
-    for left in cache.glob(f"{FETCHING}*"):
-        with contextlib.suppress(FileNotFoundError):
-            if left.stat().st_mtime < time.time() - ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)

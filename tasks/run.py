@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.node_cache import NodeCache
 from rollflow.storage.objects import ObjectStore, open_store
-from rollflow.storage.policies import PolicyStore, Retention
+from rollflow.storage.policies import Manifest, PolicyStore, Retention
 from rollflow.tasks.names import run_id as checked
+from rollflow.tasks.node import node_cache
+from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.jsonl import Reader
 from rollflow.tasks.prompts.pins import PINS, check_families, reader
@@ -29,7 +33,9 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` a local folder for fetched files.
+    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
+
+    No path travels: where this value arrives, `cache` is that node's own.
 
     `patience` is how long a store that does not answer is waited for (seconds): what works for the run waits, and says
     so (`store.waits`); who only looks at it, does not.
@@ -91,16 +97,41 @@ class RunContext:
         return self.config.evaluates(version) and not evaluated(self.store, version)
 
     @cached_property
+    def _ledger(self) -> PolicyStore:
+        return self.policies()
+
+    @cached_property
+    def _manifest(self) -> Callable[[int], Manifest]:
+        return lru_cache(maxsize=1)(self._ledger.manifest)
+
+    def weights(self, version: int) -> Path:
+        """A folder on this node with the weights of a version; it stays until another version is asked for."""
+        return self._ledger.weights_folder(self._manifest(version), self.cache / "weights")
+
+    @cached_property
     def policy_folder(self) -> Path:
-        """A local folder with the policy's config and tokenizer, fetched if the storage is remote."""
+        """A folder on this node with the policy's config and tokenizer."""
+        return self._policy("config", lambda path: not is_weights(path))
+
+    @cached_property
+    def first_weights(self) -> Path:
+        """A folder on this node with the policy as the run began with it, `policy.path`'s weights and all."""
+        return self._policy("first", lambda path: True)
+
+    def _policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
         local = self.store.local_path("policy/config.json")
         if local is not None:
             return local.parent
-        folder = self.cache / "policy"
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in self.store.list("policy"):
-            (folder / Path(path).name).write_bytes(self.store.get(path))
-        return folder
+        paths = [path for path in self.store.list("policy") if wanted(path)]
+
+        def fetch(folder: Path) -> None:
+            for path in paths:
+                self.store.fetch(path, folder / Path(path).name)
+
+        def whole(folder: Path) -> bool:
+            return all((folder / Path(path).name).exists() for path in paths)
+
+        return NodeCache(self.cache / "policies", self.key).hold(name, fetch, whole).for_good()
 
     @cached_property
     def tokenizer(self) -> PolicyTokenizer:
@@ -120,8 +151,11 @@ class RunContext:
         return order
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only names travel; the rest is read again where it is needed."""
-        return {"uri": self.uri, "cache": self.cache, "patience": self.patience}
+        """Only the name travels; the rest is read again where it is needed."""
+        return {"uri": self.uri, "patience": self.patience}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, cache=node_cache())
 
 
 def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> PromptOrder:

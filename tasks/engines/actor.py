@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +30,10 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayError
 
-from rollflow.storage.errors import EngineFailed
+from rollflow.storage.errors import EngineFailed, RollflowError
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
-from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial, WeightsSource
 from rollflow.tasks.engines.meter import EngineStats, Meter
 from rollflow.tasks.engines.wire import (
     Collected,
@@ -51,6 +51,7 @@ COALESCE_SECONDS = 0.003  # how long a finished generation waits for company
 PROGRESS_SECONDS = 0.25  # between two reports of what runs: so many tokens' work can be lost with an actor
 START_SECONDS = 900.0
 SILENT_SECONDS = 60.0  # for a call, and for the next token; longer than an engine's own deadline: its message arrives
+FETCH_SECONDS = 1000.0  # longer than the node waits for another process that fetches
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
 
@@ -62,14 +63,12 @@ class TakenOver(EngineFailed):
 class EngineActor:
     """Lives in the actor's process: owns the engine, runs its requests, keeps what finished until collected."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        policy_folder: Path | None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-    ) -> None:
-        self._build = functools.partial(build_engine, config, policy_folder, dtype=dtype)
-        self._engine: Engine = self._build()
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """`build` makes the engine, on this node and with what is this node's own, when it is started."""
+        self._build = build
+        self._built: Engine | None = None
+        self._source: WeightsSource | None = None
+        self._loading = asyncio.Lock()  # what is fetched stays until the next is: not while an update reads it
         self._meter = Meter()
         self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
@@ -87,10 +86,8 @@ class EngineActor:
         A dead engine is replaced by a new one, without weights and without an owner: what this process has imported
         and compiled is most of a start.
         """
-        if self._started is None:
-            self._started = asyncio.create_task(self._engine.start())
-        elif self._died():
-            self._started = asyncio.create_task(self._start_anew())
+        if self._started is None or self._died():
+            self._started = asyncio.create_task(self._start())
         await asyncio.shield(self._started)
 
     def _died(self) -> bool:
@@ -102,11 +99,18 @@ class EngineActor:
             return True
         return False
 
-    async def _start_anew(self) -> None:
-        self._owner = None  # who used the dead one takes this for the same, with its weights
-        await self._engine.close()
-        self._engine = self._build()
-        await self._engine.start()
+    async def _start(self) -> None:
+        if self._built is not None:
+            self._owner = None  # who used the dead one takes this for the same, with its weights
+            await self._built.close()
+        self._built = await asyncio.to_thread(self._build)
+        await self._built.start()
+
+    @property
+    def _engine(self) -> Engine:
+        if self._built is None:
+            raise EngineFailed("the engine was never started")
+        return self._built
 
     async def attach(self, owner: str) -> None:
         """Serve this owner from now on; what an earlier one left running is aborted and forgotten."""
@@ -178,9 +182,24 @@ class EngineActor:
         await self._engine.suspend(in_flight)
         self._meter.change(suspended=True)
 
-    async def update(self, owner: str, version: int, weights: Path) -> None:
-        self._check_owner(owner)
-        await self._engine.update(version, weights)
+    async def fetch(self, version: int, source: WeightsSource) -> None:
+        """Have the weights of a version on this node."""
+        async with self._loading:
+            await asyncio.to_thread(self._weights, version, source)
+
+    async def update(self, owner: str, version: int, source: WeightsSource) -> None:
+        async with self._loading:
+            folder = await asyncio.to_thread(self._weights, version, source)
+            self._check_owner(owner)
+            await self._engine.update(version, folder)
+
+    def _weights(self, version: int, source: WeightsSource) -> Path:
+        if self._source != source:  # an equal one has what it fetched
+            self._source = source
+        try:
+            return self._source.weights(version)
+        except (RollflowError, OSError) as error:  # another node may well have them
+            raise EngineFailed(f"version {version} cannot be had here: {error}") from error
 
     async def resume(self, owner: str) -> None:
         self._check_owner(owner)
@@ -252,7 +271,7 @@ class RayEngine:
     ) -> RayEngine:
         """Create the actor (`options` are Ray's: num_cpus, num_gpus, name, ...); call `start` next."""
         remote = ray.remote(EngineActor).options(**{"max_restarts": 0, "num_cpus": 0, **options})
-        return cls(remote.remote(config, policy_folder, dtype), name=name)
+        return cls(remote.remote(functools.partial(build_engine, config, policy_folder, dtype=dtype)), name=name)
 
     @property
     def version(self) -> int:
@@ -302,7 +321,11 @@ class RayEngine:
         self._suspended = True
         await self._own(self._silent, "suspend", in_flight)
 
-    async def update(self, version: int, weights: Path) -> None:
+    async def fetch(self, version: int, weights: WeightsSource) -> None:
+        await self._ask(FETCH_SECONDS, "fetch", version, weights)
+
+    async def update(self, version: int, weights: WeightsSource) -> None:
+        await self.fetch(version, weights)  # nothing, unless it joins while a version comes: it may take longer
         await self._own(UPDATE_SECONDS, "update", version, weights)
         self._version = version
 

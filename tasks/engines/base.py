@@ -6,7 +6,7 @@ Guarantees, each tested once for all engines in `tests/contracts/test_engines.py
   (temperature applied) and the policy version whose weights produced it. Versions never decrease.
 - Between `suspend` and `resume` no token is generated. After `suspend("continue")` running requests keep
   the tokens they have and go on after `resume`; after `suspend("restart")` they end as `ABORTED`.
-- After `update(v, folder)` every new token is produced by the weights in `folder` and labelled `v`; no
+- After `update(v, weights)` every new token is produced by these weights and labelled `v`; no
   attention state of older weights is used for a prompt that arrives after the update.
 - `abort` ends a request at once: its `generate` returns what there is with the ending `ABORTED`.
 - A request that comes with a `prefix` goes on from there: those tokens stay as they were sampled.
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rollflow.storage.records import Ending
 
@@ -81,6 +81,13 @@ class Generation:
     ending: Ending
 
 
+class WeightsSource(Protocol):
+    """Where a run's weights are. A small value that travels: no path of one node is of any use on another."""
+
+    def weights(self, version: int) -> Path:
+        """A folder on the node of whoever asks, with the weights of a version; fetched if need be."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """One generation engine. See the module's docstring for the guarantees."""
@@ -101,8 +108,15 @@ class Engine(Protocol):
     async def suspend(self, in_flight: InFlight) -> None:
         """Stop generating; running requests are kept or aborted."""
 
-    async def update(self, version: int, weights: Path) -> None:
-        """Take the safetensors files in `weights` (Hugging Face names) as policy `version`; only while suspended."""
+    async def fetch(self, version: int, weights: Any) -> None:
+        """Have the weights where the engine is, so that an `update` need not wait for them; it goes on generating."""
+
+    async def update(self, version: int, weights: Any) -> None:
+        """Take `weights` as policy `version`; only while suspended.
+
+        They are a folder of safetensors files (Hugging Face names); for an engine that may be on another node, a
+        `WeightsSource`.
+        """
 
     async def resume(self) -> None:
         """Go on generating."""

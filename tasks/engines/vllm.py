@@ -181,6 +181,9 @@ class VllmEngine:
         await self._answer(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True))
         self._suspended = True
 
+    async def fetch(self, version: int, weights: Path) -> None:
+        pass  # they are here
+
     async def update(self, version: int, weights: Path) -> None:
         await self._call("load_policy", str(weights), self._repair_tied_head, seconds=UPDATE_SECONDS)
         await self._answer(self._llm.update_weight_version(str(version)))

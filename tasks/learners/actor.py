@@ -31,7 +31,6 @@ from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
-from rollflow.tasks.policies.folder import resolve_policy
 from rollflow.tasks.rewards.verifier import answer_of, verifier
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
@@ -130,8 +129,8 @@ class LearnerActor:
         self.config, self.policies = self.context.config, self.context.policies()
         self.version = self.policies.latest()
         if self.version < 0:
-            path = self.config.policy.path  # only a fresh `policy.path` has weights of its own
-            self.learner = new_learner(self.context, None if path is None else resolve_policy(path))
+            cold = self.config.policy.cold_start is not None  # else there are weights to begin with
+            self.learner = new_learner(self.context, None if cold else self.context.first_weights)
             self._make_first()
         else:
             self.learner = new_learner(self.context)

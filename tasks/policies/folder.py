@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects.base import Data
+from rollflow.storage.objects.disk import mapped
 from rollflow.tasks.settings import ColdStart
 
 END, PAD = "<|end|>", "<|pad|>"
@@ -117,6 +119,20 @@ def resolve_policy(path: str) -> Path:
     return _complete(path, Path(found))
 
 
+def is_weights(path: str) -> bool:
+    """Whether a file of a policy's folder belongs to its weights."""
+    return path.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def weight_files(path: str) -> dict[str, Data]:
+    """The weights of an existing policy: where a run begins, on whichever machine its learner is."""
+    folder = resolve_policy(path)
+    files = sorted(file for file in folder.iterdir() if is_weights(file.name))
+    if not files:
+        raise ConfigError(f"policy.path = {path!r} has no weights as safetensors; save them there (save_pretrained)")
+    return {file.name: mapped(file) for file in files}
+
+
 def _complete(path: str, folder: Path) -> Path:
     if not (folder / "config.json").exists():
         raise ConfigError(f"policy.path = {path!r} has no config.json; name a Hugging Face model folder")
@@ -128,7 +144,7 @@ def _complete(path: str, folder: Path) -> Path:
 
 
 def copy_folder(path: str) -> dict[str, bytes]:
-    """The files of an existing policy that a run keeps: all but the weights."""
+    """The files of an existing policy that a run keeps, but for the weights."""
     folder = resolve_policy(path)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 

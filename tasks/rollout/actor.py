@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +23,7 @@ from rollflow.storage.ray_channel import RayChannel
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.storage.updates import Update, store_update
 from rollflow.tasks.cpu import CpuClock
+from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.actor import EngineActor, RayEngine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
@@ -45,6 +46,7 @@ from rollflow.tasks.rollout.plan import plan_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, RolloutScheduler
 from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import EngineConfig
 
 ROLLOUT = "rollout"
 EVALUATION = -1  # the number of the engine that evaluates, where there is one for that
@@ -84,11 +86,16 @@ class StoreFeed:
             if newest > version:
                 return newest
 
-    async def fetch(self, version: int, cache: str = "weights") -> tuple[Path, Probe]:
-        """See `VersionFeed`."""
+    async def fetch_kept(self, version: int) -> tuple[RunContext, Probe]:
+        """As `fetch`; `Missing` where the version's weights are no longer kept."""
         manifest = await asyncio.to_thread(self._policies.manifest, version)
-        weights = await asyncio.to_thread(self._policies.weights_folder, manifest, self._context.cache / cache)
-        return weights, Probe(self._tokens, manifest.probe, self._context.config.engine.probe_tolerance)
+        await asyncio.to_thread(self._policies.check_kept, manifest)
+        return await self.fetch(version)
+
+    async def fetch(self, version: int) -> tuple[RunContext, Probe]:
+        """See `VersionFeed`. The engines fetch the weights themselves, each on its node."""
+        manifest = await asyncio.to_thread(self._policies.manifest, version)
+        return self._context, Probe(self._tokens, manifest.probe, self._context.config.engine.probe_tolerance)
 
 
 def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
@@ -109,7 +116,12 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     # asks for nothing, whatever the strategy.
     spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001}
     remote = ray.remote(EngineActor).options(name=engine_name(number), **spread, **options)
-    return remote.remote(engine, context.policy_folder, config.policy.dtype)
+    return remote.remote(functools.partial(build_engine_of, context, engine))
+
+
+def build_engine_of(context: RunContext, engine: EngineConfig) -> Engine:
+    """An engine of the run, on this node and not started yet."""
+    return build_engine(engine, context.policy_folder, dtype=context.config.policy.dtype)
 
 
 def engine_name(number: int) -> str:
@@ -179,7 +191,7 @@ class RolloutActor:
             wanted=self.config.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
             engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._owned,
-            fetch=lambda version: self.feed.fetch(version, "evaluated"),
+            fetch=self.feed.fetch_kept,
             evaluator=Evaluator(held, settings.samples, settings.temperature, longest, self._judge),
             keep=lambda found: asyncio.to_thread(self._keep, found),
             slots=self.config.engine.slots,

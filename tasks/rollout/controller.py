@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollflow.tasks.engines.base import InFlight
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
@@ -23,8 +22,8 @@ class VersionFeed(Protocol):
     async def newer(self, version: int) -> int:
         """The newest published version, once it is above `version`."""
 
-    async def fetch(self, version: int) -> tuple[Path, Probe]:
-        """A local folder with the version's weights, and its probe."""
+    async def fetch(self, version: int) -> tuple[Any, Probe]:
+        """The version's weights, as the engines take them, and its probe."""
 
 
 @dataclass(frozen=True, slots=True)

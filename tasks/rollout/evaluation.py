@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 from rollflow.storage.errors import Corrupt, EngineFailed, Missing
 from rollflow.storage.objects.base import ObjectStore
@@ -30,6 +30,7 @@ from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 
 AGAIN_SECONDS = 1.0  # before an evaluation whose engine died is begun again
+TRIES = 10  # with an engine that lives, for one version
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class Means:
     wanted: Callable[[int], bool]
     evaluated: Callable[[int], Awaitable[bool]]
     engine: Callable[[], AbstractAsyncContextManager[Engine]]
-    fetch: Callable[[int], Awaitable[tuple[Path, Probe]]]
+    fetch: Callable[[int], Awaitable[tuple[Any, Probe]]]
     evaluator: Evaluator
     keep: Callable[[Evaluation | Skipped], Awaitable[None]]
     slots: int
@@ -175,14 +176,23 @@ class Evaluations:
             self._due.popleft()
 
     async def _evaluate(self, version: int) -> Evaluation | Skipped:
-        while True:
+        failures: list[EngineFailed] = []
+        while len(failures) < TRIES:
             try:
                 async with self._means.engine() as engine:
-                    weights, probe = await self._means.fetch(version)
-                    proxy = InferenceProxy([engine], self._means.slots)
-                    await proxy.update(version, weights, probe, "continue")
-                    return await self._means.evaluator.run(proxy, version)
+                    try:
+                        return await self._on(engine, version)
+                    except EngineFailed as error:
+                        failures.append(error)
             except (Missing, Corrupt) as error:
                 return Skipped(version, f"its weights are gone: {error}")
-            except EngineFailed:  # another one comes; who starts it knows how often
-                await asyncio.sleep(AGAIN_SECONDS)
+            except EngineFailed:  # there is none to be had; another one comes, and who starts it knows how often
+                pass
+            await asyncio.sleep(AGAIN_SECONDS)
+        return Skipped(version, f"engines failed at it {TRIES} times, the last time: {failures[-1]}")
+
+    async def _on(self, engine: Engine, version: int) -> Evaluation:
+        weights, probe = await self._means.fetch(version)
+        proxy = InferenceProxy([engine], self._means.slots)
+        await proxy.update(version, weights, probe, "continue")
+        return await self._means.evaluator.run(proxy, version)

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
@@ -63,7 +63,7 @@ class _Taken:
     """The newest weights, as every engine has them, or takes them when it joins."""
 
     version: int
-    weights: Path
+    weights: Any
     probe: Probe
     in_flight: InFlight
 
@@ -223,15 +223,17 @@ class InferenceProxy:
         assert lane is not None, "nobody else has this ticket"
         return Reservation(self._lanes, lane, ticket)
 
-    async def update(self, version: int, weights: Path, probe: Probe, in_flight: InFlight) -> None:
-        """Take every live engine to `version`, and later those that join.
+    async def update(self, version: int, weights: Any, probe: Probe, in_flight: InFlight) -> None:
+        """Take every live engine to `version`, and later those that join; `weights` are as the engines take them.
 
         Raises:
             EngineFailed: no engine survived it, and none is to be replaced.
         """
         async with self._changing:
+            taken = _Taken(version, weights, probe, in_flight)
+            await asyncio.gather(*(self._fetch(lane, taken) for lane in self._lanes.live))
             began = asyncio.get_running_loop().time()
-            self._taken = taken = _Taken(version, weights, probe, in_flight)
+            self._taken = taken
             await asyncio.gather(*(self._renew(lane, taken) for lane in self._lanes.live))
             self._note_version()
             self.update_seconds += asyncio.get_running_loop().time() - began
@@ -245,6 +247,8 @@ class InferenceProxy:
             EngineFailed: the new engine did not take the present weights; the old one keeps its place.
         """
         lane = Lane(engine, self._slots)
+        if self._taken is not None:
+            await engine.fetch(self._taken.version, self._taken.weights)  # the others' updates need not wait for it
         async with self._changing:
             if self._taken is not None:
                 await self._bring(lane, self._taken)
@@ -340,6 +344,13 @@ class InferenceProxy:
     async def _abort(self, lane: Lane, ids: list[str]) -> None:
         try:
             await lane.engine.abort(ids)
+        except EngineFailed as error:
+            self._fail(lane, error)
+
+    async def _fetch(self, lane: Lane, to: _Taken) -> None:
+        """While it generates."""
+        try:
+            await lane.engine.fetch(to.version, to.weights)
         except EngineFailed as error:
             self._fail(lane, error)
 

@@ -26,7 +26,7 @@ from rollflow.tasks.settings import (
     TransformersEngineConfig,
     VllmEngineConfig,
 )
-from tests.support.tiny_policy import EOS, greedy_tokens, make_policy, make_weights, reference_logprobs
+from tests.support.tiny_policy import EOS, Here, greedy_tokens, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -59,9 +59,13 @@ class Case:
         """Even and odd versions hold different weights."""
         return self.folder / f"weights-{version % 2}"
 
+    def taken(self, version: int) -> Path | Here:
+        """Those weights as the engine takes them."""
+        return Here(self.weights(version)) if isinstance(self.engine, RayEngine) else self.weights(version)
+
     async def update(self) -> int:
         self.versions += 1
-        await self.engine.update(self.versions, self.weights(self.versions))
+        await self.engine.update(self.versions, self.taken(self.versions))
         return self.versions
 
 
@@ -96,7 +100,7 @@ async def case(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Ca
     await engine.start()
     assert engine.version == -1
     await engine.suspend("continue")
-    await engine.update(0, case.weights(0))
+    await engine.update(0, case.taken(0))
     await engine.resume()
     yield case
     await engine.close()
@@ -323,7 +327,7 @@ async def test_death_reaches_every_call(case: Case, request: pytest.FixtureReque
     calls: list[Awaitable[object]] = [
         case.engine.generate(case.request()),
         case.engine.suspend("continue"),
-        case.engine.update(99, case.weights(0)),
+        case.engine.update(99, case.taken(0)),
         case.engine.resume(),
         case.engine.logprobs([3, 4, 5]),
         case.engine.abort(["x"]),

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.cli import main
+from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.services import free_port
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.settings import ColdStart
 from tests.support.waiting import HANG_SECONDS
@@ -158,6 +160,21 @@ def test_unwritable_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     sentence = refused(capsys, "run", RECIPE, "--set", f"store.uri={tmp_path}/file/below")
     assert "store.uri" in sentence
     assert "file/below" in sentence
+
+
+def test_a_folder_as_store_of_a_cluster_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Before anybody is asked: nothing answers at that address."""
+    sentence = refused(capsys, "run", RECIPE, "--set", "cluster.address=192.0.2.7:6379")
+    assert sentence.startswith(f"store.uri = '{tmp_path}/home/store': a folder of this machine, which 192.0.2.7 of ")
+    assert "cluster.address = '192.0.2.7:6379' cannot read; use s3://bucket/prefix" in sentence
+
+
+def test_a_folder_as_store_of_a_cluster_with_nodes_elsewhere() -> None:
+    check_store_reach("/a/folder", "127.0.0.1:6379", ["127.0.0.1", "::1"])
+    check_store_reach("/a/folder", "auto", ["192.0.2.7"])
+    check_store_reach("s3://bucket/prefix", "127.0.0.1:6379", ["192.0.2.7"])
+    with pytest.raises(ConfigError, match=r"store\.uri = 'file:///a/folder': .* which 192\.0\.2\.7, 192\.0\.2\.8 of "):
+        check_store_reach("file:///a/folder", "127.0.0.1:6379", ["127.0.0.1", "192.0.2.8", "192.0.2.7"])
 
 
 def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

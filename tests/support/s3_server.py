@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import moto.s3.responses
 import pytest
@@ -17,9 +19,9 @@ from moto.server import ThreadedMotoServer
 
 
 @contextmanager
-def s3_server(bucket: str) -> Iterator[str]:
-    """The endpoint of a moto server with one bucket."""
-    one_write = threading.Lock()
+def s3_server(bucket: str, address: str = "127.0.0.1", reads: Counter[str] | None = None) -> Iterator[str]:
+    """The endpoint of a moto server with one bucket; `reads` gets how often each key was read."""
+    one_write, counting = threading.Lock(), threading.Lock()
 
     def in_turn(method: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(method)
@@ -30,10 +32,19 @@ def s3_server(bucket: str) -> Iterator[str]:
         return locked
 
     responses = moto.s3.responses.S3Response
+    get_object = responses.get_object
+
+    def counted(self: Any, *arguments: object, **named: object) -> object:
+        if reads is not None:
+            with counting:
+                reads[self.path.removeprefix(f"/{bucket}/")] += 1
+        return get_object(self, *arguments, **named)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(responses, "put_object", in_turn(responses.put_object))
         patch.setattr(responses, "_key_response_post", in_turn(responses._key_response_post))
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        patch.setattr(responses, "get_object", counted)
+        server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"

@@ -28,7 +28,7 @@ from rollflow.tasks.engines.wire import (
 )
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.settings import TimedEngineConfig, TransformersEngineConfig
-from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.tiny_policy import Here, make_policy, make_weights
 from tests.support.waiting import HANG_SECONDS, soon
 
 TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0)
@@ -65,7 +65,7 @@ async def test_a_new_owner_takes_over(cluster: None) -> None:
     await soon(lambda: any(first.progress({"same-id": 0}).values()))
     second = RayEngine(first.actor)
     await second.suspend("restart")
-    await second.update(4, __file__)  # type: ignore[arg-type]  # the timed engine reads no weights
+    await second.update(4, Here())  # the timed engine reads no weights
     await second.resume()
     new = await second.generate(GenerationRequest("same-id", (3,), 10, seed=2))
     assert new.versions == (4,) * 10
@@ -85,7 +85,7 @@ async def test_an_engine_that_died_is_started_anew_within_its_actor(cluster: Non
     actor = RayEngine.spawn(TIMED, None).actor
     old = RayEngine(actor, keep_actor=True)
     await old.start()
-    await old.update(4, Path())
+    await old.update(4, Here())
     assert await old.owns()
     await actor.__ray_call__.remote(lambda self: setattr(self._engine, "_dead", "the timed engine was killed"))
     with pytest.raises(EngineFailed, match="killed"):
@@ -97,7 +97,7 @@ async def test_an_engine_that_died_is_started_anew_within_its_actor(cluster: Non
     await old.close()
     proxy = InferenceProxy([], 4, replacement_seconds=HANG_SECONDS)
     await proxy.join(0, new)
-    await proxy.update(5, Path(), Probe((), (), 0.1), "continue")
+    await proxy.update(5, Here(), Probe((), (), 0.1), "continue")
     assert (await proxy.generate(GenerationRequest("x", (3,), 1))).generation.versions == (5,)
     await new.close()
     with pytest.raises(EngineFailed, match="closed"):
@@ -120,7 +120,7 @@ async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferencePro
     for engine in engines:
         await engine.start()
     proxy = InferenceProxy(engines, 4, replacement_seconds=HANG_SECONDS)
-    await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+    await proxy.update(0, Here(), Probe((), (), 0.1), "continue")
     return engines, proxy
 
 
@@ -190,7 +190,7 @@ async def test_busy_time_is_time_with_something_to_run(cluster: None) -> None:
 async def test_a_bad_request_fails_alone_and_a_second_start_changes_nothing(cluster: None, tmp_path: Path) -> None:
     engine = RayEngine.spawn(TransformersEngineConfig(), make_policy(tmp_path / "policy"))
     await engine.start()
-    await engine.update(0, make_weights(tmp_path / "0", seed=0))
+    await engine.update(0, Here(make_weights(tmp_path / "0", seed=0)))
     before = await engine.logprobs(range(3, 20))
     good, bad = await asyncio.gather(
         engine.generate(GenerationRequest("good", (3,), 4)),
@@ -242,7 +242,7 @@ async def test_responses_that_take_no_time_end_on_the_actors_own_event_loop(clus
     engine = RayEngine.spawn(config, None)
     await engine.start()
     await engine.suspend("continue")
-    await engine.update(0, Path())
+    await engine.update(0, Here())
     await engine.resume()
     requests = [GenerationRequest(f"r{i}", (3,), 4, seed=i) for i in range(40)]
     made = await asyncio.gather(*(engine.generate(request) for request in requests))

@@ -219,3 +219,37 @@ def test_where_evaluations_are_made() -> None:
     assert RunConfig(engine=vllm).evaluation_engine(on_cpu=False) == vllm
     assert RunConfig(engine=timed).evaluation_engine(on_cpu=True) == timed
     assert RunConfig(engine=VllmEngineConfig(replicas=2)).evaluation_engine(on_cpu=False) is None
+
+
+def test_a_version_that_no_engine_can_take_is_skipped_with_the_reason() -> None:
+    """Damaged weights, say: the run must not wait for ever for an evaluation that cannot be made."""
+
+    class Refusing(TimedEngine):
+        async def update(self, version: int, weights: Path) -> None:
+            raise EngineFailed("these are not its weights")
+
+    kept: list[Evaluation | Skipped] = []
+
+    @asynccontextmanager
+    async def engine() -> AsyncIterator[Engine]:
+        yield Refusing(TimedEngineConfig())
+
+    async def fetch(_: int) -> tuple[Path, Probe]:
+        return Path(), Probe((), (), 0.1)
+
+    async def nothing(_: object) -> bool:
+        return False
+
+    async def keep(found: Evaluation | Skipped) -> None:
+        kept.append(found)
+
+    async def score(_: ScoreRequest) -> Score:
+        return Score(1.0, "")
+
+    means = Means(lambda _: True, nothing, engine, fetch, Evaluator((), 1, 0.0, 8, score), keep, 4)
+    due = Evaluations(means, 0)
+    due.published(0)
+    run_virtual(due.run())
+    [one] = kept
+    assert isinstance(one, Skipped)
+    assert "these are not its weights" in one.reason

@@ -22,7 +22,7 @@ from rollflow.tasks.engines.actor import RayEngine
 from rollflow.tasks.engines.base import GenerationRequest, Partial
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.settings import VllmEngineConfig
-from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
+from tests.support.tiny_policy import Here, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon, until
 
 pytestmark = pytest.mark.slow
@@ -153,7 +153,7 @@ async def _actor(policy: Path, weights: Path) -> tuple[RayEngine, list[psutil.Pr
     engine = RayEngine.spawn(VllmEngineConfig(), policy, name="engine-0")
     await engine.start()
     await engine.suspend("continue")
-    await engine.update(0, weights)
+    await engine.update(0, Here(weights))
     await engine.resume()
     process = psutil.Process(await engine.actor.__ray_call__.remote(lambda _: os.getpid()))
     return engine, [process, *process.children(recursive=True)]

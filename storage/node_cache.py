@@ -1,0 +1,174 @@
+"""Folders that a node keeps of what it has fetched or checked: made once for all its processes, whole or not there.
+
+    held already? --no--> the store's lock --> made meanwhile? --no--> room --> `fill` beside it --> its name --> hold
+
+- However many processes of a node ask for a folder at a time, one fills it and the others wait.
+- A folder has its name only when it is whole. What a killed process left is removed by the next one that fills.
+- What a living process holds stays. Of the rest, over all stores, the longest unused go first.
+- Nothing is synced, so what was there before the node's last start is not used: a power cut may have halved it.
+
+Locks are the kernel's (`flock`): the death of a process, however it comes, lets go of all it holds. The folder must be
+on a disk of the node, or of a file system that has such locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.objects.disk import explained
+
+KEPT = 3  # folders, held ones among them where they are not more
+FILLING = ".filling-"  # what a folder is called until it is whole
+LOCK = ".lock"
+WAIT_SECONDS = 900.0  # for another process of this node that fills
+POLL_SECONDS = 0.02
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Held:
+    """A folder that stays while this object lives."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
+        self.release = weakref.finalize(self, os.close, descriptor)
+
+    def for_good(self) -> Path:
+        """The folder, which from now on stays while this process lives."""
+        self.release.detach()
+        return self.folder
+
+
+class NodeCache:
+    """The folders of one store in the cache of a node. See the module's docstring."""
+
+    def __init__(self, cache: Path, store: str) -> None:
+        """`cache` is the node's, for all stores; `store` says whose folders these are."""
+        boot = BOOT.read_text() if BOOT.exists() else ""
+        self._cache = cache
+        self._mine = cache / hashlib.sha256(f"{store} {boot}".encode()).hexdigest()[:16]
+
+    def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
+        """The folder `name`: as it is if it is `whole`, or filled anew.
+
+        Raises:
+            Unreachable: another process of this node was at it for too long.
+            StoreFailed: there is no room on this node's disk.
+            Whatever `fill` raises; then there is no such folder.
+        """
+        folder = self._mine / name
+        if held := _present(folder, whole):
+            return held
+        with explained(folder):
+            self._mine.mkdir(parents=True, exist_ok=True)
+        with self._locked(name):
+            if held := _present(folder, whole):
+                return held
+            self._make_room(folder)
+            return self._filled(folder, fill)
+
+    def _filled(self, folder: Path, fill: Callable[[Path], None]) -> Held:
+        with explained(folder):
+            temporary = Path(tempfile.mkdtemp(prefix=FILLING, dir=self._mine))
+        try:
+            held = Held(folder, _shared(temporary))
+            fill(temporary)
+            temporary.rename(folder)
+            return held
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        limit = time.monotonic() + WAIT_SECONDS
+        with (self._mine / LOCK).open("ab") as lock:
+            while not _lock(lock.fileno(), fcntl.LOCK_EX):
+                if time.monotonic() > limit:
+                    raise Unreachable(f"waited {WAIT_SECONDS:g} s for another process of this node to fetch {name}")
+                time.sleep(POLL_SECONDS)
+            yield
+
+    def _make_room(self, folder: Path) -> None:
+        """For one more: what nobody holds goes, the longest unused first; and what killed processes left."""
+        for left in self._mine.glob(f"{FILLING}*"):  # whoever fills here has the lock
+            shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            _rename_away(folder)  # not whole, whoever holds it
+        present = sorted(self._cache.glob("*/[!.]*"), key=_used)
+        removable = filter(_remove, present)
+        for _ in range(len(present) - KEPT + 1):
+            next(removable, None)
+
+
+def _present(folder: Path, whole: Callable[[Path], bool]) -> Held | None:
+    """The folder, held, if it is there and whole."""
+    try:
+        descriptor = _shared(folder)
+    except FileNotFoundError:
+        return None
+    held = Held(folder, descriptor)
+    if _same(folder, descriptor) and whole(folder):  # else it was removed before it was locked
+        os.utime(folder)
+        return held
+    held.release()
+    return None
+
+
+def _shared(folder: Path) -> int:
+    """A descriptor that holds `folder`; whoever removes it has it locked for a moment only."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a folder unless it is held."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return True  # gone already
+    try:
+        removable = _lock(descriptor, fcntl.LOCK_EX) and _same(folder, descriptor)
+        if removable:
+            _rename_away(folder)
+        return removable
+    finally:
+        os.close(descriptor)
+
+
+def _rename_away(folder: Path) -> None:
+    """In one step it is not there under its name."""
+    gone = folder.with_name(f"{FILLING}{folder.name}-{os.getpid()}")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Take a lock if nobody is in the way."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _same(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(folder.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _used(folder: Path) -> float:
+    with contextlib.suppress(FileNotFoundError):
+        return folder.stat().st_mtime
+    return 0.0

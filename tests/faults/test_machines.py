@@ -1,0 +1,144 @@
+"""Two machines that share no disk: the run trains with an engine on each, loses one of them, goes on, audits clean."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from rollflow.flows.ray_head import NOTICE
+from tests.support.machines import BUCKET, Machine, Machines, why_not
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PORT = 6379
+RUN = "store/runs/machines"
+LONG_SECONDS = 300.0  # for one stretch of a run on a slow machine; a bound for a hang only
+RECIPE = """
+name = "machines"
+versions = 24
+async_ratio = 2
+groups = 8
+group_size = 4
+
+[policy.cold_start]
+hidden_size = 64
+layers = 1
+heads = 2
+target_accuracy = 0.01
+evaluate_every = 5
+
+[engine]
+kind = "transformers"
+replicas = 2
+slots = 16
+max_new_tokens = 8
+
+[evaluation]
+prompts = 8
+every = 0
+
+[recovery]
+restarts = 20
+backoff_seconds = 0.2
+
+[store]
+uri = "s3://machines/store"
+"""
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Machines() as made:
+        yield made
+
+
+def join(machine: Machine, head: Machine | None) -> str:
+    """Start Ray on a machine: the head, or one more node; returns the head's address."""
+    address = f"{(head or machine).address}:{PORT}"
+    role = ["--join", address] if head else ["--port", str(PORT)]
+    place = ["--ip", machine.address, "--temp", "/tmp/ray", "--ready", str(machine.home / "ready")]
+    size = ["--cpus", "1", "--object-store-bytes", str(100 << 20)]
+    command = [sys.executable, "-m", "rollflow.flows.ray_process", *role, *place, *size]
+    nodes = [machine.start(command, **NOTICE)]
+
+    def up() -> bool:
+        if nodes[-1].poll() is not None:  # Ray gives a slow machine 30 s
+            nodes.append(machine.start(command, **NOTICE))
+        return machine.path(machine.home / "ready").exists()
+
+    wait(up, machine, f"Ray on {machine.name}")
+    return address
+
+
+def rollflow(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "rollflow.flows.cli", *arguments]
+
+
+def cached(machine: Machine) -> set[int]:
+    """The versions whose weights lie on a machine, in any folder that is its own."""
+    top = machine.path("/home")
+    found = (re.match(r"(\d{8})-", path.parent.name) for path in top.rglob("*.safetensors"))
+    return {int(one[1]) for one in found if one}
+
+
+def actors(machine: Machine) -> set[str]:
+    """The kinds of actors that run on a machine."""
+    titles = []
+    for process in machine.processes():
+        with contextlib.suppress(psutil.Error):
+            titles.append(" ".join(process.cmdline()))
+    return {found[1] for title in titles if (found := re.match(r"ray::(\w+Actor)\b", title))}
+
+
+def test_a_run_on_machines_without_a_common_disk(machines: Machines) -> None:
+    """The engine on the machine without the learner proves its weights at every update: its log-probs are probed."""
+    left, right = machines.machine("left"), machines.machine("right")
+    address = join(left, None)
+    join(right, left)
+    left.path(left.home / "recipe.toml").write_text(RECIPE)
+    refused = left.start(
+        rollflow("run", "recipe.toml", "--set", f"cluster.address={address}", "--set", "store.uri=own/store")
+    )
+    assert refused.wait(LONG_SECONDS) == 2, left.output()
+    assert f"store.uri = '{left.home}/own/store': a folder of this machine, which {right.address} of" in left.output()
+    run = left.start(
+        rollflow("run", "recipe.toml", "--run-id", "machines", "--set", f"cluster.address={address}"),
+        ROLLFLOW_HOME=str(left.home / "own"),
+    )
+
+    def version() -> int:
+        assert run.poll() is None, f"the run ended (exit code {run.returncode}):\n{left.output()}\n{said(left)}"
+        return sum(key.endswith("manifest.json") for key in machines.objects(f"{RUN}/policies")) - 1
+
+    wait(lambda: version() >= 3 and len(cached(right)) >= 2, left, "both machines to work")
+    lost = actors(right)
+    assert {"EngineActor"} <= lost & actors(left), "one of the two is not on the learner's machine"
+    began, before = time.monotonic(), version()
+    right.lose_power()
+    wait(lambda: version() >= before + 4, left, "versions after one machine was lost")
+    print(f"without {', '.join(lost)}: four versions after {time.monotonic() - began:.1f} s, from {before} on")
+    wait(lambda: run.poll() is not None, left, "the end")
+    assert run.returncode == 0, left.output()
+    audit = left.start(rollflow("audit", f"s3://{BUCKET}/{RUN}"))
+    assert audit.wait(LONG_SECONDS) == 0, left.output()
+
+
+def said(machine: Machine) -> str:
+    """The end of what the run's flows logged there."""
+    logs = sorted((machine.path(machine.home) / "own/logs").rglob("*.log"))
+    return "\n".join(line for log in logs for line in log.read_text(errors="replace").splitlines()[-60:])
+
+
+def wait(reached: Callable[[], bool], machine: Machine, what: str) -> None:
+    limit = time.monotonic() + LONG_SECONDS
+    while not reached():
+        assert time.monotonic() < limit, f"waited {LONG_SECONDS:g} s for {what}:\n{machine.output()}\n{said(machine)}"
+        time.sleep(0.2)

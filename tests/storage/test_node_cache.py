@@ -1,0 +1,202 @@
+"""A node's cache: made once for all its processes, whole or not there, bounded, and nothing in use goes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage import node_cache as cache_of_a_node
+from rollflow.storage.errors import ConfigError, Corrupt
+from rollflow.storage.node_cache import KEPT, Held, NodeCache
+from rollflow.tasks.node import node_cache
+from rollflow.tasks.run import RunContext
+
+SPAWN = multiprocessing.get_context("spawn")
+HALVES = ("first", "second")
+
+
+def fill(folder: Path) -> None:
+    """What it held is counted beside the cache."""
+    for half in HALVES:
+        (folder / half).write_text(half)
+        time.sleep(0.05)
+    with (folder.parent.parent.parent / "fills").open("a") as log:
+        log.write(".")
+
+
+def whole(folder: Path) -> bool:
+    return all((folder / half).exists() for half in HALVES)
+
+
+def hold(cache: Path, name: str = "1", store: str = "s3://one") -> Held:
+    return NodeCache(cache, store).hold(name, fill, whole)
+
+
+def fills(cache: Path) -> int:
+    log = cache.parent / "fills"
+    return len(log.read_text()) if log.exists() else 0
+
+
+def names(cache: Path) -> set[str]:
+    """Everything that lies in the cache but its locks."""
+    return {path.name for path in cache.glob("*/*") if path.name != ".lock"}
+
+
+def holder(cache: Path, name: str, told: Connection) -> None:
+    """A process that holds a folder until it is killed."""
+    held = hold(cache, name)
+    told.send(whole(held.folder))
+    time.sleep(600)
+
+
+def half_filler(cache: Path, told: Connection) -> None:
+    """A process that is killed half way."""
+
+    def half(folder: Path) -> None:
+        (folder / HALVES[0]).write_text("")
+        told.send(True)
+        time.sleep(600)
+
+    NodeCache(cache, "s3://one").hold("1", half, whole)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def processes() -> Iterator[list[multiprocessing.process.BaseProcess]]:
+    started: list[multiprocessing.process.BaseProcess] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def start(processes: list[multiprocessing.process.BaseProcess], work: object, *arguments: object) -> Connection:
+    ours, theirs = SPAWN.Pipe()
+    processes.append(SPAWN.Process(target=work, args=(*arguments, theirs)))  # type: ignore[arg-type]
+    processes[-1].start()
+    return ours
+
+
+def answered(told: Connection) -> bool:
+    assert told.poll(60)
+    return bool(told.recv())
+
+
+def test_processes_that_ask_at_once_fetch_once(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess]
+) -> None:
+    told = [start(processes, holder, cache, "1") for _ in range(4)]
+    assert all(map(answered, told))
+    assert fills(cache) == 1
+    assert names(cache) == {"1"}
+
+
+def test_what_a_killed_process_fetched_by_half_is_never_used(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess]
+) -> None:
+    assert answered(start(processes, half_filler, cache))
+    waiting = start(processes, holder, cache, "1")
+    assert not waiting.poll(1.0), "it waits for the one that fetches"
+    os.kill(processes[0].pid or 0, signal.SIGKILL)
+    assert answered(waiting)
+    assert names(cache) == {"1"}
+
+
+def test_what_a_living_process_holds_stays_and_the_rest_is_bounded(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess]
+) -> None:
+    assert answered(start(processes, holder, cache, "old"))
+    for number in range(2 * KEPT):
+        os.utime(next(cache.glob("*/old")), (0, 0))  # the longest unused of all
+        hold(cache, str(number), store=f"s3://{number}")
+        assert "old" in names(cache)
+        assert len(names(cache)) <= KEPT
+    os.kill(processes[0].pid or 0, signal.SIGKILL)
+    processes[0].join()
+    hold(cache, "last")
+    assert names(cache) == {str(2 * KEPT - 2), str(2 * KEPT - 1), "last"}
+    kept = hold(cache, str(2 * KEPT - 2), store=f"s3://{2 * KEPT - 2}")
+    assert fills(cache) == 2 * KEPT + 2, "it was there"
+    for number in range(KEPT):
+        hold(cache, f"more {number}")
+    assert whole(kept.folder)
+
+
+def test_more_may_be_held_than_are_kept(cache: Path) -> None:
+    held = [hold(cache, str(number)) for number in range(KEPT + 3)]
+    assert all(whole(one.folder) for one in held)
+    held.clear()
+    hold(cache, "one more")
+    assert len(names(cache)) == KEPT
+
+
+def test_what_cannot_be_fetched_leaves_nothing(cache: Path) -> None:
+    def wrong(folder: Path) -> None:
+        (folder / "first").write_text("wrong")
+        raise Corrupt("its bytes are not those that were committed")
+
+    with pytest.raises(Corrupt):
+        NodeCache(cache, "s3://one").hold("1", wrong, whole)
+    assert names(cache) == set()
+    assert whole(hold(cache).folder)
+
+
+def test_a_folder_that_is_not_whole_is_made_anew_whoever_holds_it(cache: Path) -> None:
+    held = hold(cache)
+    (held.folder / "second").unlink()
+    assert whole(hold(cache).folder)
+    assert fills(cache) == 2
+
+
+def test_what_was_there_before_the_node_started_last_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it was synced."""
+    before = hold(cache).folder
+    (tmp_path / "boot").write_text("another")
+    monkeypatch.setattr(cache_of_a_node, "BOOT", tmp_path / "boot")
+    assert hold(cache).folder != before
+    assert fills(cache) == 2
+
+
+def test_stores_do_not_mix(cache: Path) -> None:
+    assert hold(cache, store="s3://one").folder != hold(cache, store="s3://two").folder
+
+
+def test_no_path_travels_with_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "there"))
+    packed = pickle.dumps(RunContext("s3://bucket/runs/one", tmp_path / "here"))
+    assert str(tmp_path).encode() not in packed
+    arrived = pickle.loads(packed)  # noqa: S301 - as Ray does
+    assert arrived.uri == "s3://bucket/runs/one"
+    assert arrived.cache.is_relative_to(tmp_path / "there")
+
+
+def test_each_node_finds_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("ROLLFLOW_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert node_cache().is_relative_to(tmp_path / "home/.rollflow")
+    monkeypatch.setenv("HOME", "/proc/nobody")  # where nothing can be written
+    own = tmp_path / f"rollflow-{os.getuid()}"
+    assert node_cache().is_relative_to(own)
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"ROLLFLOW_HOME: .* is not this user's alone; set it"):
+        node_cache()
+    own.rmdir()
+    own.symlink_to(tmp_path / "home")
+    with pytest.raises(ConfigError, match="not this user's alone"):
+        node_cache()

@@ -1,0 +1,237 @@
+"""Machines on this machine: network, mount and process namespaces, joined by a bridge with an S3 server on it.
+
+    hub 10.77.0.254: bridge, S3 (moto)            each machine: own network, HOME, /tmp, /var/tmp and /dev/shm;
+     |            |            |                  the rest of the disk can only be read
+    10.77.0.1   10.77.0.2    10.77.0.3
+
+Nothing crosses between two machines but what goes over that bridge, and nothing leaves it. All processes live in one
+process namespace whose first process is the hub's: when that ends (its standard input is closed, also by the death of
+the test), the kernel ends the others and takes mounts, bridge and links away. Linux, root and iproute2 are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NETWORK = "10.77.0"
+HUB = f"{NETWORK}.254"
+BUCKET = "machines"
+OWN = ("/tmp", "/var/tmp", "/home", "/dev/shm")
+NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+START_SECONDS = 60.0
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+
+
+def why_not() -> str:
+    """Why there can be no such machines here; empty if there can."""
+    for tool in ("ip", "unshare", "nsenter"):
+        if shutil.which(tool) is None:
+            return f"machines in namespaces need `{tool}` (packages iproute2 and util-linux)"
+    tried = subprocess.run(
+        [*NAMESPACES, "ip", "link", "add", "bridge", "type", "bridge"], capture_output=True, text=True
+    )
+    return f"machines in namespaces need root: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+class Machines:
+    """The hub and the machines on it; all end with the block."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._hub = _helper([*NAMESPACES], "hub")
+        self.pid = _only_child(self._hub)
+        self.endpoint = _line(self._hub)["endpoint"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._hub.stdin is not None
+        self._hub.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._hub.wait(10)
+        self._hub.kill()
+        self._hub.wait()
+
+    def objects(self, prefix: str) -> dict[str, int]:
+        """Keys below `prefix` in the bucket, and how often each was read."""
+        assert self._hub.stdin is not None
+        self._hub.stdin.write(f"{prefix}\n")
+        self._hub.stdin.flush()
+        return dict(_line(self._hub))
+
+    def machine(self, name: str) -> Machine:
+        """A new machine, connected."""
+        self.names.append(name)
+        return Machine(self, name, f"{NETWORK}.{len(self.names)}")
+
+    def ip(self, *arguments: str) -> None:
+        """`ip` in the hub's network."""
+        subprocess.run(["nsenter", "--target", str(self.pid), "--net", "ip", *arguments], check=True)
+
+
+class Machine:
+    """One machine."""
+
+    def __init__(self, machines: Machines, name: str, address: str) -> None:
+        self.machines, self.name, self.address, self.home = machines, name, address, Path("/home", name)
+        inside = ["nsenter", "--target", str(machines.pid), "--net", "--mount", "--pid", "unshare", "--net", "--mount"]
+        self._holder = _helper(inside, "machine", name)
+        _line(self._holder)
+        self.pid = _only_child(self._holder)
+        machines.ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
+        machines.ip("link", "set", name, "master", "bridge", "up")
+        for command in (
+            f"address add {address}/24 dev eth0",
+            "link set lo up",
+            "link set eth0 up",
+            f"route add default via {HUB}",  # nothing is sent there: Ray asks the kernel for its own address so
+        ):
+            subprocess.run(["nsenter", "--target", str(self.pid), "--net", "ip", *command.split()], check=True)
+
+    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command on it, in its home; its output goes to `output.log` there."""
+        kept = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
+        own = {
+            "HOME": str(self.home),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / ".dev"), str(REPOSITORY)]),
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_ENDPOINT_URL_S3": self.machines.endpoint,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        inside = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--pid", "--"]
+        shell = ["sh", "-c", 'cd "$HOME" && exec "$@" >> output.log 2>&1', "sh", *command]
+        return subprocess.Popen([*inside, *shell], env=kept | own | environment, stdin=subprocess.DEVNULL)
+
+    def path(self, inside: str | Path) -> Path:
+        """Where a file of it can be read from here."""
+        return Path(f"/proc/{self.pid}/root", str(inside).lstrip("/"))
+
+    def output(self, lines: int = 60) -> str:
+        """The end of what its commands have said."""
+        with contextlib.suppress(FileNotFoundError):
+            return "\n".join(self.path(self.home / "output.log").read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run on it but the one that holds it."""
+        own = os.readlink(f"/proc/{self.pid}/ns/net")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/net") == own:
+                    found.append(process)
+        return found
+
+    def lose_power(self) -> None:
+        """Its cable goes first, so that nobody hears of its end; then all its processes, and its disk."""
+        self.machines.ip("link", "delete", self.name)
+        limit = time.monotonic() + START_SECONDS
+        while (living := self.processes()) and time.monotonic() < limit:
+            for process in living:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+        assert not living, living
+        assert self._holder.stdin is not None
+        self._holder.stdin.close()
+        self._holder.wait(START_SECONDS)
+
+
+def _helper(prefix: Sequence[str], *arguments: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-m", "tests.support.machines", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY / ".dev"), str(REPOSITORY)])}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd="/")
+
+
+def _line(helper: subprocess.Popen[str]) -> Any:
+    assert helper.stdout is not None
+    line = helper.stdout.readline()
+    assert line, f"{helper.args} ended"
+    return json.loads(line)
+
+
+def _only_child(process: subprocess.Popen[str]) -> int:
+    """The process that unshare or nsenter forked into the process namespace."""
+    limit = time.monotonic() + START_SECONDS
+    while not (found := psutil.Process(process.pid).children()) and time.monotonic() < limit:
+        time.sleep(0.01)
+    return int(found[0].pid)
+
+
+# --- what runs inside ---------------------------------------------------------------------------------------
+
+
+def hub() -> None:
+    """A bridge and an S3 server; answers each line with the keys below that prefix, until there are no more lines."""
+    import logging
+
+    import s3fs
+
+    from tests.support.s3_server import s3_server
+
+    for command in ("link add bridge type bridge", f"address add {HUB}/24 dev bridge", "link set bridge up"):
+        subprocess.run(["ip", *command.split()], check=True)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    reads: Counter[str] = Counter()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with s3_server(BUCKET, HUB, reads) as endpoint:
+        files = s3fs.S3FileSystem(key="test", secret="test", endpoint_url=endpoint, use_listings_cache=False)
+        _say({"endpoint": endpoint})
+        for line in sys.stdin:
+            keys = (key.partition("/")[2] for key in files.find(f"{BUCKET}/{line.strip()}"))
+            _say({key: reads[key] for key in keys})
+
+
+def machine(name: str) -> None:
+    """A disk of its own; then it waits for its end."""
+    own_disk([REPOSITORY, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()])
+    Path("/home", name).mkdir()
+    _say({})
+    sys.stdin.read()
+
+
+def own_disk(needed: Sequence[Path]) -> None:
+    """Empty folders in place of `OWN`, the rest read only; what Python needs stays readable wherever it lies."""
+    opened = {path: os.open(path, os.O_PATH) for path in needed}
+    _mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    for folder in OWN:
+        _mount("tmpfs", folder, kind="tmpfs")
+    for path, descriptor in opened.items():
+        if not path.exists():
+            path.mkdir(parents=True)
+            _mount(f"/proc/self/fd/{descriptor}", str(path), flags=MS_BIND | MS_REC)
+            _mount("none", str(path), flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
+    _mount("none", "/", flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
+
+
+def _mount(source: str, target: str, *, kind: str | None = None, flags: int = 0) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), None):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), target)
+
+
+def _say(what: Mapping[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    {"hub": hub, "machine": machine}[sys.argv[1]](*sys.argv[2:])

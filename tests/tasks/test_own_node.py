@@ -1,0 +1,118 @@
+"""What an actor needs it finds from its run's storage, on whatever node it is: policy, tokenizer, weights."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.actor import EngineActor
+from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.policies.folder import is_weights
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import TimedEngineConfig
+from tests.support.small_run import prepare_small, train_small
+
+NO_PROBE = Probe((), (), 0.1)
+CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=50, sigma=0.0, seconds_per_token=0.1)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_run_begins_without_the_folder_it_was_prepared_from(home: Path, kind: str) -> None:
+    """That folder is on another machine; the run has what it needs of it, and no actor fetches what it does not."""
+    store = {"uri": f"memory://{uuid.uuid4().hex}"} if kind == "memory" else {}
+    context = prepare_small(home, versions=1, **store)
+    before = AutoModelForCausalLM.from_pretrained(home / "policy").state_dict()
+    shutil.rmtree(home / "policy")
+    elsewhere = RunContext(context.uri, home / "elsewhere")
+    train_small(elsewhere, until=0)
+    after = AutoModelForCausalLM.from_pretrained(merged(elsewhere, home / "merged")).state_dict()
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+    assert elsewhere.tokenizer.encode("3") == context.tokenizer.encode("3")
+    if kind == "memory":
+        assert elsewhere.policy_folder.is_relative_to(home / "elsewhere")
+        assert not any(is_weights(path.name) for path in elsewhere.policy_folder.iterdir())
+    else:
+        assert not (home / "elsewhere/policies").exists(), "a folder on this machine is not copied"
+
+
+def merged(context: RunContext, folder: Path) -> Path:
+    """Version 0 as a whole Hugging Face folder."""
+    shutil.copytree(context.policy_folder, folder)
+    shutil.copytree(context.weights(0), folder, dirs_exist_ok=True)
+    return folder
+
+
+def test_a_policy_without_weights_is_refused(home: Path) -> None:
+    prepare_small(home, versions=1)
+    (home / "policy/model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"policy\.path = '.*/policy' has no weights as safetensors; save them there"):
+        prepare_small(home, "another", versions=1)
+
+
+class Away:
+    """A `WeightsSource` of a node that cannot get at them."""
+
+    def weights(self, version: int) -> Path:
+        raise Corrupt("model.safetensors is not what was written")
+
+
+async def test_an_engine_fails_alone_where_its_node_cannot_have_the_weights() -> None:
+    actor = EngineActor(lambda: TimedEngine(CONFIG))
+    with pytest.raises(EngineFailed, match="the engine was never started"):
+        await actor.stats()
+    await actor.start()
+    await actor.attach("me")
+    for call in (actor.fetch(0, Away()), actor.update("me", 0, Away())):
+        with pytest.raises(EngineFailed, match=r"version 0 cannot be had here: model\.safetensors is not what was"):
+            await call
+
+
+class Fetching(TimedEngine):
+    """It takes a while to fetch; one of the versions it cannot."""
+
+    def __init__(self, seconds: float, lacks: int = -1) -> None:
+        super().__init__(CONFIG)
+        self.seconds, self.lacks = seconds, lacks
+        self.made_meanwhile = 0
+
+    async def fetch(self, version: int, weights: Path) -> None:
+        before = len(self.progress({"r": 0}).get("r", ()))
+        await asyncio.sleep(self.seconds)
+        self.made_meanwhile = len(self.progress({"r": 0}).get("r", ())) - before
+        if version == self.lacks:
+            raise EngineFailed("its disk is full")
+
+
+def test_engines_generate_while_they_fetch_and_one_that_cannot_is_out() -> None:
+    async def main() -> None:
+        slow, lacking = Fetching(2.0), Fetching(0.1, lacks=1)
+        for engine in (slow, lacking):
+            await engine.start()
+        proxy = InferenceProxy([slow, lacking], 4)
+        await proxy.update(0, Path(), NO_PROBE, "continue")
+        assert proxy.update_seconds == pytest.approx(CONFIG.update_seconds), "nobody stood still for it"
+        running = asyncio.create_task(proxy.generate(GenerationRequest("r", (1, 2), 50, seed=1)))
+        await asyncio.sleep(0.2)
+        await proxy.update(1, Path(), NO_PROBE, "continue")
+        made = await running
+        assert set(made.generation.versions) == {0, 1}
+        assert slow.made_meanwhile > 10
+        assert list(proxy.failed) == [1]
+        assert "its disk is full" in proxy.failed[1]
+
+    run_virtual(main())
