@@ -295,8 +295,19 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
         held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"
         rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
+    if summary.get("async_ratio") and summary.get("waited_at_the_bound", 0) >= WORTH_SAYING:
+        waited = (
+            f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for a slow group"
+        )
+        cure = "a larger async_ratio with the same rollout.ahead would not"
+        rows.append(("waited at the bound", Text(f"{waited}; {cure}")))
+    if summary.get("dropped_tokens", 0) >= WORTH_SAYING:
+        dropped = f"{summary['dropped_tokens']:.0%} of the tokens were of groups too slow for their batch"
+        rows.append(("dropped", Text(f'{dropped}; rollout.at_bound = "wait" keeps them', style="yellow")))
     if summary.get("cpu_seconds"):
         rows.append(("cpu", Text(cpu_line(summary["cpu_seconds"]))))
+    if summary.get("prefix_cache_hits", 0) >= WORTH_SAYING:
+        rows.append(("prefix cache", Text(f"{summary['prefix_cache_hits']:.0%} of the prompts' tokens")))
     if summary.get("recoveries"):
         rows.append(("recoveries", Text("   ".join(f"{role} {n}" for role, n in summary["recoveries"].items()))))
     if "audit" in summary:

@@ -24,7 +24,7 @@ from rollflow.flows.home import await_run, context_of, home, run_id_of, store_ur
 from rollflow.flows.prepare import prepare
 from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.stages import Stages
-from rollflow.flows.summary import summarize
+from rollflow.flows.summary import SHARES, summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
 from rollflow.storage.claims import Claim
 from rollflow.storage.collect import sweep
@@ -140,9 +140,9 @@ def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = tracker.page if context.config.tracking.uri else "rollflow serve"
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
-    held = float(stages.all["rollout"].seen.get("held", 0.0))
-    summary = summarize(context, idle, held, pages)
-    plot = context.cache / "reward.png"
+    rollout = stages.all["rollout"].seen
+    summary = summarize(context, idle, {share: float(rollout.get(share, 0.0)) for share in SHARES}, pages)
+    plot = home() / "plots" / f"{context.key}.png"
     tracker.log_reward_plot(board.curves, plot)
     tracker.finish("FINISHED")
     if plot.exists():

@@ -280,7 +280,8 @@ def note_of(role: str, seen: Mapping[str, Any]) -> str:
             discards = sum(seen["discards"].values())
             lost = f", {discards} discarded" if discards else ""
             held = f", held back by alpha {seen['held']:.0%}" if seen["held"] > WORTH_SAYING else ""
-            return f"version {seen['version']}, {seen['trajectories']} trajectories{lost}{held}"
+            slow = f", drops {seen['dropped']:.0%} of its tokens as too slow" if seen["dropped"] > WORTH_SAYING else ""
+            return f"version {seen['version']}, {seen['trajectories']} trajectories{lost}{slow}{held}"
         case "reward":
             late = f", {seen['timeouts']} timed out" if seen["timeouts"] else ""
             return f"{seen['scored']} scored{late}"

@@ -18,12 +18,25 @@ from rollflow.tasks.run import RunContext
 SUMMARY = "summary.json"
 
 
-def summarize(context: RunContext, idle: Mapping[str, float], held: float, pages: Mapping[str, str]) -> dict[str, Any]:
+# What the rollout stage's status says of the whole run, and what the summary calls it: of the time, engines had free
+# slots and alpha let nothing start, or a full batch waited for a slow group; of the tokens, those of dropped groups; of
+# the prompts' tokens, those that engines had in their prefix cache.
+SHARES = {
+    "held": "held_back_by_alpha",
+    "waited": "waited_at_the_bound",
+    "dropped": "dropped_tokens",
+    "prefix_hits": "prefix_cache_hits",
+}
+
+
+def summarize(
+    context: RunContext, idle: Mapping[str, float], shares: Mapping[str, float], pages: Mapping[str, str]
+) -> dict[str, Any]:
     """Write and return the summary.
 
     Args:
         idle: each stage's idle share.
-        held: share of the time in which engines had free slots and alpha let nothing start.
+        shares: by the names of `SHARES`.
         pages: where to look (prefect, mlflow).
     """
     progress = Progress(context)
@@ -49,7 +62,7 @@ def summarize(context: RunContext, idle: Mapping[str, float], held: float, pages
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
-        "held_back_by_alpha": round(held, 3),
+        **{name: round(shares[share], 3) for share, name in SHARES.items()},
         "discarded_tokens": report.discarded_tokens,
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,

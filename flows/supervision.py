@@ -228,7 +228,7 @@ def gpu_share(config: RunConfig) -> float:
 
 def progress_of(status: Status) -> dict[str, Any]:
     """The part of a status that only changes when something was done."""
-    return {k: v for k, v in status.items() if k not in ("idle", "held", "seconds", "costs")}
+    return {k: v for k, v in status.items() if k not in ("idle", "held", "waited", "seconds", "costs")}
 
 
 def first_line(error: BaseException) -> str:

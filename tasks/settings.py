@@ -126,6 +126,9 @@ class EngineBase(Section):
 class VllmEngineConfig(EngineBase):
     kind: Literal["vllm"] = "vllm"
     kv_cache_bytes: int | None = Field(None, gt=0, description="default: 256 MiB on a CPU, vLLM's own choice on a GPU")
+    prefix_caching: bool = Field(
+        True, description="compute what responses to one prompt share once; never across versions"
+    )
     tensor_parallel: int = Field(1, gt=0)
     threads: int = Field(1, gt=0, description="CPU threads of one engine")
 

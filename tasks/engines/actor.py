@@ -138,6 +138,7 @@ class EngineActor:
         try:
             generation = await self._engine.generate(request)
             tokens = len(generation.tokens) - len(request.prefix)
+            self._meter.prefilled(len(request.prompt) + len(request.prefix), generation.cached)
             self._finished.append(generation)
             del self._have[request.id]
         except Exception as error:  # noqa: BLE001 - a request's error is a value: it is raised at its caller

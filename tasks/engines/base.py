@@ -72,13 +72,17 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What came back: T tokens with T behaviour log-probs (nats) and T policy versions."""
+    """What came back: T tokens with T behaviour log-probs (nats) and T policy versions.
+
+    `cached`: tokens of the prompt (and prefix) that the engine did not compute, but had from another request.
+    """
 
     id: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     ending: Ending
+    cached: int = 0
 
 
 class WeightsSource(Protocol):

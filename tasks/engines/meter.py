@@ -10,11 +10,16 @@ from rollflow.storage.usage import Cost
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counted since the start: tokens of ended generations, and seconds with a request running and not suspended."""
+    """Counted since the start: tokens of ended generations, and seconds with a request running and not suspended.
+
+    Of the prompts' tokens, `cached` came from the prefix cache.
+    """
 
     running: int
     tokens: int
     busy_seconds: float
+    prompt_tokens: int = 0
+    cached: int = 0
     costs: tuple[Cost, ...] = ()  # of the engine's actor and what it started
 
 
@@ -23,7 +28,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._running = 0
-        self._tokens = 0
+        self._tokens = self._prompt_tokens = self._cached = 0
         self._busy = 0.0
         self._suspended = False
         self._since = time.monotonic()
@@ -37,6 +42,11 @@ class Meter:
         self._tokens += tokens
         self._suspended = self._suspended if suspended is None else suspended
 
+    def prefilled(self, prompt_tokens: int, cached: int) -> None:
+        """A request of so many known tokens ended."""
+        self._prompt_tokens += prompt_tokens
+        self._cached += cached
+
     def read(self) -> EngineStats:
         self.change()
-        return EngineStats(self._running, self._tokens, self._busy)
+        return EngineStats(self._running, self._tokens, self._busy, self._prompt_tokens, self._cached)

@@ -5,6 +5,8 @@ Guarantees, beyond the contract in `base`:
 - A token of version v was computed from the weights of v alone: an update recomputes the attention state of
   the running requests too (vLLM preempts them when it clears its caches).
 - The engine never samples from a truncated distribution, and the log-probs are those after temperature.
+- A prompt's attention state is shared by the responses to it, never across versions: an update empties the prefix
+  cache, and its entries are salted with the version under which their request came.
 - No process of the engine outlives its owner (`vllm_worker`).
 
 The model starts with random weights from `config.json` alone; neither weights nor a tokenizer are needed.
@@ -33,6 +35,7 @@ from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.settings import VllmEngineConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20
+CPU_BLOCK_TOKENS = 32  # the smallest its attention kernel takes: only whole blocks of a prompt are shared
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 START_SECONDS = 600.0
 CALL_SECONDS = 50.0  # for suspend, resume, abort: they take milliseconds unless the engine hangs
@@ -60,7 +63,6 @@ class VllmEngine:
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         compile: bool | None = None,
-        prefix_caching: bool = False,
         repair_tied_head: bool = True,
     ) -> None:
         """`compile` (default: on a GPU only) costs about 20 s of start and gains nothing on small CPU models;
@@ -69,7 +71,6 @@ class VllmEngine:
         self._folder = policy_folder
         self._dtype = dtype
         self._compile = compile
-        self._prefix_caching = prefix_caching
         self._repair_tied_head = repair_tied_head
         self._stop_ids = tuple(stop_tokens(policy_folder))
         self._version = -1
@@ -129,7 +130,8 @@ class VllmEngine:
             "max_logprobs": 1,
             "kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
             "enforce_eager": not (gpu if self._compile is None else self._compile),
-            "enable_prefix_caching": self._prefix_caching,
+            "enable_prefix_caching": config.prefix_caching,
+            "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
             "generation_config": "vllm",  # a policy's own top_p or top_k must not reach the sampler
             "disable_log_stats": True,
@@ -163,7 +165,7 @@ class VllmEngine:
         return tuple(row[token].logprob for row, token in zip(rows, tokens[1:], strict=True))
 
     async def _run(self, prompt: Sequence[int], params: Any, id: str) -> Any:
-        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+        tokens = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": str(self._version)}
         self.check()
         with self._alive():
             async for output in self._llm.generate(tokens, params, id):
@@ -313,7 +315,8 @@ def _generation(id: str, prefix: Partial, output: Any) -> Generation:
     if not len(tokens) == len(logprobs) == len(versions):
         raise EngineFailed(f"{id}: {len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
     whole = Partial.joined([prefix, Partial(tokens, logprobs, tuple(versions))])
-    return Generation(id, whole.tokens, whole.logprobs, whole.versions, ENDINGS[answer.finish_reason])
+    ending, cached = ENDINGS[answer.finish_reason], output.num_cached_tokens or 0
+    return Generation(id, whole.tokens, whole.logprobs, whole.versions, ending, cached)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -58,7 +59,7 @@ NOTHING: dict[str, Any] = {  # the status of one that has not read yet how far t
     **dict.fromkeys(("running", "buffered", "waiting", "trajectories"), 0),
     "discards": {},
     "failed": {},
-    "held": 0.0,
+    **dict.fromkeys(("held", "waited", "dropped"), 0.0),
     "idle": 0.0,
 }
 
@@ -265,6 +266,7 @@ class RolloutActor:
             return {**NOTHING, "waits_for": waits, "costs": self._cpu.read()}
         counts = self.counts
         recent = counts.recent_rewards
+        lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
         return {
             "version": self.proxy.version,
             "waits_for": waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
@@ -278,11 +280,14 @@ class RolloutActor:
             "discards": dict(counts.discards),
             "filtered": dict(counts.filtered),
             "wasted_tokens": counts.discarded_tokens + counts.surplus_tokens,
-            "held": counts.held.seconds / max(time.monotonic() - self.began, 1e-9) if self.began else 0.0,
+            "held": counts.held.seconds / lasted,
+            "waited": counts.waited.seconds / lasted,
+            "dropped": counts.dropped_tokens / max(counts.tokens, 1),
             "restarted": self.proxy.restarted,
             "update_seconds": self.proxy.update_seconds,
             "seconds": time.monotonic() - self.began if self.began else 0.0,
             "idle": await self._idle(),
+            "prefix_hits": self._prefix_hits(),
             "failed": self._failed(),
             "evaluations_due": self.evaluations.due,
             "judged": self._judged,
@@ -372,3 +377,8 @@ class RolloutActor:
         return max(
             0.0, 1.0 - sum(s.busy_seconds for s in self._stats.values()) / (lasted * self.config.engine.replicas)
         )
+
+    def _prefix_hits(self) -> float:
+        """Share of the prompts' tokens that the engines did not have to compute."""
+        asked = sum(stats.prompt_tokens for stats in self._stats.values())
+        return sum(stats.cached for stats in self._stats.values()) / max(asked, 1)

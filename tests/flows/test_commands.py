@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.cli import main
-from rollflow.flows.summary import summarize
+from rollflow.flows.summary import SHARES, summarize
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import manifest_path
 from rollflow.storage.recoveries import Recovery, RecoveryLog
@@ -106,7 +106,7 @@ def test_domains_are_shown_beside_what_was_asked_for(
     assert "the next prompt is 14 or 13" in shown(capsys, "inspect", "two", "14.0", code=2)
     metrics = context.policies().manifest(3).metrics
     assert (metrics["groups_gcd"], metrics["groups_lcm"]) == (1.0, 1.0)
-    summary = summarize(context, {}, 0.0, {})
+    summary = summarize(context, {}, dict.fromkeys(SHARES, 0.0), {})
     assert summary["domains"]["gcd"] == {"groups": 5, "share": 0.5, "asked": 0.75}
 
 
