@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,7 @@ def works(home: Path, role: str, process: psutil.Process) -> bool:
     if role == "runner":
         return any(home.glob("cache/*/runner-ready"))
     if role == "supervisor" or role in STAGES:
-        flow_run, api = (process.environ()[key] for key in ("PREFECT__FLOW_RUN_ID", "PREFECT_API_URL"))
-        return (_get(f"{api}/flow_runs/{flow_run}") or {}).get("state_type") == "RUNNING"
+        return (_flow_run(process.environ()) or {}).get("state_type") == "RUNNING"
     return True
 
 
@@ -77,10 +77,17 @@ def _apis(home: Path) -> set[str]:
     return found - {""}
 
 
-def _get(url: str) -> Any:
+def _flow_run(environment: Mapping[str, str]) -> Any:
+    """The flow run that a process with this environment executes, as its server knows it."""
+    url = f"{environment['PREFECT_API_URL']}/flow_runs/{environment['PREFECT__FLOW_RUN_ID']}"
+    return _get(url, environment.get("PREFECT_API_AUTH_STRING", ""))
+
+
+def _get(url: str, auth: str = "") -> Any:
     """What a URL answers (JSON), None if it does not."""
+    header = {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"} if auth else {}
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=header), timeout=5) as answer:
             return json.loads(answer.read())
     except (OSError, ValueError):  # urllib's errors are OSErrors
         return None
@@ -148,7 +155,7 @@ def _flow_name(process: psutil.Process) -> str | None:
         return None
     name = _names.get(flow_run)
     if name is None:
-        found = _get(f"{api}/flow_runs/{flow_run}")
+        found = _flow_run(environment)
         if found is None:
             return None
         name = _names[flow_run] = str(found["name"])

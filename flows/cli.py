@@ -214,7 +214,7 @@ def _show(session: Session, context: RunContext) -> RunStatus:
 
     status = RunStatus(context.run_id)
     try:
-        print(f"Prefect {session.page}", flush=True)
+        print(f"Prefect {session.page}{session.login}", flush=True)
         flow_run = session.submit(context)
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
@@ -315,7 +315,7 @@ def serve_command(_: argparse.Namespace) -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with open_session(SERVED, "auto", mlflow) as session:
-        print(f"Prefect {session.page}/deployments\nMLflow  {mlflow.url}\nCtrl-C ends both", flush=True)
+        print(f"Prefect {session.page}/deployments{session.login}\nMLflow  {mlflow.url}\nCtrl-C ends both", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             session.serve(lambda line: print(line, flush=True), ended)
     return OK

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollflow.flows.reachability import speaks_http2
-from rollflow.flows.services import Service, free_port, without
+from rollflow.flows.services import Service, free_port, without, write_secret
 
 NOTICE = {  # the head asks every node for its health: four refused answers in a row and it is dead
     "RAY_health_check_initial_delay_ms": "0",
@@ -71,7 +71,8 @@ class RayHead(Service):
         """The environment of a node's own processes."""
         # When an actor is killed, so is what it started (an engine's core process holds gigabytes).
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
-        return without("RAY_ADDRESS", os.environ) | self.env | orphans | NOTICE | {"RAY_enable_metrics_collection": "0"}
+        inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))  # actors have no orders to give to it
+        return inherited | self.env | orphans | NOTICE | {"RAY_enable_metrics_collection": "0"}
 
     def launch(self) -> None:
         """Start the head without waiting for it."""
@@ -80,9 +81,7 @@ class RayHead(Service):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._ready_file.unlink(missing_ok=True)
         if not (self.folder / "token").exists():  # a head that comes back keeps it: its clients have read it
-            token = os.open(self.folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(token, "w") as file:
-                file.write(secrets.token_hex(32))
+            write_secret(self.folder / "token", secrets.token_hex(32))
         if self.temp != self.folder:
             self.temp.symlink_to(self.folder)
         super().launch()

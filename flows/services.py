@@ -8,7 +8,9 @@ Guarantees:
   runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: it fires when the
   *thread* that forked ends.)
 - `restart()` brings a service back at the address it had, with what it had stored; what is left of it is ended first.
-- Nothing listens outside loopback and nothing is reported home.
+- Nothing listens outside loopback and nothing is reported home. Loopback is every user's of a machine: a Prefect
+  server starts whatever code it is told to, so it takes orders only with a string of its own, which is passed by
+  environment to the processes that need it and otherwise lies in a file of this user's.
 
 Ctrl-C reaches only this process: each service has a session of its own.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import socket
@@ -208,8 +211,18 @@ def without(prefix: str, environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if not key.startswith(prefix)}
 
 
+def write_secret(file: Path, text: str) -> None:
+    """Make a file that only this user can read."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
+        made.write(text)
+
+
 class PrefectServer(Service):
     """A private Prefect server on a free loopback port, its SQLite database in `home/prefect`.
+
+    Its API answers only who knows its string, as its pages ask for it; `auth_file` holds that while the server lives.
 
     The database is migrated when it is first made, which takes most of the first start.
     """
@@ -220,6 +233,8 @@ class PrefectServer(Service):
         self._port = free_port()
         self.ui_url = f"http://127.0.0.1:{self._port}"
         self.api_url = f"{self.ui_url}/api"
+        self._auth = f"rollflow:{secrets.token_hex(32)}"
+        self.auth_file = self.home / f"auth-{self._port}"
 
     @property
     def what(self) -> str:
@@ -228,7 +243,18 @@ class PrefectServer(Service):
     @property
     def env(self) -> dict[str, str]:
         """What a process needs to use this server (and to stay out of the person's own Prefect profile)."""
-        return {"PREFECT_HOME": str(self.home), "PREFECT_API_URL": self.api_url, **QUIET_PREFECT}
+        address = {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self._auth}
+        return {"PREFECT_HOME": str(self.home), **address, **QUIET_PREFECT}
+
+    def launch(self) -> None:
+        """Start the server without waiting for it."""
+        write_secret(self.auth_file, self._auth)
+        super().launch()
+
+    def stop(self) -> None:
+        """End every process of the server."""
+        super().stop()
+        self.auth_file.unlink(missing_ok=True)
 
     def _command(self) -> Sequence[str]:
         start = ["server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
@@ -237,6 +263,7 @@ class PrefectServer(Service):
     def _environment(self) -> Mapping[str, str]:
         # A setting meant for the person's own server (a database URL, an auth string) must not leak into this one.
         private = {"PREFECT_HOME": str(self.home), "PREFECT_UI_API_URL": self.api_url}
+        private["PREFECT_SERVER_API_AUTH_STRING"] = self._auth
         return without("PREFECT_", os.environ) | QUIET_PREFECT | private | QUIET_SERVER
 
     def _ready(self) -> bool:
@@ -283,7 +310,7 @@ class MlflowServer(Service):
         return [sys.executable, "-m", "mlflow", "server", *store, *artifacts, *place]
 
     def _environment(self) -> Mapping[str, str]:
-        return without("MLFLOW_", os.environ)
+        return without("PREFECT_", without("MLFLOW_", os.environ))
 
     def _ready(self) -> bool:
         return http_answers(f"{self.url}/health", seconds=1.0)
@@ -342,4 +369,5 @@ __all__ = [
     "free_port",
     "start_together",
     "stop_together",
+    "write_secret",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -53,11 +54,19 @@ def check_addresses(config: RunConfig, store: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """The services of one command, by role. `page` is the Prefect UI."""
+    """The services of one command, by role. `page` is the Prefect UI; a private one asks for what `login` says."""
 
     deployment: str
     page: str
     services: Mapping[str, Service]
+
+    @property
+    def login(self) -> str:
+        """How a person gets what the page asks for; "" where it is not ours to know."""
+        server = self.services.get(SERVER)
+        if not isinstance(server, PrefectServer):
+            return ""
+        return f" (asks for what this prints: cat {shlex.quote(str(server.auth_file))})"
 
     def submit(self, context: RunContext) -> UUID:
         """Start the supervisor's flow run."""

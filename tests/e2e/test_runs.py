@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -225,7 +226,7 @@ def test_terminated_while_its_services_start(tmp_path: Path) -> None:
     until(lambda: not leftovers(tmp_path))
 
 
-def test_serve_and_start_a_run_from_the_api(tmp_path: Path) -> None:
+def test_serve_and_start_a_run_from_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the Prefect UI does: a flow run of the deployment with typed parameters; own model and own data."""
     policy, questions = tmp_path / "policy", tmp_path / "sums.jsonl"
     whole_policy(policy)
@@ -246,8 +247,10 @@ def test_serve_and_start_a_run_from_the_api(tmp_path: Path) -> None:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
         url, mlflow = lines[0].split()[1].removesuffix("/deployments"), lines[1].split()[1]
-        bad = post(f"{url}/api", {**config, "async_ratio": -1}, "fourth")
-        assert bad.status == 409
+        assert fetch(f"{url}/api/deployments/name/post-training/rollflow").status == 401
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", Path(lines[0].split()[-1].rstrip(")")).read_text())
+        for bad in (({**config, "async_ratio": -1}, "fourth"), (config, "../../x"), (config, "fourth\n"), (config, "")):
+            assert post(f"{url}/api", *bad).status == 409
         good = post(f"{url}/api", config, "fourth")
         assert good.status == 201
         assert state_at_the_end(f"{url}/api", good.body["id"]) == "COMPLETED"
@@ -285,7 +288,9 @@ def post(api: str, config: dict[str, Any], run_id: str) -> Answer:
 
 def fetch(url: str, body: dict[str, Any] | None = None) -> Answer:
     data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    auth = base64.b64encode(os.environ.get("PREFECT_API_AUTH_STRING", "").encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {auth}"}
+    request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=HANG_SECONDS) as response:
             return Answer(response.status, json.loads(response.read()))

@@ -17,7 +17,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Crashed, Failed, Running
 
 from rollflow.flows import recover
@@ -52,7 +52,8 @@ CONFIG = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     """One Prefect server for the module; each test has deployments and runs of its own."""
     server = PrefectServer(tmp_path_factory.mktemp("prefect"))
-    with server, temporary_settings({PREFECT_API_URL: server.api_url}):
+    auth = server.env["PREFECT_API_AUTH_STRING"]
+    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
         yield server
 
 

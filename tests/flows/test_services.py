@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +23,7 @@ import pytest
 from rollflow.flows import ray_head
 from rollflow.flows.ray_head import RayHead
 from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray, redact
-from rollflow.flows.services import PrefectServer, Runner, free_port, start_together, stop_together
+from rollflow.flows.services import MlflowServer, PrefectServer, Runner, free_port, start_together, stop_together
 from rollflow.storage.errors import ConfigError, Unreachable
 from tests.support.waiting import RUN_SECONDS, until
 
@@ -139,6 +143,57 @@ def test_prefect_and_ray_start_answer_and_leave_nothing(tmp_path: Path, mark: st
         stop_together(prefect, ray)
     until(lambda: not marked(mark))
     prefect.stop()  # again does nothing
+
+
+def asked(url: str, auth: str | None, body: bytes | None = None) -> int:
+    """The status of an answer."""
+    headers = {"Content-Type": "application/json"}
+    if auth is not None:
+        headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.slow
+def test_a_private_prefect_server_takes_orders_from_its_owner_only(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user of a machine reaches its loopback, and a deployment's entrypoint is code."""
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
+    server, other = PrefectServer(tmp_path), PrefectServer(tmp_path / "other")
+    orders = [(f"{server.api_url}/flows/", b'{"name": "mine"}'), (f"{server.api_url}/deployments/filter", b"{}")]
+    orders += [(f"{server.api_url}/admin/version", None), (f"{server.api_url}/x/../flows/filter", b"{}")]
+    with server:
+        auth = server.auth_file.read_text()
+        assert server.env["PREFECT_API_AUTH_STRING"] == auth != other.env["PREFECT_API_AUTH_STRING"]
+        assert stat.S_IMODE(server.auth_file.stat().st_mode) == 0o600
+        for url, body in orders:
+            for wrong in (None, "", "of another server", auth[:-1], f"{auth}x"):
+                assert asked(url, wrong, body) == 401, (url, wrong)
+        assert [asked(url, auth, body) for url, body in orders[:3]] == [201, 200, 200]
+        assert asked(f"{server.api_url}/health", None) == 200
+        assert server.running
+        server.kill()
+        server.restart()
+        assert asked(orders[1][0], auth, b"{}") == 200  # its clients go on
+        lines = [Path("/proc", str(pid), "cmdline").read_text() for pid in marked(mark)]
+        assert len(lines) > 1
+        secret = auth.partition(":")[2]
+        assert not [line for line in lines if secret in line]
+    assert not server.auth_file.exists()
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert kept == []  # no log, no profile, no database
+
+
+def test_processes_that_give_no_orders_do_not_know_the_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors run models and verifiers."""
+    for name, value in PrefectServer(tmp_path).env.items():
+        monkeypatch.setenv(name, value)
+    for service in (RayHead(tmp_path), MlflowServer(tmp_path)):
+        assert not [name for name in service._environment() if name.startswith("PREFECT_")]
 
 
 @pytest.mark.slow

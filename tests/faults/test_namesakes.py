@@ -1,0 +1,49 @@
+"""Two runs of one name, from two stores, on one cluster: neither takes the other's actors for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import RECIPE, TIMING, Victim
+from benchmarks.victims import kill_everything
+from rollflow.flows.home import attach_run
+from rollflow.flows.ray_head import RayHead
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+VERSIONS = 40
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
+    """A cluster that somebody else runs."""
+    head = RayHead(tmp_path / "elsewhere", cpus=2)
+    for name, value in head.env.items():
+        monkeypatch.setenv(name, value)
+    with head:
+        yield head
+
+
+def test_both_end_right(tmp_path: Path, head: RayHead) -> None:
+    """The second begins while the first trains, and goes on after the first has ended its actors."""
+    options = "--set", f"cluster.address={head.address}"
+    recipes = [
+        RECIPE.format(seed=seed, versions=versions, engine="timed", timing=TIMING["timed"])
+        for seed, versions in ((1, VERSIONS), (2, 2 * VERSIONS))
+    ]
+    first = Victim(tmp_path / "first", recipes[0], *options)
+    victims = [first]
+    try:
+        first.wait_version(1, 300)
+        victims.append(Victim(tmp_path / "second", recipes[1], *options))
+        outcomes = [victim.finish([], 400) for victim in victims]
+    finally:
+        for victim in victims:
+            kill_everything(victim.home)
+    assert [outcome.violations for outcome in outcomes] == [[], []]
+    assert [outcome.right for outcome in outcomes] == [True, True], [victim.tail() for victim in victims]
+    contexts = [attach_run(victim.store.uri) for victim in victims]
+    assert [context.run_id for context in contexts] == ["chaos", "chaos"]
+    print([victim.recoveries.read() for victim in victims])
