@@ -24,7 +24,7 @@ from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.rewards.actor import RewardActor
 from rollflow.tasks.rollout.actor import RolloutActor
 from rollflow.tasks.run import RunContext
-from tests.contracts.faulty_proxy import FaultyProxy
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.s3_server import s3_server, use
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
