@@ -37,7 +37,7 @@ def take_its_place(store: ObjectStore, version: int) -> None:
     """What the supervisor does when it finds the actor dead."""
     while True:
         try:
-            ray.get(start_channel(store, 2, version).actor.ping.remote())
+            ray.get(start_channel(store, 2, version).actor.ping.remote(0.0))
             return
         except ray.exceptions.RayActorError:  # its end has not got round yet
             time.sleep(0.1)
