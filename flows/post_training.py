@@ -142,7 +142,7 @@ def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
     rollout = stages.all["rollout"].seen
     summary = summarize(context, idle, {share: float(rollout.get(share, 0.0)) for share in SHARES}, pages)
-    plot = home() / "plots" / f"{context.key}.png"
+    plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(board.curves, plot)
     tracker.finish("FINISHED")
     if plot.exists():
