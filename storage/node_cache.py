@@ -22,6 +22,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 from rollflow.storage.errors import Unreachable
@@ -53,24 +54,32 @@ class NodeCache:
 
     def __init__(self, cache: Path, store: str) -> None:
         """`cache` is the node's, for all stores; `store` says whose folders these are."""
+        self._cache, self._store = cache, store
+
+    @cached_property
+    def _mine(self) -> Path:
         boot = BOOT.read_text() if BOOT.exists() else ""
-        self._cache = cache
-        self._mine = cache / hashlib.sha256(f"{store} {boot}".encode()).hexdigest()[:16]
+        return self._cache / hashlib.sha256(f"{self._store} {boot}".encode()).hexdigest()[:16]
 
     def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
         """The folder `name`: as it is if it is `whole`, or filled anew.
 
         Raises:
-            Unreachable: another process of this node was at it for too long.
+            Unreachable: another process of this node was at it for too long, or the cache cannot be used now.
             StoreFailed: there is no room on this node's disk.
             Whatever `fill` raises; then there is no such folder.
         """
-        folder = self._mine / name
+        try:
+            return self._hold(self._mine / name, fill, whole)
+        except OSError as error:  # out of descriptors, say: what it holds may well be good
+            raise Unreachable(f"{self._cache} cannot be used now ({error.strerror or error})") from error
+
+    def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
         if held := _present(folder, whole):
             return held
         with explained(folder):
             self._mine.mkdir(parents=True, exist_ok=True)
-        with self._locked(name):
+        with self._locked(folder.name):
             if held := _present(folder, whole):
                 return held
             self._make_room(folder)
