@@ -71,9 +71,12 @@ class RewardActor:
         return await asyncio.shield(self._pool)
 
     async def _start(self) -> RewardPool:
-        pool = await asyncio.to_thread(lambda: RewardPool(self.context.config.reward, self.context.policy_folder))
+        pool = await asyncio.to_thread(self._build)
         await pool.start()
         return pool
+
+    def _build(self) -> RewardPool:
+        return RewardPool(self.context.config.reward, self.context.policy_folder)
 
     async def finish(self) -> None:
         """Nothing more is to be scored."""

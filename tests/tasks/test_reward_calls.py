@@ -16,7 +16,7 @@ import ray
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.tasks.rewards.actor import REWARD, RewardActor, RewardClient
-from rollflow.tasks.rewards.pool import ScoreRequest
+from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.run import FORMAT, RunContext
 from rollflow.tasks.settings import RewardConfig, RunConfig
@@ -35,9 +35,10 @@ for line in sys.stdin:
 class OddReward(RewardActor):
     """Its verifier waits for a file where it is told to."""
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context)
-        self.pool._command = [sys.executable, "-c", WORKER]
+    def _build(self) -> RewardPool:
+        pool = super()._build()
+        pool._command = [sys.executable, "-c", WORKER]
+        return pool
 
 
 @pytest.fixture(scope="module", autouse=True)
