@@ -279,11 +279,16 @@ class Answer:
     body: dict[str, Any]
 
 
+BUSY = 503
+
+
 def post(api: str, config: dict[str, Any], run_id: str) -> Answer:
     """Create a run of the post-training deployment."""
     found = fetch(f"{api}/deployments/name/post-training/rollflow").body
     parameters = {"parameters": {"config": config, "run_id": run_id}, "state": {"type": "SCHEDULED"}}
-    return fetch(f"{api}/deployments/{found['id']}/create_flow_run", parameters)
+    while (answer := fetch(f"{api}/deployments/{found['id']}/create_flow_run", parameters)).status == BUSY:
+        time.sleep(1)  # SQLite was locked for longer than the server waits; Prefect's own client asks again, too
+    return answer
 
 
 def fetch(url: str, body: dict[str, Any] | None = None) -> Answer:

@@ -262,9 +262,9 @@ def breaking(where: Callable[[Learner], torch.Tensor], value: float) -> Callable
     return step
 
 
-def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare, tmp_path: Path) -> None:
+def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare) -> None:
     context = small()
-    file = tmp_path / "policy/model.safetensors"
+    file = context.first_weights / "model.safetensors"
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][255, 0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
