@@ -31,7 +31,7 @@ from rollflow.tasks.simulation.world import World, simulate
 
 def recipe(**changes: Any) -> RunConfig:
     """A small recipe; 8 groups of 4 a step."""
-    rollout = RolloutConfig(depth=changes.pop("depth", None))
+    rollout = RolloutConfig(**{key: changes.pop(key) for key in ("depth", "at_bound") if key in changes})
     keys = {"versions": 8, "groups": 8, "group_size": 4, "async_ratio": 1.0, "policy": PolicyConfig(path="x")}
     return RunConfig(**{**keys, "rollout": rollout, **changes})
 
@@ -103,7 +103,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_seed_others() -> None:
 
 def test_the_bound_holds_and_long_runs_come_near_the_work_that_there_is() -> None:
     for alpha in (0.0, 1.0, 3.0):
-        figures = simulate(recipe(async_ratio=alpha, versions=20, depth=64), hardware()).figures
+        figures = simulate(recipe(async_ratio=alpha, versions=80, depth=64), hardware()).figures
         bounds = figures.bounds
         assert figures.step_seconds >= bounds.conserving_split * 0.98  # the last steps draw other lengths than the mean
         if alpha:
@@ -520,6 +520,6 @@ def test_what_would_end_a_run_ends_its_simulation_with_the_same_sentence() -> No
 def test_the_same_seed_gives_the_same_figures_where_groups_are_left_behind() -> None:
     """Whatever the addresses of objects and the hashes of strings are: nothing is given up in the order of a set."""
     tight = hardware(learner={"seconds_per_version": 4.0}, responses={"sigma": 1.2})
-    first, again = (simulate(recipe(versions=12, depth=64), tight).figures for _ in range(2))
+    first, again = (simulate(recipe(versions=12, depth=64, at_bound="drop"), tight).figures for _ in range(2))
     assert "stale" in first.tokens.wasted
     assert first == again
