@@ -136,7 +136,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None
             await asyncio.wait_for(_while_healthy(engine), HANG_SECONDS)
         await engine.actor.start.remote()  # in the same actor
         again = RayEngine(engine.actor)
-        await again.update(0, weights)
+        await again.update(0, Here(weights))
         made = await again.generate(requests[0])
         expected = reference_logprobs(weights, requests[0].prompt + made.tokens)[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-4)
