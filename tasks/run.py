@@ -72,9 +72,9 @@ class RunContext:
     def key(self) -> str:
         """Its name among all runs of a cluster or a server: runs of one name in two stores have two.
 
-        An address alone would not do: a bucket of one name may be another service's.
+        An address alone would not do: a bucket of one name may be another service's. When they began tells them apart.
         """
-        identity = json.dumps([self.store.uri, self.described], sort_keys=True)
+        identity = json.dumps([self.store.uri, self.described.get("created_at")])
         return f"{self.run_id}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
     @cached_property
