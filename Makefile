@@ -9,7 +9,7 @@ PINS := infra/constraints-cpu.txt infra/constraints-build.txt
 SOURCES := flows tasks storage tests benchmarks
 
 .DEFAULT_GOAL := install
-.PHONY: install run test lint chaos clean
+.PHONY: install run test soak lint chaos clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ lint: $(STAMP)
 test: lint
 	@echo "[4/4] pytest"
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Whole runs under fire: what takes minutes a test.
+soak: lint
+	@$(BIN)/python -m pytest -m soak $(ARGS)
 
 # 200 kills on timed engines, 20 on vLLM: about an hour on two cores; ARGS="--timed 15 --vllm 0" for a taste.
 chaos: $(STAMP)

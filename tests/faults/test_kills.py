@@ -23,7 +23,7 @@ from rollflow.storage.recoveries import RecoveryLog
 from rollflow.storage.trajectories import TrajectoryStore
 from tests.support.waiting import RUN_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 SYNCHRONOUS = """
 name = "small"
