@@ -22,8 +22,8 @@ def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | N
         ConfigError: `older_than` is not an age, or there is no such run.
     """
     console = console or Console(highlight=False)
-    age, retention = age_of(older_than), context.policies().retention
-    found = orphans(context.store, retention, age, store_clock(context.store))
+    age, policies = age_of(older_than), context.policies()
+    found = orphans(context.store, policies.retention, age, store_clock(context.store), policies.in_use)
     if not found:
         console.print(f"run {context.run_id}: nothing to collect that is older than {older_than}")
         return

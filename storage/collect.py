@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -48,10 +48,20 @@ def store_clock(run: ObjectStore) -> float:
         run.delete(probe)
 
 
-def orphans(run: ObjectStore, retention: Retention, older_than_seconds: float, now: float) -> list[Orphan]:
-    """The run's orphans that are older than `older_than_seconds` at `now` (see `store_clock`), by path."""
+def orphans(
+    run: ObjectStore,
+    retention: Retention,
+    older_than_seconds: float,
+    now: float,
+    in_use: Callable[[int], bool] = lambda version: False,
+) -> list[Orphan]:
+    """The run's orphans that are older than `older_than_seconds` at `now` (see `store_clock`), by path.
+
+    `in_use` says of a version past retention that somebody still needs it (`PolicyStore.in_use`).
+    """
     listed = {folder: list(run.list(folder)) for folder in ("policies", "trajectories")}
-    candidates = [*_policy_orphans(run, retention, listed["policies"]), *_batch_orphans(run, listed["trajectories"])]
+    of_policies = _policy_orphans(run, retention, listed["policies"], in_use)
+    candidates = [*of_policies, *_batch_orphans(run, listed["trajectories"])]
     found = []
     for path, why in candidates:
         try:
@@ -90,7 +100,9 @@ def sweep(run: ObjectStore) -> int:
     return collect(run, abandoned(run, 0.0, store_clock(run)))
 
 
-def _policy_orphans(run: ObjectStore, retention: Retention, paths: list[str]) -> Iterator[tuple[str, str]]:
+def _policy_orphans(
+    run: ObjectStore, retention: Retention, paths: list[str], in_use: Callable[[int], bool]
+) -> Iterator[tuple[str, str]]:
     """Objects of versions, each with why it can go. A version whose manifest cannot be read keeps all it has."""
     policies = PolicyStore(run)
     latest = policies.latest()
@@ -109,7 +121,7 @@ def _policy_orphans(run: ObjectStore, retention: Retention, paths: list[str]) ->
             continue
         named = {o.path for o in (*manifest.weights, *manifest.learner)}
         yield from ((path, UNNAMED_WEIGHTS) for path in stored if path not in named)
-        if not retention.needed(version, latest):
+        if not retention.needed(version, latest) and not in_use(version):
             yield from ((path, RELEASED.format(version=version)) for path in stored if path in named)
 
 

@@ -158,7 +158,7 @@ class PolicyStore:
         self.run = run
         self.retention = retention or Retention()
         self.writer = writer or uuid.uuid4().hex[:12]
-        self._in_use = in_use
+        self.in_use = in_use
         self._put_off: list[int] = []  # versions past retention that were in use
         self._held: Held | None = None  # the fetched weights that were asked for last
 
@@ -259,7 +259,7 @@ class PolicyStore:
         """Remove the objects that `latest` pushed out of retention; what is left by a failure is for `collect`."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             released = [*self._put_off, *self.retention.released(latest)]
-            self._put_off = [version for version in released if self._in_use(version)]
+            self._put_off = [version for version in released if self.in_use(version)]
             for version in sorted({*released} - {*self._put_off}):
                 manifest = self.manifest(version)
                 _each(self.run.delete, [stored.path for stored in (*manifest.weights, *manifest.learner)])

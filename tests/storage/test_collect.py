@@ -81,6 +81,18 @@ def test_what_a_killed_learner_did_not_remove_is_collected(retention: Retention,
     assert freed == 0 or any(killed)
 
 
+def test_what_an_evaluation_still_needs_is_not_collected() -> None:
+    """A learner that put a version's pruning off, and died, leaves it to the collection, which must wait as well."""
+    run = MemoryStore(uuid.uuid4().hex)
+    store = PolicyStore(run, Retention(2, 100, 1), in_use=lambda version: version == 3)
+    for version in range(8):
+        publish(store, version)
+    assert 3 in present(run, 7)
+    assert orphans(run, store.retention, 0.0, store_clock(run), store.in_use) == []
+    collect(run, orphans(run, store.retention, 0.0, store_clock(run)))
+    assert 3 not in present(run, 7)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path)
