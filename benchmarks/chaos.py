@@ -100,8 +100,7 @@ class Victim:
         """`endpoint`: where the run finds S3, with `store` as its root; else it stores in a folder."""
         self.home, parsed, self._endpoint = home, tomllib.loads(recipe), endpoint
         self.engine, self.versions = parsed["engine"]["kind"], parsed["versions"]
-        self.group_size = parsed["group_size"]
-        self.trajectories = self.versions * parsed["groups"] * self.group_size
+        self.groups, self.group_size = parsed["groups"], parsed["group_size"]
         home.mkdir(parents=True, exist_ok=True)
         self.recipe = home / "recipe.toml"
         self.recipe.write_text(recipe)
@@ -230,7 +229,8 @@ class Victim:
             kills,
             right=code == 0
             and report.clean
-            and (report.versions, report.trajectories) == (self.versions, self.trajectories),
+            and (report.versions, report.trajectories)
+            == (self.versions, self.versions * self.groups * self.group_size),
             trained=report.trajectories,
             lost=kinds.count("missing") * self.group_size,
             doubled=kinds.count("duplicate") * self.group_size,
