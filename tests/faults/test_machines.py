@@ -14,7 +14,7 @@ import pytest
 from rollflow.flows.ray_head import NOTICE
 from tests.support.machines import BUCKET, Machine, Machines, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 PORT = 6379
 RUN = "store/runs/machines"

@@ -27,7 +27,7 @@ from rollflow.tasks.run import RunContext
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.s3_server import s3_server, use
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 BUCKET = "away"
 ANSWER, PATIENCE = 15, 25  # seconds; the defaults are 30 and 600
