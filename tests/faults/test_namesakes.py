@@ -12,7 +12,7 @@ from benchmarks.victims import kill_everything
 from rollflow.flows.home import attach_run
 from rollflow.flows.ray_head import RayHead
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 VERSIONS = 40
 
 
