@@ -132,13 +132,13 @@ class Victim:
                 raise RuntimeError(f"waited {seconds:g} s for version {version}, at {self.newest}: {self.tail()}")
             time.sleep(0.02)
 
-    def strike(self, role: str, draw: random.Random) -> Kill:
-        """Kill one process of `role` and wait until the role and the run are back."""
+    def strike(self, role: str, draw: random.Random, *, record: bool = True) -> Kill:
+        """Kill one process of `role` and wait until the role and the run are back, and with `record` for its record."""
         before = sorted(self._wait_role(role, set()), key=lambda process: process.pid)
         victim, began = draw.choice(before), time.monotonic()
         version, recorded = self.version(), self._recovered(role)
         if not kill(victim):  # it ended by itself just then: that is no kill
-            return self.strike(role, draw)
+            return self.strike(role, draw, record=record)
         first: list[float] = []  # when a version was seen that was not there at the kill
 
         def watch() -> None:
@@ -151,7 +151,7 @@ class Victim:
             self._wait(lambda: self._recovered(role) > recorded, "an engine that serves", watch)
         self.wait_version(self.version() + 1, LIMIT_SECONDS)
         now = time.monotonic()
-        found = self._is_recorded(role, recorded, watch) if role in RECORDED_AS else None
+        found = self._is_recorded(role, recorded, watch) if record and role in RECORDED_AS else None
         return Kill(role, (first or [now])[0] - began, (time.monotonic() if found else now) - began, found)
 
     def _is_recorded(self, role: str, before: int, watch: Callable[[], None]) -> bool:
