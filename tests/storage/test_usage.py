@@ -20,6 +20,7 @@ from rollflow.tasks import cpu
 from rollflow.tasks.cpu import CpuClock
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
+BURNT = 0.6  # what is seen of 0.7: user and system time are each told in whole ticks of ten milliseconds, rounded down
 
 
 def test_a_role_goes_on_when_its_process_or_who_looks_is_replaced(tmp_path: Path) -> None:
@@ -42,11 +43,11 @@ def test_an_actor_tells_its_own_and_what_it_started_has_used(monkeypatch: pytest
     nested = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {ended!r}])\ninput()\n"
     with subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE) as child:
         limit = time.monotonic() + 60
-        while clock.read()[1].seconds - before["engine core"] < 0.7:
+        while clock.read()[1].seconds - before["engine core"] < BURNT:
             assert time.monotonic() < limit
             time.sleep(0.05)
         child.communicate(b"\n")
-    assert 0.7 <= clock.read()[1].seconds - before["engine core"] < 5.0  # it was waited for, and is counted once
+    assert BURNT <= clock.read()[1].seconds - before["engine core"] < 5.0  # it was waited for, and is counted once
 
 
 def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path)
     service = Runner(tmp_path / "log", {"PYTHONPATH": str(tmp_path)}, module="burn")
     with service:
         limit, seen = time.monotonic() + 60, Usage()
-        while seen.totals().get(SERVER, 0.0) < 0.7:
+        while seen.totals().get(SERVER, 0.0) < BURNT:
             assert time.monotonic() < limit
             seen.note(session_costs({SERVER: service}, "none"))
     assert set(seen.seen) == {"command", SERVER}
