@@ -3,9 +3,8 @@
 A choice is unbiased where nothing was discarded, so that every prompt's first responses are trained on, or where the
 settled length bias (what a version after the warm-up falls behind the prompts that become due with it; see the planner)
 is at most 1% either way. The standard error says how much of it is chance: which groups are in flight at the ends.
-A simulated engine draws a prompt that is issued again as it drew it before. One that does not keep seeds draws anew,
-seldom as long, so a choice that drops is more biased there than here; and what is dropped is made twice. So one that
-wastes over 5% of its tokens is no default, however fast.
+An engine draws a prompt that is issued again as it drew it before, as far as the policy is the same; what is dropped is
+made twice. So a choice that wastes over 5% of its tokens is no default, however fast.
 ROLL's policy stands beside it at an equal bound, and at the mean staleness of the chosen one.
 """
 

@@ -226,6 +226,11 @@ class RolloutConfig(Section):
         """`at_bound`, as it is when a person does not say: nothing is dropped unless something is to be left over."""
         return self.at_bound or ("drop" if self.extra_groups or self.tail_batching else "wait")
 
+    @property
+    def leaves_behind(self) -> bool:
+        """Whether a group that runs may be given up and issued again: then its draws have to be kept."""
+        return self.bound == "drop" or self.tail_batching
+
 
 # --- training -----------------------------------------------------------------------------------------------
 

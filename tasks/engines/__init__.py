@@ -10,12 +10,16 @@ from rollflow.tasks.settings import EngineConfig, TimedEngineConfig, Transformer
 
 
 def build_engine(
-    config: EngineConfig, policy_folder: Path | None, *, dtype: Literal["float32", "bfloat16"] = "float32"
+    config: EngineConfig,
+    policy_folder: Path | None,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    seeded: bool = False,
 ) -> Engine:
     """The engine that `config` asks for, not started yet.
 
     `policy_folder` holds the policy's `config.json` (weights are not needed: the first update brings them);
-    the timed engine has no policy and takes None.
+    the timed engine has no policy and takes None. `seeded`: a request's seed has to be kept, also where that costs.
     """
     match config:
         case TimedEngineConfig():
@@ -25,7 +29,7 @@ def build_engine(
         case VllmEngineConfig():
             from rollflow.tasks.engines.vllm import VllmEngine
 
-            return VllmEngine(config, _needed(policy_folder), dtype=dtype)
+            return VllmEngine(config, _needed(policy_folder), dtype=dtype, seeded=seeded)
         case TransformersEngineConfig():
             from rollflow.tasks.engines.transformers import TransformersEngine
 

@@ -54,7 +54,8 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to sample. `seed` makes it reproducible on engines that are (transformers).
+    """One response to sample. With its `seed` it is drawn again alike: bit by bit on transformers, up to rounding on a
+    vLLM that was told to (`seeded`).
 
     Temperature 0 is greedy: always the most probable token; its log-prob is then the one at temperature 1.
     `prefix` is the beginning that another engine has made, of a response that has not ended: its tokens count

@@ -10,8 +10,9 @@ Guarantees, beyond the contract in `base`:
 - No process of the engine outlives its owner (`vllm_worker`).
 
 The model starts with random weights from `config.json` alone; neither weights nor a tokenizer are needed.
-Not reproducible, so a request's seed is not passed on: rounding depends on the batch in any case, seeds cost 8% of
-the throughput, and on a CPU a seeded request whose prefill is chunked kills vLLM 0.32's engine process.
+Not bit-reproducible: rounding depends on the batch. With `seeded` a request that is sent again draws as it drew before,
+but for that rounding; a random number a request and step costs some throughput, so it is for runs that leave groups
+behind. On a CPU it takes a prompt's tokens in one step: a seeded request whose prefill is chunked kills vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class VllmEngine:
         policy_folder: Path,
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        seeded: bool = False,
         compile: bool | None = None,
         repair_tied_head: bool = True,
     ) -> None:
@@ -70,6 +72,7 @@ class VllmEngine:
         self._config = config
         self._folder = policy_folder
         self._dtype = dtype
+        self._seeded = seeded
         self._compile = compile
         self._repair_tied_head = repair_tied_head
         self._stop_ids = tuple(stop_tokens(policy_folder))
@@ -131,6 +134,7 @@ class VllmEngine:
             "kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
             "enforce_eager": not (gpu if self._compile is None else self._compile),
             "enable_prefix_caching": config.prefix_caching,
+            "enable_chunked_prefill": False if self._seeded and not gpu else None,
             "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
             "generation_config": "vllm",  # a policy's own top_p or top_k must not reach the sampler
@@ -142,13 +146,21 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         prefix = request.prefix
-        params = _sampling(request.max_new_tokens - len(prefix), request.temperature, self._stop_ids)
+        params = self._params(request)
         self._prefixes[request.id] = prefix
         try:
             return _generation(request.id, prefix, await self._run(request.prompt + prefix.tokens, params, request.id))
         finally:
             if self._llm is not None and not self._llm.errored:
                 del self._prefixes[request.id]
+
+    def _params(self, request: GenerationRequest) -> Any:
+        given = len(request.prefix)
+        alike = (request.max_new_tokens - given, request.temperature, self._stop_ids)
+        if not self._seeded or request.seed is None:
+            return _sampling(*alike)
+        # What goes on here from another engine's tokens must not draw the numbers that these were drawn with.
+        return _sampling.__wrapped__(*alike, seed=(request.seed + given) % 2**63)
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
         from vllm import SamplingParams
@@ -276,7 +288,7 @@ def _fork_cores() -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...]) -> Any:
+def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...], seed: int | None = None) -> Any:
     """Sampling parameters, shared by all requests alike: making and copying them is a third of a request's cost."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -284,6 +296,7 @@ def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...]
     return SamplingParams(
         max_tokens=max_new_tokens,
         temperature=temperature,
+        seed=seed,
         logprobs=0,
         flat_logprobs=True,
         stop_token_ids=list(stop_ids),

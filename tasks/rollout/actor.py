@@ -122,7 +122,8 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
 
 def build_engine_of(context: RunContext, engine: EngineConfig) -> Engine:
     """An engine of the run, on this node and not started yet."""
-    return build_engine(engine, context.policy_folder, dtype=context.config.policy.dtype)
+    config = context.config
+    return build_engine(engine, context.policy_folder, dtype=config.policy.dtype, seeded=config.rollout.leaves_behind)
 
 
 def engine_name(number: int) -> str:

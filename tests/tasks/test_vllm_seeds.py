@@ -1,0 +1,66 @@
+"""vLLM draws a seeded request again as it drew it before: alone, in a crowd, and after an update."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.settings import RolloutConfig, VllmEngineConfig
+from tests.support.tiny_policy import make_policy, make_weights
+
+pytestmark = pytest.mark.slow
+
+NOTHING = Partial()
+NUMBERS = itertools.count()
+PROMPTS = [tuple(3 + (7 * place + group) % 300 for place in range(40)) for group in range(4)]
+CROWD = tuple(3 + place % 300 for place in range(200))  # 60 of them are more tokens than vLLM computes in one step
+
+
+async def test_what_is_asked_again_is_drawn_as_before(tmp_path: Path) -> None:
+    engine = VllmEngine(VllmEngineConfig(prefix_caching=False), make_policy(tmp_path / "policy"), seeded=True)
+    await engine.start()
+    try:
+        await load(engine, tmp_path / "weights", 0)
+        first = [await ask(engine, prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+        assert len({made.tokens for made in first}) == len(PROMPTS)
+        other = [await ask(engine, prompt, 100 + seed) for seed, prompt in enumerate(PROMPTS)]
+        assert all(made.tokens != again.tokens for made, again in zip(first, other, strict=True))
+        crowd = [asyncio.create_task(ask(engine, (*CROWD, 3 + number), number)) for number in range(60)]
+        among = [asyncio.create_task(ask(engine, prompt, seed)) for seed, prompt in enumerate(PROMPTS)]
+        await asyncio.sleep(0.3)
+        await load(engine, tmp_path / "weights", 1)  # all that runs is computed anew, its prompts in one step each
+        assert [made.tokens for made in await asyncio.gather(*among)] == [made.tokens for made in first]
+        assert Ending.ABORTED not in {made.ending for made in await asyncio.gather(*crowd)}
+        await goes_on(engine, first[0])
+    finally:
+        await engine.close()
+
+
+async def goes_on(engine: VllmEngine, whole: Generation) -> None:
+    """From another engine's tokens, with other numbers: or a token would be likelier where it stood among these."""
+    twelve = Partial(whole.tokens[:12], whole.logprobs[:12], whole.versions[:12])
+    on = [await ask(engine, PROMPTS[0], 0, twelve) for _ in range(2)]
+    assert on[0].tokens == on[1].tokens != whole.tokens
+
+
+def test_a_run_that_leaves_groups_behind_keeps_their_draws() -> None:
+    assert not RolloutConfig().leaves_behind
+    assert RolloutConfig(extra_groups=2).leaves_behind
+    assert RolloutConfig(at_bound="drop").leaves_behind
+    assert RolloutConfig(tail_batching=True, at_bound="wait").leaves_behind
+
+
+async def ask(engine: VllmEngine, prompt: tuple[int, ...], seed: int, prefix: Partial = NOTHING) -> Generation:
+    return await engine.generate(GenerationRequest(f"{next(NUMBERS)}", prompt, 32, 1.0, seed, prefix))
+
+
+async def load(engine: VllmEngine, folder: Path, version: int) -> None:
+    await engine.suspend("continue")
+    await engine.update(version, make_weights(folder, seed=0))
+    await engine.resume()
