@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,17 @@ def test_check_opens_the_policys_folder_and_the_places_to_write(
         ("tracking.uri", f"sqlite:///{tmp_path}/file/below/db"),
     ):
         assert f"{key} = '{value}' cannot be written" in refused(capsys, "check", RECIPE, "--set", f"{key}={value}")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\0b"])
+def test_a_path_that_is_none(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (recipe := Path(os.environ["ROLLFLOW_HOME"]).with_suffix(".toml")).write_text(
+        f'[[prompts]]\nkind = "jsonl"\npath = {json.dumps(path)}\n[reward]\nkind = "exact"\n'
+    )
+    assert refused(capsys, "check", str(recipe)).startswith(f"prompts.path = {path!r} cannot be read: ")
+    if path.startswith("~"):
+        for arguments in (["check", RECIPE, "--set", f"store.uri={path}"], ["status", path]):
+            assert f"{path}' is a folder of nobody here" in refused(capsys, *arguments)
 
 
 def test_existing_run_id(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
