@@ -140,7 +140,7 @@ def start_again(flow_run: UUID, context: RunContext, *, first: UUID | None = Non
     if context.store.exists(SUMMARY):
         return None
     with api() as client:
-        attempts = [run for run in supervisors(client) if run_uri(run) == context.uri]
+        attempts = [run for run in supervisors(client, None) if run_uri(run) == context.uri]
         if not attempts:
             return None
         crashed = line(attempts, attempts[0].id)[-1]

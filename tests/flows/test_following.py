@@ -7,12 +7,15 @@ import errno
 import json
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Crashed
 
 from rollflow.flows import cli, following, post_training, recover
 from rollflow.flows.following import AWAY, Following
@@ -95,7 +98,7 @@ def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.Monke
         return recover.Successor(context, flow_run, recover.Pending("supervisor", "killed", 1))
 
     monkeypatch.setattr(recover, "api", api)
-    monkeypatch.setattr(recover, "supervisors", lambda _: crashed)
+    monkeypatch.setattr(recover, "supervisors", lambda *_: crashed)
     monkeypatch.setattr(recover, "start_again", start_again)
     monkeypatch.setattr(recover.Successor, "up", lambda _: False)
     pick_up = recover.PickUp("rollflow")
@@ -105,6 +108,31 @@ def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.Monke
     away.clear()
     pick_up.look(told.append)
     assert told == ["run second goes on: killed", "run first goes on: killed"]
+
+
+def test_a_long_run_is_started_again_though_many_began_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server gives so many flow runs at a time; all runs of a home share one database."""
+    config = {"config": RunConfig().model_dump(mode="json")}
+
+    def supervisor(number: int) -> Any:
+        state, parameters = Crashed(message="killed"), config | {"storage": f"{tmp_path}/runs/run-{number}"}
+        created = datetime.fromtimestamp(number, UTC)
+        return FlowRun(
+            flow_id=uuid4(), deployment_id=uuid4(), name="it", created=created, state=state, parameters=parameters
+        )
+
+    there = [supervisor(number) for number in reversed(range(450))]
+    client = SimpleNamespace(
+        read_flow_runs=lambda limit, offset=0, **_: there[offset : offset + limit],
+        create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(id=named["idempotency_key"]),
+    )
+    monkeypatch.setattr(recover, "api", lambda: contextlib.nullcontext(client))
+    oldest = there[-1]
+    successor = recover.start_again(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
+    assert successor is not None
+    assert str(successor.flow_run) == f"after:{oldest.id}"
 
 
 @pytest.fixture
