@@ -181,13 +181,11 @@ def resume_command(options: argparse.Namespace) -> int:
 
 def drive(context: RunContext) -> int:
     """Start what the run needs, show it until it ends, and print its summary."""
-    import json
     import signal
+    from dataclasses import replace
 
     from rollflow.flows.console import print_summary
     from rollflow.flows.session import open_session
-    from rollflow.flows.summary import SUMMARY
-    from rollflow.storage.usage import read_usage
 
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
@@ -201,10 +199,26 @@ def drive(context: RunContext) -> int:
         print(f"rollflow: the run failed: {reason}", file=sys.stderr)
         print(f"go on with: rollflow resume {context.uri}", file=sys.stderr)
         return FAILED
-    summary = json.loads(context.store.get(SUMMARY)) | {"cpu_seconds": read_usage(context.store).totals()}
-    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())  # the flows were still at work when it was made
+    try:
+        summary = _closed(context)
+    except Unreachable as error:
+        print(f"the run has ended. {error}; waiting for it", flush=True)
+        summary = _closed(replace(context, patience=context.config.store.patience_seconds))
     print_summary(summary)
     return OK if summary["audit"] == "clean" else FAILED
+
+
+def _closed(context: RunContext) -> dict[str, Any]:
+    """The run's summary, with what the flows have used that were still at work when it was made."""
+    import json
+
+    from rollflow.flows.summary import SUMMARY
+    from rollflow.storage.usage import read_usage
+
+    summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
+    summary["cpu_seconds"] = read_usage(context.store).totals()
+    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
+    return summary
 
 
 def _show(session: Session, context: RunContext) -> RunStatus:

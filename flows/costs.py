@@ -47,7 +47,8 @@ def _ray(guard: psutil.Process) -> Iterator[Cost]:
     actors: set[int] = set()
     for process in sorted(guard.children(recursive=True), key=lambda one: one.create_time()):  # parents are older
         with contextlib.suppress(psutil.Error):
-            if process.ppid() in actors or "Actor" in process.cmdline()[0]:
+            # One that is ending has no command line any more.
+            if process.ppid() in actors or "Actor" in "".join(process.cmdline()[:1]):
                 actors.add(process.pid)
             else:
                 yield own_cost(RAY, process)

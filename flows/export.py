@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollflow.flows.inspection import published
-from rollflow.storage.errors import ConfigError, StoreFailed
+from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
 from rollflow.storage.policies import Manifest, PolicyStore
 from rollflow.tasks.policies.folder import COPIED, with_dtype
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run import RunContext
 
-TEXTS = 64  # of the run's prompts that others must read as the run did
+TEXTS = 64  # of the run's prompts, where they are to be had, that others must read as the run did
 
 
 def export(context: RunContext, version: int, folder: Path) -> None:
@@ -82,8 +82,13 @@ def _described(context: RunContext) -> dict[str, bytes]:
 
 
 def _check_reading(context: RunContext, folder: Path) -> None:
-    order = context.order()
-    if (what := other_reading(folder, [order.prompt(index).text for index in range(TEXTS)])) is not None:
+    texts: list[str] = []
+    with contextlib.suppress(
+        ConfigError, Corrupt
+    ):  # prompts that are not to be had any more: it was trained all the same
+        order = context.order()
+        texts = [order.prompt(index).text for index in range(TEXTS)]
+    if (what := other_reading(folder, texts)) is not None:
         raise ConfigError(
             f"run {context.run_id!r} cannot be exported for other tools: {what}; it was prepared by an older rollflow, "
             "which did not see that: train it again, or read its weights with that tokenizer.json only"

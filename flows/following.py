@@ -85,7 +85,7 @@ class Following:
             return
         self._counted = time.monotonic()
         self._usage.note(session_costs(self._upkeep.services, str(self.flow_run)))
-        with contextlib.suppress(RollflowError):
+        with contextlib.suppress(RollflowError, OSError):
             store_usage(self.context.store, self._writer, self._usage)
 
     def _look_at_supervisor(self, status: RunStatus) -> RunStatus:

@@ -69,7 +69,8 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     """
     base = store or str(home() / "store")
     if name is not None:
-        return attach_run(name) if "/" in name else context_of(base, name)
+        found = attach_run(name) if "/" in name else context_of(base, name)
+        return replace(found, uri=found.store.uri)  # as it is written everywhere: others work in other folders
     runs = sorted((Path(base) / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")

@@ -189,13 +189,21 @@ def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | No
         number = fate.version - 1 if isinstance(fate, Consumed) else fate.batch
         below = _answers(context, batches, key, number, sample, table)
     else:
-        table.add_row("question", Text(context.order().prompt(prompt).text))
+        table.add_row("question", Text(_question(context, prompt)))
         table.add_row("responses", "not in storage: it was never committed")
     name = f"prompt {prompt}, attempt {attempt}" + ("" if sample is None else f", sample {sample}")
     console.print(f"{name} of run {context.run_id}")
     console.print(table)
     if below is not None:
         console.print(below)
+
+
+def _question(context: RunContext, prompt: int) -> str:
+    """Its text, which storage alone does not tell where the run's prompts are not kept there."""
+    try:
+        return context.order().prompt(prompt).text
+    except (ConfigError, Corrupt) as error:
+        return f"not to be had: {error}"
 
 
 def _check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> None:

@@ -28,7 +28,7 @@ from rollflow.flows.summary import SHARES, summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
 from rollflow.storage.claims import Claim
 from rollflow.storage.collect import sweep
-from rollflow.storage.errors import ConfigError, Conflict, RollflowError
+from rollflow.storage.errors import ConfigError, Conflict, RollflowError, Unreachable
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
 from rollflow.tasks.run import RunContext
@@ -84,7 +84,7 @@ def _sweep(context: RunContext) -> None:
     """What killed writers left unfinished goes; a store that does not let us is no reason not to train."""
     try:
         sweep(context.store)
-    except RollflowError as error:
+    except (RollflowError, OSError) as error:  # of a service that has no such request, say
         get_run_logger().warning("what killed writers left was not looked for: %s", error)
 
 
@@ -114,13 +114,18 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
 
 def _follow(board: Board, claim: Claim) -> None:
     """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
-    told = float("-inf")
+    told, answered, patience = float("-inf"), time.monotonic(), board.context.config.store.patience_seconds
     while not board.stages.ended("rollout", "train"):
         board.stages.look()
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
-            claim.check()
-            board.refresh()
+            try:
+                claim.check()
+                board.refresh()
+                answered = time.monotonic()
+            except (Unreachable, OSError):  # a folder; for others the store itself waits so long
+                if time.monotonic() - answered > patience:
+                    raise
         time.sleep(POLL_SECONDS)
 
 

@@ -8,6 +8,7 @@ Importing this module does not import Prefect.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -119,14 +120,20 @@ def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UU
     return {run.id: run.state for run in found if run.state}
 
 
-def supervisors(client: SyncPrefectClient) -> list[FlowRun]:
-    """The newest flow runs of the supervisor, of every deployment, the newest first."""
+def supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[FlowRun]:
+    """The newest flow runs of the supervisor, of every deployment, the newest first; None: all there are."""
     from prefect.client.schemas.filters import FlowFilter, FlowFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 
     flow = FlowFilter(name=FlowFilterName(any_=["post-training"]))
-    found = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=PAGE)
-    return sorted(found, key=created_at, reverse=True)
+    found: dict[UUID, FlowRun] = {}
+    for start in range(0, most or sys.maxsize, PAGE):
+        sort = FlowRunSort.EXPECTED_START_TIME_DESC
+        page = client.read_flow_runs(flow_filter=flow, sort=sort, limit=PAGE, offset=start)
+        found |= {run.id: run for run in page}
+        if len(page) < PAGE:
+            break
+    return sorted(found.values(), key=created_at, reverse=True)
 
 
 def created_at(flow_run: FlowRun) -> float:

@@ -1,11 +1,13 @@
 """Preparing a run: everything a person could have got wrong is found here, before anything heavy starts.
 
 It checks the store, builds or copies the policy folder, checks the prompts against the policy's context, pins them, and
-creates `run.json` atomically: from then on the run id is taken.
+creates `run.json` atomically: from then on the run id is taken. Of two that prepare under one id at a time, none
+replaces what the other has written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 import time
@@ -15,7 +17,8 @@ from pathlib import Path
 
 from rollflow.flows.home import context_of, store_uri
 from rollflow.storage.errors import ConfigError, Conflict
-from rollflow.storage.objects import Data, open_store
+from rollflow.storage.objects import Data, ObjectStore, open_store
+from rollflow.storage.objects.base import digest, pieces
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
@@ -42,7 +45,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     files = with_dtype(_policy_files(config, read), config.policy.dtype)
     probe, pins = _check_policy(config, files, read)
     for name, data in {**files, **_first_weights(config)}.items():
-        context.store.put(f"policy/{name}", data)
+        _place(context.store, f"policy/{name}", data, run_id)
     keep(context.store, config, pins, read)
     described = {
         "format": FORMAT,
@@ -59,6 +62,18 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     except Conflict:
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id") from None
     return context
+
+
+def _place(run: ObjectStore, path: str, data: Data, run_id: str) -> None:
+    """Write a file of the policy, unless another command that is given the same run id has written another one."""
+    try:
+        run.create(path, data)
+    except Conflict:
+        if digest(pieces(data)) != hashlib.sha256(run.get(path)).hexdigest():
+            raise ConfigError(
+                f"run id {run_id!r}: another policy was prepared under it ({run.uri}/{path}); "
+                "choose another with --run-id"
+            ) from None
 
 
 def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:

@@ -100,22 +100,23 @@ class PickUp:
         with contextlib.suppress(Unreachable), api() as client:
             here = client.read_deployment_by_name(f"post-training/{self._deployment}").id
             for run in supervisors(client):
-                if run.deployment_id == here and run.state_type == "CRASHED" and run.id not in self._seen:
-                    self._follow_up(run, log)
+                new = run.deployment_id == here and run.state_type == "CRASHED" and run.id not in self._seen
+                if new and self._followed_up(run, log):
                     self._seen.add(run.id)
 
-    def _follow_up(self, crashed: FlowRun, log: Callable[[str], None]) -> None:
+    def _followed_up(self, crashed: FlowRun, log: Callable[[str], None]) -> bool:
+        """Whether all is done for it; one whose storage does not answer has a next look, and holds up no other."""
         try:
-            # A store that does not answer must not keep another death from being noticed: there is a next look.
             successor = start_again(crashed.id, replace(run_of(crashed), patience=READ_SECONDS))
         except Unreachable:
-            raise
+            return False
         except RollflowError as error:
             log(f"run {crashed.name} is not started again: {error}")
-            return
+            return True
         if successor and successor.pending:
             log(f"run {crashed.name} goes on: {successor.pending.reason}")
             self._starting.append(successor)
+        return True
 
 
 def _is_up(successor: Successor) -> bool:
@@ -139,7 +140,7 @@ def start_again(flow_run: UUID, context: RunContext, *, first: UUID | None = Non
     if context.store.exists(SUMMARY):
         return None
     with api() as client:
-        attempts = [run for run in supervisors(client) if run_uri(run) == context.uri]
+        attempts = [run for run in supervisors(client, None) if run_uri(run) == context.uri]
         if not attempts:
             return None
         crashed = line(attempts, attempts[0].id)[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import suppress
+from functools import lru_cache
 
 import psutil
 
@@ -29,6 +30,7 @@ def below_cost(role: str, process: psutil.Process) -> Cost:
     return Cost(role, _name(process), round(seconds, 2))
 
 
+@lru_cache(maxsize=4096)  # a process equals itself when the clock has been set; when it began is told anew
 def _name(process: psutil.Process) -> str:
     return f"{socket.gethostname()}:{process.pid}:{process.create_time():.2f}"
 

@@ -73,8 +73,11 @@ class RunContext:
         """Its name among all runs of a cluster or a server: runs of one name in two stores have two.
 
         An address alone would not do: a bucket of one name may be another service's. When they began tells them apart.
+        A folder is the same by whatever link it is reached.
         """
-        identity = json.dumps([self.store.uri, self.described.get("created_at")])
+        local = self.store.local_path("run.json")
+        place = str(local.parent.resolve()) if local else self.store.uri
+        identity = json.dumps([place, self.described.get("created_at")])
         return f"{self.run_id}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
     @cached_property

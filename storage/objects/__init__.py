@@ -19,7 +19,10 @@ def open_store(uri: str, patience: float | None = None) -> ObjectStore:
     if not sep or scheme == "file":
         from rollflow.storage.objects.local import LocalStore
 
-        return LocalStore(Path(rest if sep else uri).expanduser().absolute())
+        try:
+            return LocalStore(Path(rest if sep else uri).expanduser().absolute())
+        except RuntimeError as error:
+            raise ConfigError(f"store.uri = {uri!r} is a folder of nobody here ({error}); name a folder") from None
     root = rest.strip("/")
     if root and any(part in ("", ".", "..") for part in root.split("/")):
         raise ConfigError(f"store.uri = {uri!r} has an empty, '.' or '..' part; write it without")

@@ -164,6 +164,11 @@ class S3Store(ObjectStore):
                 f"store.uri = {self.uri!r} cannot be reached ({error.__cause__ or error}); "
                 "check AWS_ENDPOINT_URL_S3 (or AWS_ENDPOINT_URL), AWS_REGION and the network"
             ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"store.uri = {self.uri!r} refuses what a run asks for ({error}); check AWS_REGION, the address and "
+                "what that service can do"
+            ) from error
 
     def _probe(self, name: str) -> None:
         def call(method: str, **arguments: Any) -> None:

@@ -62,6 +62,8 @@ UNSERVED = {
     "504",
 }
 
+BUSY = (429, 500, 502, 503, 504)  # whatever the service calls it
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -255,6 +257,12 @@ def code_of(error: BaseException | None) -> str:
     return str(response["Error"].get("Code", "")) if response else ""
 
 
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status of a failure; None where there was no answer."""
+    response = getattr(error.__cause__, "response", None)
+    return response["ResponseMetadata"].get("HTTPStatusCode") if response else None
+
+
 def passing(error: Exception) -> bool:
     """Whether the same request may well be answered a little later."""
-    return isinstance(error, LOST) or code_of(error) in UNSERVED
+    return isinstance(error, LOST) or code_of(error) in UNSERVED or _status_of(error) in BUSY

@@ -22,8 +22,9 @@ def read_file(config: JsonlPrompts) -> bytes:
     """The file's bytes, as they are now."""
     try:
         return Path(config.path).expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {error.strerror}; name a file") from None
+    except (OSError, ValueError, RuntimeError) as error:  # no path at all, or of a user that there is not
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {why}; name a file") from None
 
 
 class JsonlSource:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollflow.flows import prepare
 from rollflow.flows.cli import main
+from rollflow.flows.home import attach_run
 from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.services import free_port
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.settings import ColdStart
+from rollflow.tasks.run import RunContext
+from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
 from tests.support.waiting import HANG_SECONDS
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -147,6 +152,17 @@ def test_check_opens_the_policys_folder_and_the_places_to_write(
         assert f"{key} = '{value}' cannot be written" in refused(capsys, "check", RECIPE, "--set", f"{key}={value}")
 
 
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\0b"])
+def test_a_path_that_is_none(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (recipe := Path(os.environ["ROLLFLOW_HOME"]).with_suffix(".toml")).write_text(
+        f'[[prompts]]\nkind = "jsonl"\npath = {json.dumps(path)}\n[reward]\nkind = "exact"\n'
+    )
+    assert refused(capsys, "check", str(recipe)).startswith(f"prompts.path = {path!r} cannot be read: ")
+    if path.startswith("~"):
+        for arguments in (["check", RECIPE, "--set", f"store.uri={path}"], ["status", path]):
+            assert f"{path}' is a folder of nobody here" in refused(capsys, *arguments)
+
+
 def test_existing_run_id(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "home/store/runs/mine").mkdir(parents=True)
     (tmp_path / "home/store/runs/mine/run.json").write_text("{}")
@@ -205,10 +221,45 @@ def test_run_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_needs_nothing_heavy() -> None:
     code = f"""
 import sys
+from rollflow.flows import prepare
 from rollflow.flows.cli import main
+from rollflow.flows.home import attach_run
 assert main(["check", "{RECIPE}"]) == 0
 assert main(["check", "{RECIPE}", "--set", "store.uri=s3://bucket/prefix"]) == 0
 heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers", "reasoning_gym"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
+
+
+def test_a_refused_command_leaves_a_run_of_that_id_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands of one second have one run id by default: `for s in 0 1; do rollflow run R --set seed=$s & done`."""
+
+    def config(hidden: int) -> RunConfig:
+        return RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=hidden, heads=2)))
+
+    check, prepared = prepare._check_policy, list[RunContext]()
+
+    def checked(*arguments: Any) -> Any:
+        found = check(*arguments)
+        if not prepared:  # the other command is a moment ahead
+            prepared.append(attach_run(f"{tmp_path}/home/store/runs/same"))
+            prepare.prepare(config(32), "same")
+        return found
+
+    monkeypatch.setattr(prepare, "_check_policy", checked)
+    with pytest.raises(ConfigError, match="run id 'same': another policy was prepared under it"):
+        prepare.prepare(config(64), "same")
+    assert json.loads(prepared[0].store.get("policy/config.json"))["hidden_size"] == 32
+
+
+def test_a_preparation_that_was_killed_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=2)))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "keep", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(config, "same")
+    assert prepare.prepare(config, "same").run_id == "same"

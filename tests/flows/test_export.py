@@ -16,6 +16,7 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
@@ -133,6 +134,27 @@ def test_a_run_on_s3(
         command(capsys, "small", 6, tmp_path / "new", "--store", "s3://bucket", code=0)
         assert "are no longer kept" in command(capsys, "small", 1, tmp_path / "other", "--store", "s3://bucket", code=2)
     assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
+
+
+def test_neither_needs_the_prompts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was trained is in storage; a file that the run did not keep is on another machine, or has changed."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    (file := tmp_path / "mine.jsonl").write_text(
+        "".join(f'{{"question": "{i}+1", "answer": {i + 1}}}\n' for i in range(90))
+    )
+    prompts = [{"kind": "jsonl", "path": str(file), "held_out": 0.1}]
+    context = prepare_small(tmp_path, versions=3, prompts=prompts, keep_prompts_bytes=0)
+    train_small(context)
+    file.unlink()
+    command(capsys, "small", 3, tmp_path / "new", code=0)
+    assert {one.name for one in (tmp_path / "new").iterdir()} == FILES
+    [discarded, *_] = [d.key for n in range(3) for d in TrajectoryStore(context.store).record(n).discards]
+    assert main(["inspect", "small", f"{discarded.prompt}.{discarded.attempt}"]) == 0
+    shown = capsys.readouterr().out
+    assert "discarded" in shown
+    assert "cannot be read" in shown
 
 
 def as_qwen2(folder: Path) -> None:

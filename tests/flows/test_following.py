@@ -1,20 +1,29 @@
-"""A supervisor is stuck when it writes no status, and not while nobody can read one."""
+"""A supervisor is stuck when it writes no status, and not while nobody can read one; a crash is followed up."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Crashed
 
-from rollflow.flows import following
+from rollflow.flows import cli, following, post_training, recover
 from rollflow.flows.following import AWAY, Following
 from rollflow.flows.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
+from rollflow.storage.objects.base import Unfinished
+from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.run import FORMAT, RunContext
 from rollflow.tasks.settings import RunConfig
 
@@ -68,3 +77,149 @@ def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monke
     answers += [RunStatus("long", "training", seconds=5.0)] * 100  # it can be read again, and does not change
     looks(config.rollout.patience_seconds + 10)
     assert crashes == ["it wrote no status for too long"]
+
+
+def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rollflow serve` looks after all crashed runs, in turn."""
+    here, told, away = uuid4(), list[str](), ["s3://bucket/runs/first"]
+    crashed = [
+        SimpleNamespace(id=uuid4(), deployment_id=here, state_type="CRASHED", name=name, parameters={"storage": uri})
+        for name, uri in (("first", away[0]), ("second", "/a/folder/runs/second"))
+    ]
+    client = SimpleNamespace(read_deployment_by_name=lambda _: SimpleNamespace(id=here))
+
+    @contextlib.contextmanager
+    def api() -> Iterator[Any]:
+        yield client
+
+    def start_again(flow_run: UUID, context: RunContext) -> Any:
+        if context.uri in away:
+            raise Unreachable("object storage did not answer")
+        return recover.Successor(context, flow_run, recover.Pending("supervisor", "killed", 1))
+
+    monkeypatch.setattr(recover, "api", api)
+    monkeypatch.setattr(recover, "supervisors", lambda *_: crashed)
+    monkeypatch.setattr(recover, "start_again", start_again)
+    monkeypatch.setattr(recover.Successor, "up", lambda _: False)
+    pick_up = recover.PickUp("rollflow")
+    pick_up.look(told.append)
+    pick_up.look(told.append)
+    assert told == ["run second goes on: killed"]
+    away.clear()
+    pick_up.look(told.append)
+    assert told == ["run second goes on: killed", "run first goes on: killed"]
+
+
+def test_a_long_run_is_started_again_though_many_began_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server gives so many flow runs at a time; all runs of a home share one database."""
+    config = {"config": RunConfig().model_dump(mode="json")}
+
+    def supervisor(number: int) -> Any:
+        state, parameters = Crashed(message="killed"), config | {"storage": f"{tmp_path}/runs/run-{number}"}
+        created = datetime.fromtimestamp(number, UTC)
+        return FlowRun(
+            flow_id=uuid4(), deployment_id=uuid4(), name="it", created=created, state=state, parameters=parameters
+        )
+
+    there = [supervisor(number) for number in reversed(range(450))]
+    client = SimpleNamespace(
+        read_flow_runs=lambda limit, offset=0, **_: there[offset : offset + limit],
+        create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(id=named["idempotency_key"]),
+    )
+    monkeypatch.setattr(recover, "api", lambda: contextlib.nullcontext(client))
+    oldest = there[-1]
+    successor = recover.start_again(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
+    assert successor is not None
+    assert str(successor.flow_run) == f"after:{oldest.id}"
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> RunContext:
+    """A run whose store is waited for for three seconds."""
+    config = {"store": {"patience_seconds": 3.0}}
+    body = {"format": FORMAT, "run_id": "run", "config": config, "created_at": 1.0, "prompts": [], "probe_tokens": []}
+    context = RunContext(str(tmp_path / "runs/run"), tmp_path)
+    context.store.put("run.json", json.dumps(body).encode())
+    return context
+
+
+class Watched:
+    """A board and a claim whose storage answers as `looks` say, then for ever as the last one; `stages` end last."""
+
+    def __init__(self, context: RunContext, *looks: Exception | None) -> None:
+        self.context, self.stages, self._looks = context, self, list(looks)
+
+    def ended(self, *_: str) -> bool:
+        return not self._looks
+
+    def look(self) -> None:
+        pass
+
+    def check(self) -> None:
+        error = self._looks.pop(0) if len(self._looks) > 1 or self._looks == [None] else self._looks[0]
+        if error is not None:
+            raise error
+
+    def refresh(self) -> None:
+        pass
+
+
+def test_a_supervisor_outlives_a_folder_that_cannot_be_read_for_a_moment(patient: RunContext) -> None:
+    away, stale = Unreachable("it cannot be read now"), OSError(errno.ESTALE, "Stale file handle")
+    watched: Any = Watched(patient, None, away, stale, None)
+    post_training._follow(watched, watched)
+    watched = Watched(patient, None, away)
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="it cannot be read now"):
+        post_training._follow(watched, watched)
+    assert time.monotonic() - began >= 3.0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSYS, "NotImplemented"), Unreachable("no answer")])
+def test_a_store_that_tells_nothing_of_what_was_left_is_trained_on(
+    error: Exception, patient: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every S3 service lists the uploads that were begun, or lets everybody."""
+
+    def unfinished(_: LocalStore) -> Iterator[Unfinished]:
+        raise error
+
+    warnings: list[str] = []
+    monkeypatch.setattr(LocalStore, "unfinished", unfinished)
+    monkeypatch.setattr(
+        post_training, "get_run_logger", lambda: SimpleNamespace(warning=lambda text, e: warnings.append(text % e))
+    )
+    post_training._sweep(patient)
+    assert len(warnings) == 1
+
+
+def test_the_end_of_a_run_is_told_as_soon_as_its_store_answers(
+    patient: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It went away with the last version, for longer than a command that only looks would wait."""
+    summary = {"run_id": "run", "versions": 7, "audit": "clean"}
+    patient.store.put("summary.json", json.dumps(summary).encode())
+
+    def opened(uri: str, patience: float | None = None) -> LocalStore:
+        return LocalStore(Path(uri)) if patience == 3.0 else Away(Path(uri))
+
+    class Away(LocalStore):
+        def get(self, path: str) -> bytes:
+            if path == "summary.json":
+                raise Unreachable("object storage did not answer")
+            return super().get(path)
+
+    @contextlib.contextmanager
+    def session(*_: object) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr("rollflow.tasks.run.open_store", opened)
+    monkeypatch.setattr("rollflow.flows.session.open_session", session)
+    monkeypatch.setattr(cli, "_show", lambda *_: RunStatus("run", "done"))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert cli.drive(RunContext(patient.uri, patient.cache)) == 0
+    printed = capsys.readouterr().out
+    assert "object storage did not answer; waiting for it" in printed
+    assert "clean" in printed

@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from rollflow.flows.cli import main
-from rollflow.flows.home import attach_run, context_of
+from rollflow.flows.home import attach_run, context_of, find_run
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.names import LONGEST, RecipeName, RunId, RunPlace
 from rollflow.tasks.run import FORMAT, RunContext
@@ -113,6 +113,17 @@ def test_two_runs_of_one_name_share_no_key(outside: Path) -> None:
     keys.add(described(context_of(str(outside / "one"), "same"), created_at=2.0).key)
     assert len(keys) == 4
     assert all(key.startswith("same-") for key in keys)
+
+
+def test_a_run_has_one_key_however_its_place_is_written(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its actors, deployments and MLflow run are found by it."""
+    run = described(context_of(str(outside / "store"), "same"))
+    (outside / "link").symlink_to(outside / "store")
+    monkeypatch.chdir(outside)
+    places = ("store/runs/same", "./link/runs/same/", f"{outside}/link/../store/runs/same", f"file://{run.uri}")
+    assert {find_run(place).key for place in places} == {run.key}
+    # And what is told of it to processes in other folders leads there.
+    assert {find_run("store/runs/same").uri, find_run("same", "store").uri} == {run.uri}
 
 
 @pytest.mark.parametrize("name", BAD)

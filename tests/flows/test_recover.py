@@ -207,7 +207,7 @@ def test_who_follows_is_newer_whatever_the_clock_said(
     first = crashed(deployment, given(run))
     second = start_again(first, run)
     assert second is not None
-    monkeypatch.setattr(recover, "supervisors", lambda client: sorted(supervisors(client), key=created_at))
+    monkeypatch.setattr(recover, "supervisors", lambda client, most: sorted(supervisors(client, most), key=created_at))
     late = start_again(first, run)
     assert late is not None
     assert (late.flow_run, late.pending) == (second.flow_run, None)

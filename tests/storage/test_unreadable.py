@@ -14,12 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rollflow.storage.errors import Corrupt, Unreachable
+from rollflow.storage.errors import ConfigError, Corrupt, Unreachable
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.s3 import S3Store
+from rollflow.storage.objects.s3_requests import Patience
 from rollflow.storage.policies import Manifest, PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore
 from tests.storage.test_stores import staged
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.s3_server import use
 
 WEIGHTS = {"weights/a.safetensors": b"a" * 1000, "weights/b.safetensors": b"b" * 1000}
 
@@ -178,3 +181,39 @@ def test_a_file_of_this_machine_is_no_object_of_s3(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(S3Store, "_call", failing(errno.ENOENT))
     with pytest.raises(Unreachable, match="No such file"):
         store.exists("a")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "XMinioServerNotInitialized"), (503, "SlowDownRead"), (500, "XMinioBackendDown"), (504, "")],
+)
+def test_a_service_that_says_so_in_words_of_its_own_is_asked_again(
+    status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.storage.objects.s3_requests.PATIENT", Patience(tries=3))
+    with FaultyProxy("http://127.0.0.1:9") as proxy:
+        use(proxy.endpoint, monkeypatch)
+        store = S3Store("bucket/run")
+        for method, ask in (("GET", store.get), ("HEAD", store.exists), ("PUT", lambda path: store.put(path, b""))):
+            proxy.answer(method, status, code)
+            with pytest.raises(Unreachable, match="did not answer for"):
+                ask("a")
+            assert proxy.seen(method) >= 3
+
+
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "AuthorizationHeaderMalformed")])
+def test_what_no_repetition_would_change_is_asked_once(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FaultyProxy("http://127.0.0.1:9") as proxy:
+        use(proxy.endpoint, monkeypatch)
+        proxy.answer("GET", status, code)
+        with pytest.raises(OSError):
+            S3Store("bucket/run", patience=1.0).get("a")
+        assert proxy.seen("GET") == 1
+
+
+def test_a_wrong_region_is_told_before_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FaultyProxy("http://127.0.0.1:9") as proxy:
+        use(proxy.endpoint, monkeypatch)
+        proxy.answer("PUT", 400, "AuthorizationHeaderMalformed")
+        with pytest.raises(ConfigError, match=r"s3://bucket/run' refuses .*AuthorizationHeaderMalformed.* AWS_REGION"):
+            S3Store("bucket/run").check()

@@ -7,17 +7,19 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollflow.flows.console import cpu_line
 from rollflow.flows.costs import session_costs
 from rollflow.flows.services import Runner
 from rollflow.flows.supervision import progress_of
-from rollflow.flows.upkeep import SERVER
+from rollflow.flows.upkeep import RAY, SERVER
 from rollflow.storage.objects import open_store
 from rollflow.storage.usage import Cost, Usage, read_usage, store_usage
 from rollflow.tasks import cpu
 from rollflow.tasks.cpu import CpuClock
+from tests.support.waiting import until
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 BURNT = 0.6  # what is seen of 0.7: user and system time are each told in whole ticks of ten milliseconds, rounded down
@@ -62,6 +64,23 @@ def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path)
             seen.note(session_costs({SERVER: service}, "none"))
     assert set(seen.seen) == {"command", SERVER}
     assert len(seen.seen["command"]) == len(seen.seen[SERVER]) == 1
+
+
+def test_a_process_keeps_its_name_when_the_clock_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it began is told by a clock that may be set; it would count twice."""
+    seen, booted = Usage(), psutil.boot_time()
+    for step in (0.0, 3600.0, -3600.0):
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda step=step: booted + step)
+        seen.note(session_costs({}, "none"))
+    assert len(seen.seen["command"]) == 1
+
+
+def test_a_process_that_is_ending_has_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes its memory away before it counts as ended, which lasts where it had much."""
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [])
+    with Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"]) as service:
+        until(lambda: service.processes)
+        assert {cost.role for cost in session_costs({RAY: service}, "none")} == {"command", RAY}
 
 
 def test_what_it_costs_is_no_progress() -> None:
