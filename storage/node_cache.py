@@ -108,14 +108,22 @@ class NodeCache:
 
     def _make_room(self, folder: Path) -> None:
         """For one more: what nobody holds goes, the longest unused first; and what killed processes left."""
-        for left in self._mine.glob(f"{FILLING}*"):  # whoever fills here has the lock
-            shutil.rmtree(left, ignore_errors=True)
+        for store in self._cache.iterdir():
+            _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
             _rename_away(folder)  # not whole, whoever holds it
         present = sorted(self._cache.glob("*/[!.]*"), key=_used)
         removable = filter(_remove, present)
         for _ in range(len(present) - KEPT + 1):
             next(removable, None)
+
+
+def _sweep(store: Path, *, locked: bool) -> None:
+    """Remove what killed processes left by half, of a run that has ended, say; whoever fills has the store's lock."""
+    with contextlib.suppress(FileNotFoundError), (store / LOCK).open("rb") as lock:
+        if locked or _lock(lock.fileno(), fcntl.LOCK_EX):
+            for left in store.glob(f"{FILLING}*"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _present(folder: Path, whole: Callable[[Path], bool]) -> Held | None:

@@ -15,7 +15,7 @@ import pytest
 
 from rollflow.storage import node_cache as cache_of_a_node
 from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.storage.node_cache import KEPT, Held, NodeCache
+from rollflow.storage.node_cache import FILLING, KEPT, Held, NodeCache
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.run import RunContext
 
@@ -57,7 +57,7 @@ def holder(cache: Path, name: str, told: Connection) -> None:
     time.sleep(600)
 
 
-def half_filler(cache: Path, told: Connection) -> None:
+def half_filler(cache: Path, store: str, told: Connection) -> None:
     """A process that is killed half way."""
 
     def half(folder: Path) -> None:
@@ -65,7 +65,7 @@ def half_filler(cache: Path, told: Connection) -> None:
         told.send(True)
         time.sleep(600)
 
-    NodeCache(cache, "s3://one").hold("1", half, whole)
+    NodeCache(cache, store).hold("1", half, whole)
 
 
 @pytest.fixture
@@ -106,12 +106,26 @@ def test_processes_that_ask_at_once_fetch_once(
 def test_what_a_killed_process_fetched_by_half_is_never_used(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
-    assert answered(start(processes, half_filler, cache))
+    assert answered(start(processes, half_filler, cache, "s3://one"))
     waiting = start(processes, holder, cache, "1")
     assert not waiting.poll(1.0), "it waits for the one that fetches"
     os.kill(processes[0].pid or 0, signal.SIGKILL)
     assert answered(waiting)
     assert names(cache) == {"1"}
+
+
+def test_what_a_killed_process_fetched_by_half_goes_with_the_next_fetch_of_any_run(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess]
+) -> None:
+    """Its own run may have ended: nobody would fetch for that one again."""
+    for store in ("s3://ended", "s3://one"):
+        assert answered(start(processes, half_filler, cache, store))
+    os.kill(processes[0].pid or 0, signal.SIGKILL)
+    processes[0].join()
+    hold(cache, store="s3://two")
+    left = [path for path in cache.glob("*/*") if path.name.startswith(FILLING)]
+    assert len(left) == 1, "that of the living one"
+    assert (left[0] / HALVES[0]).exists()
 
 
 def test_what_a_living_process_holds_stays_and_the_rest_is_bounded(
