@@ -31,7 +31,7 @@ from rollflow.storage.objects.disk import explained
 KEPT = 3  # folders, held ones among them where they are not more
 FILLING = ".filling-"  # what a folder is called until it is whole
 LOCK = ".lock"
-WAIT_SECONDS = 900.0  # for another process of this node that fills
+WAIT_SECONDS = 900.0  # for another process of this node that fills, while the store answers
 POLL_SECONDS = 0.02
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -52,9 +52,13 @@ class Held:
 class NodeCache:
     """The folders of one store in the cache of a node. See the module's docstring."""
 
-    def __init__(self, cache: Path, store: str) -> None:
-        """`cache` is the node's, for all stores; `store` says whose folders these are."""
+    def __init__(self, cache: Path, store: str, patience: float | None = None) -> None:
+        """`cache` is the node's, for all stores; `store` says whose folders these are.
+
+        `patience`: how long who fills may wait for the store besides (seconds).
+        """
         self._cache, self._store = cache, store
+        self._wait = WAIT_SECONDS + (patience or 0.0)
 
     @cached_property
     def _mine(self) -> Path:
@@ -98,11 +102,11 @@ class NodeCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        limit = time.monotonic() + WAIT_SECONDS
+        limit = time.monotonic() + self._wait
         with (self._mine / LOCK).open("ab") as lock:
             while not _lock(lock.fileno(), fcntl.LOCK_EX):
                 if time.monotonic() > limit:
-                    raise Unreachable(f"waited {WAIT_SECONDS:g} s for another process of this node to fetch {name}")
+                    raise Unreachable(f"waited {self._wait:g} s for another process of this node to fetch {name}")
                 time.sleep(POLL_SECONDS)
             yield
 

@@ -131,7 +131,7 @@ class RunContext:
         def whole(folder: Path) -> bool:
             return all((folder / Path(path).name).exists() for path in paths)
 
-        return NodeCache(self.cache / "policies", self.key).hold(name, fetch, whole).for_good()
+        return NodeCache(self.cache / "policies", self.key, self.patience).hold(name, fetch, whole).for_good()
 
     @cached_property
     def tokenizer(self) -> PolicyTokenizer:

@@ -8,16 +8,18 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from rollflow.storage import node_cache as cache_of_a_node
-from rollflow.storage.errors import ConfigError, Corrupt
+from rollflow.storage.errors import ConfigError, Corrupt, Unreachable
 from rollflow.storage.node_cache import FILLING, KEPT, Held, NodeCache
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.run import RunContext
+from tests.support.waiting import HANG_SECONDS
 
 SPAWN = multiprocessing.get_context("spawn")
 HALVES = ("first", "second")
@@ -183,6 +185,21 @@ def test_what_was_there_before_the_node_started_last_is_not_used(
     monkeypatch.setattr(cache_of_a_node, "BOOT", tmp_path / "boot")
     assert hold(cache).folder != before
     assert fills(cache) == 2
+
+
+def test_others_wait_as_long_as_who_fetches_may_wait_for_storage(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_of_a_node, "WAIT_SECONDS", 0.0)
+    assert answered(start(processes, half_filler, cache, "s3://one"))
+    with pytest.raises(Unreachable, match="waited 0 s for another process of this node to fetch 1"):
+        hold(cache)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(NodeCache(cache, "s3://one", patience=300.0).hold, "1", fill, whole)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        os.kill(processes[0].pid or 0, signal.SIGKILL)
+        assert whole(waiting.result(timeout=HANG_SECONDS).folder)
 
 
 def test_stores_do_not_mix(cache: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.actor import EngineActor
+from rollflow.tasks.engines.actor import EngineActor, RayEngine
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
@@ -20,6 +23,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import TimedEngineConfig
 from tests.support.small_run import prepare_small, train_small
+from tests.support.waiting import HANG_SECONDS
 
 NO_PROBE = Probe((), (), 0.1)
 CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=50, sigma=0.0, seconds_per_token=0.1)
@@ -67,6 +71,8 @@ def test_a_policy_without_weights_is_refused(home: Path) -> None:
 class Away:
     """A `WeightsSource` of a node that cannot get at them."""
 
+    patience = None
+
     def weights(self, version: int) -> Path:
         raise Corrupt("model.safetensors is not what was written")
 
@@ -80,6 +86,39 @@ async def test_an_engine_fails_alone_where_its_node_cannot_have_the_weights() ->
     for call in (actor.fetch(0, Away()), actor.update("me", 0, Away())):
         with pytest.raises(EngineFailed, match=r"version 0 cannot be had here: model\.safetensors is not what was"):
             await call
+
+
+@dataclass(frozen=True)
+class Late:
+    """A `WeightsSource` whose storage is away for a while, and which waits for it so long."""
+
+    patience: float | None
+
+    def weights(self, version: int) -> Path:
+        time.sleep(1.0)
+        return Path()
+
+
+class Here:
+    """An actor's handle without Ray."""
+
+    def __init__(self, actor: EngineActor) -> None:
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(getattr(self._actor, method)(*given)))
+
+
+async def test_an_engine_waits_for_storage_as_long_as_its_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine that is given up, requests, process and one of its restarts are lost."""
+    monkeypatch.setattr("rollflow.tasks.engines.actor.FETCH_SECONDS", 0.1)
+    actor = EngineActor(lambda: TimedEngine(CONFIG))
+    await actor.start()
+    engine = RayEngine(Here(actor))
+    await engine.fetch(1, Late(patience=HANG_SECONDS))
+    engine.check()
+    with pytest.raises(EngineFailed, match=r"did not answer fetch within"):
+        await engine.fetch(2, Late(patience=None))
 
 
 class Fetching(TimedEngine):
