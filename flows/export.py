@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollflow.flows.inspection import published
-from rollflow.storage.errors import ConfigError, StoreFailed
+from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
 from rollflow.storage.policies import Manifest, PolicyStore
 from rollflow.tasks.policies.folder import COPIED, with_dtype
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run import RunContext
 
-TEXTS = 64  # of the run's prompts that others must read as the run did
+TEXTS = 64  # of the run's prompts, where they can be had, that others must read as the run did
 
 
 def export(context: RunContext, version: int, folder: Path) -> None:
@@ -81,9 +81,17 @@ def _described(context: RunContext) -> dict[str, bytes]:
     return with_dtype({Path(path).name: context.store.get(path) for path in names}, context.config.policy.dtype)
 
 
+def _texts(context: RunContext) -> list[str]:
+    """Some of the run's prompts; none where they are not to be had any more: the weights are what they were."""
+    try:
+        order = context.order()
+        return [order.prompt(index).text for index in range(TEXTS)]
+    except (ConfigError, Corrupt):
+        return []
+
+
 def _check_reading(context: RunContext, folder: Path) -> None:
-    order = context.order()
-    if (what := other_reading(folder, [order.prompt(index).text for index in range(TEXTS)])) is not None:
+    if (what := other_reading(folder, _texts(context))) is not None:
         raise ConfigError(
             f"run {context.run_id!r} cannot be exported for other tools: {what}; it was prepared by an older rollflow, "
             "which did not see that: train it again, or read its weights with that tokenizer.json only"
