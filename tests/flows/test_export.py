@@ -86,7 +86,7 @@ def test_what_cannot_be_exported_is_said(
 def test_the_prompts_need_not_be_to_be_had_any_more(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A larger file stays on the machine where the run began, and packages are upgraded: the weights are what they were."""
+    """A large file stays where the run began, packages are upgraded: the weights are what they were."""
     monkeypatch.setattr("rollflow.tasks.prompts.pins.package_version", lambda _: "99.0")
     with pytest.raises(ConfigError, match="the run began with reasoning-gym"):
         RunContext(trained.uri, trained.cache).order()
