@@ -4,7 +4,8 @@
 
 - However many processes of a node ask for a folder at a time, one fills it and the others wait.
 - A folder has its name only when it is whole. What a killed process left is removed by the next one that fills.
-- What a living process holds stays. Of the rest, over all stores, the longest unused go first.
+- What a living process holds stays. Of the rest, over all stores, the longest unused go first; where the disk has no
+  room for one more, all of them.
 - Nothing is synced, so what was there before the node's last start is not used: a power cut may have halved it.
 
 Locks are the kernel's (`flock`): the death of a process, however it comes, lets go of all it holds. The folder must be
@@ -23,9 +24,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.objects.disk import explained
 
 KEPT = 3  # folders, held ones among them where they are not more
@@ -86,8 +88,13 @@ class NodeCache:
         with self._locked(folder.name):
             if held := _present(folder, whole):
                 return held
-            self._make_room(folder)
-            return self._filled(folder, fill)
+            self._make_room(folder, KEPT - 1)
+            try:
+                return self._filled(folder, fill)
+            except StoreFailed:
+                if not self._make_room(folder, 0):
+                    raise
+                return self._filled(folder, fill)
 
     def _filled(self, folder: Path, fill: Callable[[Path], None]) -> Held:
         with explained(folder):
@@ -110,16 +117,18 @@ class NodeCache:
                 time.sleep(POLL_SECONDS)
             yield
 
-    def _make_room(self, folder: Path) -> None:
-        """For one more: what nobody holds goes, the longest unused first; and what killed processes left."""
+    def _make_room(self, folder: Path, most: int) -> bool:
+        """For one more beside `most`: what nobody holds goes, the longest unused first; and what killed processes left.
+
+        Returns whether a whole one went.
+        """
         for store in self._cache.iterdir():
             _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
             _rename_away(folder)  # not whole, whoever holds it
         present = sorted(self._cache.glob("*/[!.]*"), key=_used)
         removable = filter(_remove, present)
-        for _ in range(len(present) - KEPT + 1):
-            next(removable, None)
+        return len([*islice(removable, max(len(present) - most, 0))]) > 0
 
 
 def _sweep(store: Path, *, locked: bool) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage import node_cache as cache_of_a_node
-from rollflow.storage.errors import ConfigError, Corrupt, Unreachable
+from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed, Unreachable
 from rollflow.storage.node_cache import FILLING, KEPT, Held, NodeCache
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.run import RunContext
@@ -169,6 +169,25 @@ def test_what_cannot_be_fetched_leaves_nothing(cache: Path) -> None:
     assert whole(hold(cache).folder)
 
 
+def test_a_disk_without_room_for_all_that_is_kept_takes_what_is_needed(cache: Path) -> None:
+    """What nobody holds goes before a fetch fails for want of room; what is held stays."""
+    held = hold(cache, "held")
+    hold(cache, "unused")
+
+    def small_disk(folder: Path) -> None:
+        if len([one for one in folder.parent.glob("*") if not one.name.startswith(".")]) > 1:
+            raise StoreFailed("there is no space left")
+        fill(folder)
+
+    assert whole(NodeCache(cache, "s3://one").hold("new", small_disk, whole).folder)
+    assert names(cache) == {"held", "new"}
+    second = hold(cache, "second")
+    with pytest.raises(StoreFailed):
+        NodeCache(cache, "s3://one").hold("newer", small_disk, whole)
+    assert whole(held.folder)
+    assert whole(second.folder)
+
+
 def test_a_folder_that_is_not_whole_is_made_anew_whoever_holds_it(cache: Path) -> None:
     held = hold(cache)
     (held.folder / "second").unlink()
@@ -220,8 +239,12 @@ def test_each_node_finds_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("ROLLFLOW_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert node_cache().is_relative_to(tmp_path / "home/.rollflow")
-    monkeypatch.setenv("HOME", "/proc/nobody")  # where nothing can be written
     own = tmp_path / f"rollflow-{os.getuid()}"
+    with monkeypatch.context() as nobody:  # a user that only a container's start knows of
+        nobody.delenv("HOME")
+        nobody.setattr("pwd.getpwuid", {}.__getitem__)
+        assert node_cache().is_relative_to(own)
+    monkeypatch.setenv("HOME", "/proc/nobody")  # where nothing can be written
     assert node_cache().is_relative_to(own)
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
