@@ -90,7 +90,8 @@ class RunContext:
     def policies(self) -> PolicyStore:
         """The run's ledger."""
         kept = self.config.store
-        retention = Retention(kept.keep_last, kept.keep_every, kept.state_every)
+        newest = max(kept.keep_last, self.config.capacity)  # engines still fetch what the learner is so far ahead of
+        retention = Retention(newest, kept.keep_every, kept.state_every)
         return PolicyStore(self.store, retention, in_use=self._waits_for_evaluation)
 
     def _waits_for_evaluation(self, version: int) -> bool:
