@@ -41,8 +41,11 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     read = read_once()
     files = with_dtype(_policy_files(config, read), config.policy.dtype)
     probe, pins = _check_policy(config, files, read)
-    for name, data in {**files, **_first_weights(config)}.items():
-        context.store.put(f"policy/{name}", data)
+    policy = {f"policy/{name}": data for name, data in {**files, **_first_weights(config)}.items()}
+    for left in {*context.store.list("policy")} - policy.keys():  # by an attempt that ended before there was a run
+        context.store.delete(left)
+    for path, data in policy.items():
+        context.store.put(path, data)
     keep(context.store, config, pins, read)
     described = {
         "format": FORMAT,

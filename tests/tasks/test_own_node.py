@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rollflow.flows.home import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.actor import EngineActor, RayEngine
@@ -68,6 +69,16 @@ def test_a_policy_without_weights_is_refused(home: Path) -> None:
     (home / "policy/model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"policy\.path = '.*/policy' has no weights as safetensors; save them there"):
         prepare_small(home, "another", versions=1)
+
+
+def test_an_attempt_that_never_became_a_run_leaves_nothing_of_its_policy(home: Path) -> None:
+    """It ended in the middle of its upload: its weights and its chat template are not those of the run's policy."""
+    before = attach_run(str(home / "home/store/runs/small"))
+    for name in ("model.safetensors.index.json", "chat_template.jinja"):
+        before.store.put(f"policy/{name}", b"another policy's")
+    context = prepare_small(home, versions=1)
+    kept = {path.removeprefix("policy/") for path in context.store.list("policy")}
+    assert kept == {path.name for path in (home / "policy").iterdir()}
 
 
 @pytest.mark.parametrize("alpha", [0, 1.5, 4, 8])
