@@ -229,6 +229,7 @@ class Victim:
         regenerated: dict[str, int] = defaultdict(int)
         for recovery in self.recoveries.read():
             regenerated[recovery.role] += recovery.trajectories
+        trained = report.versions * self.groups * self.group_size  # what it says; a batch that is gone is one violation
         kinds = [violation.kind for violation in report.violations]
         return Outcome(
             self.engine,
@@ -238,7 +239,7 @@ class Victim:
             and (report.versions, report.trajectories)
             == (self.versions, self.versions * self.groups * self.group_size),
             trained=report.trajectories,
-            lost=kinds.count("missing") * self.group_size,
+            lost=max(kinds.count("missing") * self.group_size, trained - report.trajectories),
             doubled=kinds.count("duplicate") * self.group_size,
             violations=[f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
             regenerated=dict(regenerated),

@@ -8,6 +8,8 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -16,6 +18,9 @@ from benchmarks import chaos, victims
 from benchmarks.chaos import Victim
 from benchmarks.chaos_table import Kill, Outcome, table_of
 from benchmarks.victims import RECORDED_AS, ROLES, is_record_of, kill, kill_everything, mine
+from rollflow.storage.recoveries import RecoveryLog
+from rollflow.storage.trajectories import TrajectoryStore
+from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
 from tests.support.waiting import until
 
 
@@ -81,6 +86,22 @@ def test_a_kill_that_was_not_survived_is_in_the_table(monkeypatch: pytest.Monkey
     assert found["timed: learner", "runs that ended right"] == 0
     assert math.isinf(found["timed: learner", "seconds to progress, worst"])
     assert found["timed: scheduler", "seconds to progress, worst"] == 2.0
+
+
+def test_what_a_lost_batch_held_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the audit it is one object."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    context = prepare_small(tmp_path)
+    train_small(context)
+    victim = object.__new__(Victim)
+    victim.engine, victim.versions, victim.groups, victim.group_size = "timed", 6, GROUPS, SIZE
+    victim.store, victim.recoveries = context.store, RecoveryLog(context.store)
+    victim.process = cast(Any, SimpleNamespace(wait=lambda seconds: 0))
+    before = victim.finish([], 1)
+    assert (before.right, before.lost) == (True, 0)
+    context.store.delete(TrajectoryStore(context.store).record_of(3, 0).file)
+    after = victim.finish([], 1)
+    assert (after.right, after.lost) == (False, GROUPS * SIZE)
 
 
 def test_another_roles_recovery_is_not_the_roles_own() -> None:
