@@ -3,9 +3,10 @@
 `python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM; `--s3 20` makes 20 more on S3 behind a
 proxy that spoils 2% of its answers. A kill counts when the process is gone, and as survived when the role lives again,
 a version was published after that, *and* storage has the recovery of that very role: "seconds to progress" is the time
-from the kill until then (so it is longer than the time until the next version, which other roles may publish meanwhile;
-that one is shown as "seconds to a version"). "own record" says of how many kills it was found: a death within a second
-of another may have no witness of its own. A reward worker's end is written down nowhere.
+from the kill until then, `inf` where the run did not come back. (So it is longer than the time until the next version,
+which other roles may publish meanwhile; that one is shown as "seconds to a version".) "own record" says of how many
+kills it was found: a death within a second of another may have no witness of its own. A reward worker's end is written
+down nowhere.
 
 Trajectories lost and doubled are what the audit finds from storage at each run's end; regenerated ones are what the
 recoveries say was generated again. The runs have `RESTARTS` restarts a role: more than the default, for what is asked
@@ -15,6 +16,7 @@ is whether each death is survived, not how many are too many.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -108,6 +110,7 @@ class Victim:
         self.policies, self.recoveries = PolicyStore(self.store), RecoveryLog(self.store)
         self.process = self._start("run", str(self.recipe), "--run-id", "chaos", *options)
         self.newest = 0
+        self.struck: str | None = None  # the role whose kill the run has not survived yet
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "ROLLFLOW_HOME": str(self.home)}
@@ -139,6 +142,7 @@ class Victim:
         version, recorded = self.version(), self._recovered(role)
         if not kill(victim):  # it ended by itself just then: that is no kill
             return self.strike(role, draw, record=record)
+        self.struck = role
         first: list[float] = []  # when a version was seen that was not there at the kill
 
         def watch() -> None:
@@ -151,6 +155,7 @@ class Victim:
             self._wait(lambda: self._recovered(role) > recorded, "an engine that serves", watch)
         self.wait_version(self.version() + 1, LIMIT_SECONDS)
         now = time.monotonic()
+        self.struck = None
         found = self._is_recorded(role, recorded, watch) if record and role in RECORDED_AS else None
         return Kill(role, (first or [now])[0] - began, (time.monotonic() if found else now) - began, found)
 
@@ -172,9 +177,10 @@ class Victim:
         began = time.monotonic()
         kill_everything(self.home)
         self.process.wait()
-        version = self.version()
+        version, self.struck = self.version(), EVERYTHING
         self.process = self._start("resume", "chaos")
         self.wait_version(version + 1, LIMIT_SECONDS)
+        self.struck = None
         return Kill(EVERYTHING, time.monotonic() - began, time.monotonic() - began)
 
     def _wait_role(
@@ -223,6 +229,7 @@ class Victim:
         regenerated: dict[str, int] = defaultdict(int)
         for recovery in self.recoveries.read():
             regenerated[recovery.role] += recovery.trajectories
+        trained = report.versions * self.groups * self.group_size  # what it says; a batch that is gone is one violation
         kinds = [violation.kind for violation in report.violations]
         return Outcome(
             self.engine,
@@ -232,7 +239,7 @@ class Victim:
             and (report.versions, report.trajectories)
             == (self.versions, self.versions * self.groups * self.group_size),
             trained=report.trajectories,
-            lost=kinds.count("missing") * self.group_size,
+            lost=max(kinds.count("missing") * self.group_size, trained - report.trajectories),
             doubled=kinds.count("duplicate") * self.group_size,
             violations=[f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
             regenerated=dict(regenerated),
@@ -273,6 +280,8 @@ def _struck(victim: Victim, roles: Sequence[str], seed: int, *, settled: bool) -
         return victim.finish(kills, 600)
     except RuntimeError as error:
         print(f"  {error}", flush=True)
+        if victim.struck:
+            kills.append(Kill(victim.struck, math.inf, math.inf))
         outcome = victim.finish(kills, 1)
         outcome.violations.append(str(error))
         return outcome

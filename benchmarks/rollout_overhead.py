@@ -3,9 +3,13 @@
     ours: scheduler -> proxy -> Ray -> vLLM -> reward workers -> Arrow -> commit to disk -> Ray channel -> reader
     theirs: LLM.generate(all prompts)
 
-Same policy, prompts, sampling and engine settings, and both without vLLM's rank of the sampled token, which nobody
-reads here (it costs a third of the sampler's time); the two run by turns, each in processes of its own, and the
-median of the ratios of neighbouring turns is reported. Run it as `python -m benchmarks.rollout_overhead`.
+Same policy, prompts, sampling, slots, KV cache and threads, and both without vLLM's rank of the sampled token, which
+nobody reads here (it costs a third of the sampler's time); all else of theirs is vLLM's default: blocks of another
+size, and compiled where ours is eager. The two run by turns, each in processes of its own, and the median of the ratios
+of neighbouring turns is reported. Counted is what ours had begun of the measured batches when the first one was read: a
+response that ended early has left its slot to one of them. Where responses are long, that is one or two per cent.
+
+Run it as `python -m benchmarks.rollout_overhead`.
 """
 
 from __future__ import annotations

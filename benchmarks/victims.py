@@ -120,12 +120,19 @@ def _gone(process: psutil.Process) -> bool:
 
 
 def kill_everything(home: Path) -> None:
-    """SIGKILL to all processes of the home, the guards first, so that nobody ends in order."""
-    found = list(mine(home))
-    for process in sorted(found, key=lambda one: "guard.py" not in _quiet_line(one)):
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(found, timeout=60)
+    """SIGKILL to all processes of the home, the guards first, so that nobody ends in order.
+
+    Raises:
+        RuntimeError: one lives on.
+    """
+    limit = time.monotonic() + 2 * GONE_SECONDS
+    while found := list(mine(home)):  # again: one may have started another meanwhile
+        if time.monotonic() > limit:
+            raise RuntimeError(f"{len(found)} processes live {2 * GONE_SECONDS:g} s after SIGKILL: {found}")
+        for process in sorted(found, key=lambda one: "guard.py" not in _quiet_line(one)):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(found, timeout=1)
 
 
 def _is(process: psutil.Process, role: str) -> bool:

@@ -53,6 +53,8 @@ Steps = Mapping[str, Sequence[float]]  # case -> seconds of each step after the 
 class NoWeights:
     """A `WeightsSource` for engines that read none."""
 
+    patience = None
+
     def weights(self, version: int) -> Path:
         """See `WeightsSource`."""
         return Path()

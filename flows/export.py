@@ -20,7 +20,7 @@ from rollflow.tasks.policies.folder import COPIED, with_dtype
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run import RunContext
 
-TEXTS = 64  # of the run's prompts, where they are to be had, that others must read as the run did
+TEXTS = 64  # of the run's prompts, where they can be had, that others must read as the run did
 
 
 def export(context: RunContext, version: int, folder: Path) -> None:
@@ -81,14 +81,17 @@ def _described(context: RunContext) -> dict[str, bytes]:
     return with_dtype({Path(path).name: context.store.get(path) for path in names}, context.config.policy.dtype)
 
 
-def _check_reading(context: RunContext, folder: Path) -> None:
-    texts: list[str] = []
-    with contextlib.suppress(
-        ConfigError, Corrupt
-    ):  # prompts that are not to be had any more: it was trained all the same
+def _texts(context: RunContext) -> list[str]:
+    """Some of the run's prompts; none where they are not to be had any more: the weights are what they were."""
+    try:
         order = context.order()
-        texts = [order.prompt(index).text for index in range(TEXTS)]
-    if (what := other_reading(folder, texts)) is not None:
+        return [order.prompt(index).text for index in range(TEXTS)]
+    except (ConfigError, Corrupt):
+        return []
+
+
+def _check_reading(context: RunContext, folder: Path) -> None:
+    if (what := other_reading(folder, _texts(context))) is not None:
         raise ConfigError(
             f"run {context.run_id!r} cannot be exported for other tools: {what}; it was prepared by an older rollflow, "
             "which did not see that: train it again, or read its weights with that tokenizer.json only"

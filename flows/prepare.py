@@ -44,8 +44,8 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     read = read_once()
     files = with_dtype(_policy_files(config, read), config.policy.dtype)
     probe, pins = _check_policy(config, files, read)
-    for name, data in {**files, **_first_weights(config)}.items():
-        _place(context.store, f"policy/{name}", data, run_id)
+    policy = {f"policy/{name}": data for name, data in {**files, **_first_weights(config)}.items()}
+    _place(context.store, policy, run_id)
     keep(context.store, config, pins, read)
     described = {
         "format": FORMAT,
@@ -64,16 +64,24 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     return context
 
 
-def _place(run: ObjectStore, path: str, data: Data, run_id: str) -> None:
-    """Write a file of the policy, unless another command that is given the same run id has written another one."""
-    try:
-        run.create(path, data)
-    except Conflict:
-        if digest(pieces(data)) != hashlib.sha256(run.get(path)).hexdigest():
-            raise ConfigError(
-                f"run id {run_id!r}: another policy was prepared under it ({run.uri}/{path}); "
-                "choose another with --run-id"
-            ) from None
+def _place(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
+    """Write the policy's files, unless another command that was given the same run id has written other ones.
+
+    That one may still prepare, or have ended in the middle: its weights or chat template must not be this run's.
+    """
+
+    def refused(path: str) -> ConfigError:
+        words = f"another policy was prepared under it ({run.uri}/{path}); choose another with --run-id"
+        return ConfigError(f"run id {run_id!r}: {words}")
+
+    for path, data in policy.items():
+        try:
+            run.create(path, data)
+        except Conflict:
+            if digest(pieces(data)) != hashlib.sha256(run.get(path)).hexdigest():
+                raise refused(path) from None
+    if foreign := {*run.list("policy")} - policy.keys():
+        raise refused(min(foreign))
 
 
 def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:

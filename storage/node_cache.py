@@ -4,7 +4,8 @@
 
 - However many processes of a node ask for a folder at a time, one fills it and the others wait.
 - A folder has its name only when it is whole. What a killed process left is removed by the next one that fills.
-- What a living process holds stays. Of the rest, over all stores, the longest unused go first.
+- What a living process holds stays. Of the rest, over all stores, the longest unused go first; where the disk has no
+  room for one more, all of them.
 - Nothing is synced, so what was there before the node's last start is not used: a power cut may have halved it.
 
 Locks are the kernel's (`flock`): the death of a process, however it comes, lets go of all it holds. The folder must be
@@ -23,15 +24,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.objects.disk import explained
 
 KEPT = 3  # folders, held ones among them where they are not more
 FILLING = ".filling-"  # what a folder is called until it is whole
 LOCK = ".lock"
-WAIT_SECONDS = 900.0  # for another process of this node that fills
+WAIT_SECONDS = 900.0  # for another process of this node that fills, while the store answers
 POLL_SECONDS = 0.02
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -52,9 +54,13 @@ class Held:
 class NodeCache:
     """The folders of one store in the cache of a node. See the module's docstring."""
 
-    def __init__(self, cache: Path, store: str) -> None:
-        """`cache` is the node's, for all stores; `store` says whose folders these are."""
+    def __init__(self, cache: Path, store: str, patience: float | None = None) -> None:
+        """`cache` is the node's, for all stores; `store` says whose folders these are.
+
+        `patience`: how long who fills may wait for the store besides (seconds).
+        """
         self._cache, self._store = cache, store
+        self._wait = WAIT_SECONDS + (patience or 0.0)
 
     @cached_property
     def _mine(self) -> Path:
@@ -82,8 +88,13 @@ class NodeCache:
         with self._locked(folder.name):
             if held := _present(folder, whole):
                 return held
-            self._make_room(folder)
-            return self._filled(folder, fill)
+            self._make_room(folder, KEPT - 1)
+            try:
+                return self._filled(folder, fill)
+            except StoreFailed:
+                if not self._make_room(folder, 0):
+                    raise
+                return self._filled(folder, fill)
 
     def _filled(self, folder: Path, fill: Callable[[Path], None]) -> Held:
         with explained(folder):
@@ -98,24 +109,34 @@ class NodeCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        limit = time.monotonic() + WAIT_SECONDS
+        limit = time.monotonic() + self._wait
         with (self._mine / LOCK).open("ab") as lock:
             while not _lock(lock.fileno(), fcntl.LOCK_EX):
                 if time.monotonic() > limit:
-                    raise Unreachable(f"waited {WAIT_SECONDS:g} s for another process of this node to fetch {name}")
+                    raise Unreachable(f"waited {self._wait:g} s for another process of this node to fetch {name}")
                 time.sleep(POLL_SECONDS)
             yield
 
-    def _make_room(self, folder: Path) -> None:
-        """For one more: what nobody holds goes, the longest unused first; and what killed processes left."""
-        for left in self._mine.glob(f"{FILLING}*"):  # whoever fills here has the lock
-            shutil.rmtree(left, ignore_errors=True)
+    def _make_room(self, folder: Path, most: int) -> bool:
+        """For one more beside `most`: what nobody holds goes, the longest unused first; and what killed processes left.
+
+        Returns whether a whole one went.
+        """
+        for store in self._cache.iterdir():
+            _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
             _rename_away(folder)  # not whole, whoever holds it
         present = sorted(self._cache.glob("*/[!.]*"), key=_used)
         removable = filter(_remove, present)
-        for _ in range(len(present) - KEPT + 1):
-            next(removable, None)
+        return len([*islice(removable, max(len(present) - most, 0))]) > 0
+
+
+def _sweep(store: Path, *, locked: bool) -> None:
+    """Remove what killed processes left by half, of a run that has ended, say; whoever fills has the store's lock."""
+    with contextlib.suppress(FileNotFoundError), (store / LOCK).open("rb") as lock:
+        if locked or _lock(lock.fileno(), fcntl.LOCK_EX):
+            for left in store.glob(f"{FILLING}*"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _present(folder: Path, whole: Callable[[Path], bool]) -> Held | None:

@@ -222,7 +222,7 @@ class PolicyStore:
         """
         local = self.run.local_path(manifest.weights[0].path)
         name = f"{manifest.version:08d}-{manifest.writer}"
-        node = NodeCache(cache, self.run.uri)
+        node = NodeCache(cache, self.run.uri, self.run.patience)
         if local is not None:  # an empty folder says that the store's own was checked
             node.hold(name, lambda _: self._check_all(manifest), lambda _: _whole(local.parent, manifest))
             return local.parent

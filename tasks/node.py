@@ -29,7 +29,7 @@ def _home() -> Path:
     """`ROLLFLOW_HOME`; without it `~/.rollflow`, or where that cannot be written a folder for temporary files."""
     if given := os.environ.get("ROLLFLOW_HOME"):
         return Path(given).expanduser().absolute()
-    own = Path("~/.rollflow").expanduser()
+    own = Path(os.path.expanduser("~/.rollflow"))  # as it stands for a user without a home; `Path` would raise
     return own if own.is_absolute() and _writable(own) else _temporary()
 
 

@@ -93,7 +93,8 @@ class RunContext:
     def policies(self) -> PolicyStore:
         """The run's ledger."""
         kept = self.config.store
-        retention = Retention(kept.keep_last, kept.keep_every, kept.state_every)
+        newest = max(kept.keep_last, self.config.capacity)  # engines still fetch what the learner is so far ahead of
+        retention = Retention(newest, kept.keep_every, kept.state_every)
         return PolicyStore(self.store, retention, in_use=self._waits_for_evaluation)
 
     def _waits_for_evaluation(self, version: int) -> bool:
@@ -134,7 +135,7 @@ class RunContext:
         def whole(folder: Path) -> bool:
             return all((folder / Path(path).name).exists() for path in paths)
 
-        return NodeCache(self.cache / "policies", self.key).hold(name, fetch, whole).for_good()
+        return NodeCache(self.cache / "policies", self.key, self.patience).hold(name, fetch, whole).for_good()
 
     @cached_property
     def tokenizer(self) -> PolicyTokenizer:

@@ -302,7 +302,9 @@ class StoreConfig(Section):
     """Where runs are stored, and for how long a version keeps its weights and learner state."""
 
     uri: str | None = Field(None, description="s3://bucket/prefix or a folder; default: a folder in the run home")
-    keep_last: int = Field(5, ge=2, description="newest versions that keep their objects")
+    keep_last: int = Field(
+        5, ge=2, description="newest versions that keep their objects; async_ratio + 1 where that is more"
+    )
     keep_every: int = Field(10, gt=0, description="every n-th version keeps its objects, too")
     state_every: int = Field(
         1, gt=0, description="every n-th version stores the learner's state; recovery replays the batches in between"

@@ -72,6 +72,8 @@ def checked(path: str) -> str:
 class ObjectStore(ABC):
     """Named byte strings with atomic create. See the module's docstring for the guarantees."""
 
+    patience: float | None = None  # how long one that does not answer is asked again (seconds); None: some minutes
+
     @property
     @abstractmethod
     def uri(self) -> str:

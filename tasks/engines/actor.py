@@ -51,7 +51,7 @@ COALESCE_SECONDS = 0.003  # how long a finished generation waits for company
 PROGRESS_SECONDS = 0.25  # between two reports of what runs: so many tokens' work can be lost with an actor
 START_SECONDS = 900.0
 SILENT_SECONDS = 60.0  # for a call, and for the next token; longer than an engine's own deadline: its message arrives
-FETCH_SECONDS = 1000.0  # longer than the node waits for another process that fetches
+FETCH_SECONDS = 1000.0  # and as long as storage is waited for; longer than the node waits for another who fetches
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
 
@@ -323,7 +323,7 @@ class RayEngine:
         await self._own(self._silent, "suspend", in_flight)
 
     async def fetch(self, version: int, weights: WeightsSource) -> None:
-        await self._ask(FETCH_SECONDS, "fetch", version, weights)
+        await self._ask(FETCH_SECONDS + (weights.patience or 0.0), "fetch", version, weights)
 
     async def update(self, version: int, weights: WeightsSource) -> None:
         await self.fetch(version, weights)  # nothing, unless it joins while a version comes: it may take longer

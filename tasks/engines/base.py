@@ -89,6 +89,10 @@ class Generation:
 class WeightsSource(Protocol):
     """Where a run's weights are. A small value that travels: no path of one node is of any use on another."""
 
+    @property
+    def patience(self) -> float | None:
+        """How long `weights` may wait for storage that does not answer (seconds); None: for some minutes."""
+
     def weights(self, version: int) -> Path:
         """A folder on the node of whoever asks, with the weights of a version; fetched if need be."""
 

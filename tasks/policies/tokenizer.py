@@ -27,7 +27,7 @@ class PolicyTokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._fast = _whole(folder)
         self._config = json.loads((folder / "config.json").read_text())
 
     def encode(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
@@ -64,6 +64,14 @@ class PolicyTokenizer:
         return tokenizer
 
 
+def _whole(folder: Path) -> Tokenizer:
+    """tokenizer.json without the truncation and padding it was once used with: nobody else heeds them."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """How `AutoTokenizer` reads the folder differently than a run would; None where it does not.
 
@@ -71,7 +79,7 @@ def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """
     from transformers import AutoTokenizer
 
-    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = _whole(folder)
     try:
         theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:

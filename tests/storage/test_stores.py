@@ -137,7 +137,7 @@ def test_foreign_files_are_corrupt_not_fatal(data: bytes | pa.Buffer, message: s
         TrajectoryBatch.from_bytes(data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8),
     st.integers(0, 4000),
@@ -156,7 +156,7 @@ def test_any_damage_is_corrupt_or_harmless(flips: list[tuple[int, int]], start: 
     assert len(batch.table.to_pylist()) == len(batch)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 255))
 def test_an_altered_commit_is_corrupt(place: int, value: int) -> None:
     """A commit proves itself: no digit of a cursor can change unseen."""

@@ -18,6 +18,7 @@ class Here:
     """A `WeightsSource` where there is one node: the folder, whatever the version."""
 
     folder: Path = Path()
+    patience: float | None = None
 
     def weights(self, version: int) -> Path:
         """See `WeightsSource`."""

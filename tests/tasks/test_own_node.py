@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import shutil
+import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rollflow.flows.home import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.actor import EngineActor
+from rollflow.tasks.engines.actor import EngineActor, RayEngine
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import TimedEngineConfig
+from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.settings import RunConfig, StoreConfig, TimedEngineConfig
 from tests.support.small_run import prepare_small, train_small
+from tests.support.waiting import HANG_SECONDS
 
 NO_PROBE = Probe((), (), 0.1)
 CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=50, sigma=0.0, seconds_per_token=0.1)
@@ -64,8 +71,31 @@ def test_a_policy_without_weights_is_refused(home: Path) -> None:
         prepare_small(home, "another", versions=1)
 
 
+def test_an_attempt_that_never_became_a_run_gives_its_policy_to_none(home: Path) -> None:
+    """It ended in the middle of its upload: its weights or its chat template would be read with the run's policy."""
+    before = attach_run(str(home / "home/store/runs/small"))
+    before.store.put("policy/chat_template.jinja", b"another policy's")
+    with pytest.raises(ConfigError, match=r"run id 'small': .*chat_template\.jinja\); choose another with --run-id"):
+        prepare_small(home, versions=1)
+
+
+@pytest.mark.parametrize("alpha", [0, 1.5, 4, 8])
+def test_what_engines_are_fetching_stays_however_far_the_learner_may_run_ahead_meanwhile(
+    tmp_path: Path, alpha: float
+) -> None:
+    """Batches were formed as far ahead as alpha lets them: an engine that found its version gone would have failed."""
+    config = RunConfig(async_ratio=alpha, store=StoreConfig(keep_last=2))
+    described = {"format": FORMAT, "run_id": "ahead", "config": config.model_dump(mode="json")}
+    context = RunContext(str(tmp_path), tmp_path / "cache")
+    context.store.put("run.json", json.dumps(described).encode())
+    fetched, retention = 11, context.policies().retention
+    assert all(retention.keeps(fetched, latest) for latest in range(fetched, fetched + math.floor(alpha) + 1))
+
+
 class Away:
     """A `WeightsSource` of a node that cannot get at them."""
+
+    patience = None
 
     def weights(self, version: int) -> Path:
         raise Corrupt("model.safetensors is not what was written")
@@ -80,6 +110,39 @@ async def test_an_engine_fails_alone_where_its_node_cannot_have_the_weights() ->
     for call in (actor.fetch(0, Away()), actor.update("me", 0, Away())):
         with pytest.raises(EngineFailed, match=r"version 0 cannot be had here: model\.safetensors is not what was"):
             await call
+
+
+@dataclass(frozen=True)
+class Late:
+    """A `WeightsSource` whose storage is away for a while, and which waits for it so long."""
+
+    patience: float | None
+
+    def weights(self, version: int) -> Path:
+        time.sleep(1.0)
+        return Path()
+
+
+class Here:
+    """An actor's handle without Ray."""
+
+    def __init__(self, actor: EngineActor) -> None:
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(getattr(self._actor, method)(*given)))
+
+
+async def test_an_engine_waits_for_storage_as_long_as_its_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine that is given up, requests, process and one of its restarts are lost."""
+    monkeypatch.setattr("rollflow.tasks.engines.actor.FETCH_SECONDS", 0.1)
+    actor = EngineActor(lambda: TimedEngine(CONFIG))
+    await actor.start()
+    engine = RayEngine(Here(actor))
+    await engine.fetch(1, Late(patience=HANG_SECONDS))
+    engine.check()
+    with pytest.raises(EngineFailed, match=r"did not answer fetch within"):
+        await engine.fetch(2, Late(patience=None))
 
 
 class Fetching(TimedEngine):

@@ -20,6 +20,7 @@ from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.run import FORMAT, RunContext
 from rollflow.tasks.settings import RewardConfig, RunConfig
+from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 WORKER = """
@@ -92,6 +93,7 @@ async def test_a_slow_verdict_does_not_hold_up_the_others_of_its_call(actor: Any
 
 
 async def test_a_call_is_not_given_up_while_others_progress(actor: Any, tmp_path: Path) -> None:
+    await reasons(asked(RewardClient(HANG_SECONDS), [0]))  # the actor and its worker have started
     client, now = RewardClient(5.0), tmp_path / "now"
     slow, began = asked(client, [100], now), time.monotonic()
     while time.monotonic() < began + 12:

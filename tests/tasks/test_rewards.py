@@ -67,6 +67,18 @@ async def test_reasoning_gym_scores_its_own_questions(folder: Path) -> None:
     assert all(reward < 1.0 for reward, _ in found[1::3] + found[2::3])
 
 
+async def test_a_worker_is_ready_once_its_verifier_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first response of each worker scores 0 where the imports take longer than a verdict may."""
+    (tmp_path / "reasoning_gym.py").write_text(
+        "import time\ntime.sleep(4)\ndef get_score_answer_fn(family): return lambda response, reference: 1.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path]))
+    pool = RewardPool(RewardConfig(deadline_seconds=3.0), folder)
+    assert await scores(pool, [ScoreRequest([5], {"family": "any", "answer": "1"})]) == [(1.0, "right")]
+
+
 async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> None:
     requests = [ScoreRequest([5], {"family": "no such family", "answer": "1"})] * 2
     found = await scores(RewardPool(RewardConfig(), folder), requests)
@@ -75,12 +87,12 @@ async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> Non
 
 
 async def test_a_hung_verdict_ends_at_its_deadline_and_the_next_is_served(folder: Path) -> None:
-    pool = odd_pool(folder, deadline=0.5)
+    pool = odd_pool(folder, deadline=3.0)
     await pool.start()
     assert (await pool.score([ScoreRequest([], {})]))[0].reward == 1.0
     hung, good = await pool.score([ScoreRequest([], {"sleep": 60}), ScoreRequest([], {})])
     await pool.close()
-    assert (hung.reward, hung.reason) == (0.0, "deadline: no verdict in 0.5 s")
+    assert (hung.reward, hung.reason) == (0.0, "deadline: no verdict in 3 s")
     assert good.reward == 1.0
     assert pool.timeouts == 1
 
@@ -108,7 +120,7 @@ async def test_a_slow_verdict_holds_up_nobody(folder: Path, tmp_path: Path, work
 
 
 async def test_two_slow_verdicts_of_one_call_end_at_their_deadlines_and_the_others_are_served(folder: Path) -> None:
-    pool = odd_pool(folder, deadline=2.0)
+    pool = odd_pool(folder, deadline=3.0)
     await pool.start()
     try:
         await asyncio.wait_for(pool.score([ScoreRequest([], {})] * 100), 120)
