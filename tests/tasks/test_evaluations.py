@@ -170,6 +170,36 @@ def test_no_engine_is_lent_while_there_is_one_alone() -> None:
     run_virtual(main())
 
 
+def test_a_lent_engine_that_cannot_come_back_is_told_among_the_failed() -> None:
+    """Else nobody would start it again: its actor is well, and the run has an engine less for ever."""
+
+    class Cut(TimedEngine):
+        away = False
+
+        async def fetch(self, version: int, weights: Path) -> None:
+            if self.away:
+                raise EngineFailed("the weights cannot be had here")
+
+    async def cut_off(proxy: InferenceProxy) -> None:
+        async with proxy.lent() as engine:
+            assert isinstance(engine, Cut)
+            assert not proxy.failed
+            engine.away = True
+
+    async def main() -> None:
+        proxy = InferenceProxy([Cut(SLOW), Cut(SLOW)], 4, 600.0)
+        await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        with pytest.raises(EngineFailed, match="cannot be had"):
+            await cut_off(proxy)
+        [(place, why)] = proxy.failed.items()
+        assert "cannot be had" in why
+        await proxy.join(place, Cut(SLOW))
+        assert not proxy.failed
+        assert sorted(proxy.engines) == [0, 1]
+
+    run_virtual(main())
+
+
 def test_an_evaluation_whose_engine_died_is_made_again() -> None:
     beside = Beside(deaths=3)
     pipeline = ran(beside)
