@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import reasoning_gym
 from tokenizers import Tokenizer
 
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
+from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest, _Worker
 from rollflow.tasks.rewards.verifier import answer_of
 from rollflow.tasks.settings import ColdStart, RewardConfig
 from tests.support.waiting import HANG_SECONDS
@@ -125,6 +127,22 @@ async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folde
     always = ScoreRequest([], {"always_die": True})
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS, workers=2), [once, always, ScoreRequest([], {})])
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
+
+
+async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full process table, say: who had taken the responses must not end with them."""
+    start, refusals = _Worker.start, [BlockingIOError(errno.EAGAIN, "no more processes")] * 3
+
+    async def refused(command: Sequence[str]) -> _Worker:
+        if refusals:
+            raise refusals.pop()
+        return await start(command)
+
+    monkeypatch.setattr(_Worker, "start", refused)
+    assert await scores(odd_pool(folder, deadline=HANG_SECONDS), [ScoreRequest([], {})] * 5) == [(1.0, "fine")] * 5
+    assert not refusals
 
 
 async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
