@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ class Verifier(Protocol):
 
 
 def verifier(kind: str) -> Verifier:
-    """The verifier that `reward.kind` names."""
+    """The verifier that `reward.kind` names; what it imports, it has: that may take longer than a verdict may."""
+    if kind == "reasoning-gym":
+        importlib.import_module("reasoning_gym")
     return {"reasoning-gym": reasoning_gym_score, "exact": exact_match}[kind]
 
 

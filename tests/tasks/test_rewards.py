@@ -145,6 +145,21 @@ async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
     assert not refusals
 
 
+async def test_a_worker_is_ready_when_it_has_imported_its_verifier(folder: Path, tmp_path: Path) -> None:
+    """On a busy machine that takes longer than a verdict may: the first response would score 0 for it."""
+    (tmp_path / "reasoning_gym.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *RewardPool(RewardConfig(), folder)._command, stdin=pipe, stdout=pipe, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), HANG_SECONDS) == b"ready\n"
+    assert (tmp_path / "imported").exists()
+    process.kill()
+    await process.wait()
+
+
 async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
     pool = RewardPool(RewardConfig(), folder)
     process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)
