@@ -32,6 +32,7 @@ CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each
 AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice
 SLOW_SECONDS = 1.0  # a verdict that takes longer holds up no other
 START_SECONDS = 120.0  # for a worker's imports
+AGAIN_SECONDS = 0.5  # before another try to start one
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,13 @@ class RewardPool:
                 if not has_turn:
                     await self._turns.acquire()
                 jobs = await self._take()
-                worker = worker if worker and worker.alive else await _Worker.start(self._command)
+                try:
+                    worker = worker if worker and worker.alive else await _Worker.start(self._command)
+                except OSError:  # no process is to be had, or no pipe
+                    self._put(*jobs)
+                    has_turn = True
+                    await asyncio.sleep(AGAIN_SECONDS)
+                    continue
                 handed_over = await self._serve(worker, jobs)
                 has_turn = handed_over is None
                 if handed_over:

@@ -197,6 +197,7 @@ class RolloutActor:
             evaluator=Evaluator(held, settings.samples, settings.temperature, longest, self._judge),
             keep=lambda found: asyncio.to_thread(self._keep, found),
             slots=self.config.engine.slots,
+            tries=max(1, self.config.recovery.restarts),
         )
         return Evaluations(means, self.config.versions)
 

@@ -6,7 +6,8 @@ wasted, as long as groups end in about the order they started. A group that over
 later; such a straggler is caught when its batch is formed.
 
 Staleness is a whole number, so of a fractional alpha the part behind the point only starts groups that can take the
-place of slower ones of the same batch. Half a batch ahead, at most one version old, is alpha = 1 with ahead = 0.5.
+place of slower ones of the same batch: none where slow ones are waited for (`Plan.lead`). Half a batch ahead, at most
+one version old, is alpha = 1 with ahead = 0.5.
 
 Batches are formed in order, but for those that were lost (voided) and are to be formed again: they come first, and that
 later ones are formed already takes nothing from them.

@@ -30,7 +30,6 @@ from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 
 AGAIN_SECONDS = 1.0  # before an evaluation whose engine died is begun again
-TRIES = 10  # with an engine that lives, for one version
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class Means:
 
     `wanted`: the versions to evaluate, `evaluated`: those that need it no more. `engine` lends one for the length of a
     block; `fetch` gives a version's weights and probe (`Missing` or `Corrupt`: they are gone); `keep` stores what came
-    of it.
+    of it. After `tries` with an engine that lived a version is given up: each may have cost the run a restart.
     """
 
     wanted: Callable[[int], bool]
@@ -142,6 +141,7 @@ class Means:
     evaluator: Evaluator
     keep: Callable[[Evaluation | Skipped], Awaitable[None]]
     slots: int
+    tries: int
 
 
 class Evaluations:
@@ -177,7 +177,7 @@ class Evaluations:
 
     async def _evaluate(self, version: int) -> Evaluation | Skipped:
         failures: list[EngineFailed] = []
-        while len(failures) < TRIES:
+        while len(failures) < self._means.tries:
             try:
                 async with self._means.engine() as engine:
                     try:
@@ -189,7 +189,7 @@ class Evaluations:
             except EngineFailed:  # there is none to be had; another one comes, and who starts it knows how often
                 pass
             await asyncio.sleep(AGAIN_SECONDS)
-        return Skipped(version, f"engines failed at it {TRIES} times, the last time: {failures[-1]}")
+        return Skipped(version, f"engines failed at it {len(failures)} times, the last time: {failures[-1]}")
 
     async def _on(self, engine: Engine, version: int) -> Evaluation:
         weights, probe = await self._means.fetch(version)

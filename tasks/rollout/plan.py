@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,8 +40,12 @@ class Plan:
 
     @property
     def lead(self) -> float:
-        """Batches that generation may run ahead of training."""
-        return self.async_ratio if self.ahead is None else self.ahead
+        """Batches that generation may run ahead of training.
+
+        Where nothing is dropped no part of a batch counts that alpha has only for what replaces slower groups.
+        """
+        ahead = self.async_ratio if self.ahead is None else self.ahead
+        return ahead if self.at_bound == "drop" else min(ahead, math.floor(self.async_ratio))
 
     @property
     def awaited_after(self) -> int:

@@ -122,8 +122,7 @@ class _Job:
 
     def again(self, kept: Partial) -> None:
         """Another life, with these tokens; without any it is started anew."""
-        # The old id may still be known.
-        self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)
+        self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)  # the old id may still be known
         if not kept:
             self.started = None
 
@@ -271,9 +270,13 @@ class InferenceProxy:
         try:
             yield engine
         finally:
-            engine.check()
-            if place not in self.engines:  # else another has taken its place
-                await self.join(place, engine)
+            try:
+                engine.check()
+                if place not in self.engines:  # else another has taken its place
+                    await self.join(place, engine)
+            except EngineFailed as error:  # somebody has to start it again
+                self._lanes.places.setdefault(place, Lane(engine, self._slots, failure=error))
+                raise
 
     async def _lend(self) -> tuple[int, Engine]:
         async with self._changing:
@@ -303,7 +306,8 @@ class InferenceProxy:
         if lane.failure is not None:
             return None
         engine = lane.engine
-        if job.request.prefix and job.started != engine.version and self._mixing_is_wrong:
+        may_mix = self._taken is None or self._taken.in_flight == "continue"
+        if job.request.prefix and job.started != engine.version and not may_mix:
             self._again(job, Partial())
         if job.started is None:  # counted from the request, not its first token: it may wait through an update
             job.start(engine.version)
@@ -329,10 +333,6 @@ class InferenceProxy:
             return job.ended(had)
         self._again(job, had)
         return None
-
-    @property
-    def _mixing_is_wrong(self) -> bool:
-        return self._taken is not None and self._taken.in_flight == "restart"
 
     def _again(self, job: _Job, kept: Partial) -> None:
         if kept:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollflow.flows.supervision import Budget
 from rollflow.storage.audit import audit
 from rollflow.storage.errors import Corrupt, EngineFailed
 from rollflow.storage.objects.memory import MemoryStore
@@ -36,7 +37,13 @@ from rollflow.tasks.rollout.evaluation import (
     store_skipped,
 )
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.settings import RunConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
+from rollflow.tasks.settings import (
+    RecoveryConfig,
+    RunConfig,
+    TimedEngineConfig,
+    TransformersEngineConfig,
+    VllmEngineConfig,
+)
 from tests.support.pipeline import Pipeline, prompt_at
 
 SLOW = TimedEngineConfig(slots=8, sigma=0, median_tokens=50, max_new_tokens=64, seconds_per_token=2.0)
@@ -63,6 +70,7 @@ class Beside:
             evaluator=Evaluator([prompt_at(index) for index in range(8)], self.samples, 0.0, 64, self._score),
             keep=self._keep,
             slots=8,
+            tries=RecoveryConfig().restarts,
         )
         return Evaluations(means, pipeline.versions)
 
@@ -170,6 +178,36 @@ def test_no_engine_is_lent_while_there_is_one_alone() -> None:
     run_virtual(main())
 
 
+def test_a_lent_engine_that_cannot_come_back_is_told_among_the_failed() -> None:
+    """Else nobody would start it again: its actor is well, and the run has an engine less for ever."""
+
+    class Cut(TimedEngine):
+        away = False
+
+        async def fetch(self, version: int, weights: Path) -> None:
+            if self.away:
+                raise EngineFailed("the weights cannot be had here")
+
+    async def cut_off(proxy: InferenceProxy) -> None:
+        async with proxy.lent() as engine:
+            assert isinstance(engine, Cut)
+            assert not proxy.failed
+            engine.away = True
+
+    async def main() -> None:
+        proxy = InferenceProxy([Cut(SLOW), Cut(SLOW)], 4, 600.0)
+        await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        with pytest.raises(EngineFailed, match="cannot be had"):
+            await cut_off(proxy)
+        [(place, why)] = proxy.failed.items()
+        assert "cannot be had" in why
+        await proxy.join(place, Cut(SLOW))
+        assert not proxy.failed
+        assert sorted(proxy.engines) == [0, 1]
+
+    run_virtual(main())
+
+
 def test_an_evaluation_whose_engine_died_is_made_again() -> None:
     beside = Beside(deaths=3)
     pipeline = ran(beside)
@@ -222,17 +260,21 @@ def test_where_evaluations_are_made() -> None:
 
 
 def test_a_version_that_no_engine_can_take_is_skipped_with_the_reason() -> None:
-    """Damaged weights, say: the run must not wait for ever for an evaluation that cannot be made."""
+    """Damaged weights, say: the run must neither wait for ever for an evaluation that cannot be made, nor spend all
+    restarts of the engine on it and end."""
 
     class Refusing(TimedEngine):
         async def update(self, version: int, weights: Path) -> None:
             raise EngineFailed("these are not its weights")
 
     kept: list[Evaluation | Skipped] = []
+    limits = RecoveryConfig()
+    budget = Budget(limits)
 
     @asynccontextmanager
     async def engine() -> AsyncIterator[Engine]:
         yield Refusing(TimedEngineConfig())
+        budget.spend("engine-evaluation", "it was closed")
 
     async def fetch(_: int) -> tuple[Path, Probe]:
         return Path(), Probe((), (), 0.1)
@@ -246,7 +288,7 @@ def test_a_version_that_no_engine_can_take_is_skipped_with_the_reason() -> None:
     async def score(_: ScoreRequest) -> Score:
         return Score(1.0, "")
 
-    means = Means(lambda _: True, nothing, engine, fetch, Evaluator((), 1, 0.0, 8, score), keep, 4)
+    means = Means(lambda _: True, nothing, engine, fetch, Evaluator((), 1, 0.0, 8, score), keep, 4, limits.restarts)
     due = Evaluations(means, 0)
     due.published(0)
     run_virtual(due.run())

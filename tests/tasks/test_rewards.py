@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import reasoning_gym
 from tokenizers import Tokenizer
 
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
+from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest, _Worker
 from rollflow.tasks.rewards.verifier import answer_of
 from rollflow.tasks.settings import ColdStart, RewardConfig
 from tests.support.waiting import HANG_SECONDS
@@ -139,18 +141,17 @@ async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folde
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
-async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
-    pool = RewardPool(RewardConfig(), folder)
-    process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert await asyncio.wait_for(process.wait(), HANG_SECONDS) == 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(process.pid, 0)
+async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full process table, say: who had taken the responses must not end with them."""
+    start, refusals = _Worker.start, [BlockingIOError(errno.EAGAIN, "no more processes")] * 3
 
+    async def refused(command: Sequence[str]) -> _Worker:
+        if refusals:
+            raise refusals.pop()
+        return await start(command)
 
-def test_the_answer_is_what_stands_in_the_last_tag() -> None:
-    text = "so <answer>3</answer> no, <answer> 4 </answer>"
-    assert answer_of(text, "tag") == "4"
-    assert answer_of(" 4 ", "all") == "4"
-    assert answer_of("no tag", "tag") == ""
+    monkeypatch.setattr(_Worker, "start", refused)
+    assert await scores(odd_pool(folder, deadline=HANG_SECONDS), [ScoreRequest([], {})] * 5) == [(1.0, "fine")] * 5
+    assert not refusals

@@ -153,3 +153,10 @@ def test_a_fraction_ahead_is_started_once_however_long_the_learner_takes(seconds
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
     assert ledger.cursor.issued == (16,)
     assert ledger.discards[DiscardReason.STALE] <= 3 * 2
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])
+def test_where_slow_groups_are_waited_for_a_fraction_of_alpha_starts_none_that_no_batch_can_take(alpha: float) -> None:
+    ledger = ran(Case(async_ratio=alpha, at_bound="wait", groups=4, slots=4, batches=8))
+    assert not ledger.discards
+    assert ledger.cursor.issued <= (4 * 8 + 4 * int(alpha),)
