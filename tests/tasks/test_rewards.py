@@ -155,3 +155,20 @@ async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
     monkeypatch.setattr(_Worker, "start", refused)
     assert await scores(odd_pool(folder, deadline=HANG_SECONDS), [ScoreRequest([], {})] * 5) == [(1.0, "fine")] * 5
     assert not refusals
+
+
+async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
+    pool = RewardPool(RewardConfig(), folder)
+    process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert await asyncio.wait_for(process.wait(), HANG_SECONDS) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+def test_the_answer_is_what_stands_in_the_last_tag() -> None:
+    text = "so <answer>3</answer> no, <answer> 4 </answer>"
+    assert answer_of(text, "tag") == "4"
+    assert answer_of(" 4 ", "all") == "4"
+    assert answer_of("no tag", "tag") == ""
