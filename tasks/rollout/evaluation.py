@@ -187,7 +187,8 @@ class Evaluations:
             except (Missing, Corrupt) as error:
                 return Skipped(version, f"its weights are gone: {error}")
             except EngineFailed:  # there is none to be had; another one comes, and who starts it knows how often
-                pass
+                if (task := asyncio.current_task()) and task.cancelling():
+                    raise  # a lent one died, and its failure came in the place of the end of all this
             await asyncio.sleep(AGAIN_SECONDS)
         return Skipped(version, f"engines failed at it {len(failures)} times, the last time: {failures[-1]}")
 

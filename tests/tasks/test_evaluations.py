@@ -208,6 +208,27 @@ def test_a_lent_engine_that_cannot_come_back_is_told_among_the_failed() -> None:
     run_virtual(main())
 
 
+def test_an_evaluation_ends_with_the_run_also_where_the_lent_engine_is_dead() -> None:
+    """Else whatever ended the run would wait for an engine that nobody starts again."""
+
+    async def main() -> None:
+        engines = [TimedEngine(SLOW), TimedEngine(SLOW)]
+        pipeline = Pipeline(MemoryStore(uuid4().hex))
+        pipeline.proxy = InferenceProxy(engines, 4, 600.0)
+        await pipeline.proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        due = Beside(lent=True)(pipeline)
+        due.published(0)
+        evaluating = asyncio.create_task(due.run())
+        await asyncio.sleep(20.0)
+        for engine in engines:
+            engine.kill()
+        evaluating.cancel()
+        assert (await asyncio.wait([evaluating], timeout=1000.0))[0]
+        await asyncio.gather(evaluating, return_exceptions=True)
+
+    run_virtual(main())
+
+
 def test_an_evaluation_whose_engine_died_is_made_again() -> None:
     beside = Beside(deaths=3)
     pipeline = ran(beside)
