@@ -303,7 +303,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         rows.append(("waited at the bound", Text(f"{waited}; {cure}")))
     if summary.get("dropped_tokens", 0) >= WORTH_SAYING:
         dropped = f"{summary['dropped_tokens']:.0%} of the tokens were of groups too slow for their batch"
-        rows.append(("dropped", Text(f'{dropped}; rollout.at_bound = "wait" keeps them', style="yellow")))
+        cure = 'rollout.at_bound = "wait", with no extra_groups, keeps them'
+        rows.append(("dropped", Text(f"{dropped}; {cure}", style="yellow")))
     if summary.get("cpu_seconds"):
         rows.append(("cpu", Text(cpu_line(summary["cpu_seconds"]))))
     if summary.get("prefix_cache_hits", 0) >= WORTH_SAYING:
