@@ -73,6 +73,8 @@ class Command:
         environment = {**os.environ, "ROLLFLOW_HOME": str(self.home), "PREFECT_API_URL": prefect}
         command = [sys.executable, "-m", "rollflow.flows.cli", *arguments]
         pipe = subprocess.PIPE
+        # Tests that a shell runs in the background ignore Ctrl-C, and what they start would, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
     def run(self, *arguments: str) -> str:
