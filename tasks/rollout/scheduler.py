@@ -358,7 +358,18 @@ class RolloutScheduler:
             return first is not None and self.buffer.before(first.number) < self.plan.groups
         bound = self._oldest_allowed(number + 1)
         behind = self._started_before(bound)
-        return bool(behind) if number > self._published else self._has_room_for_awaited(behind, bound)
+        if behind if number > self._published else self._has_room_for_awaited(behind, bound):
+            return True
+        if self.plan.at_bound == "drop" or self._missing:
+            return False
+        return any(self._crowds(number, later) for later in range(1, math.floor(self.plan.async_ratio) + 1))
+
+    def _crowds(self, number: int, later: int) -> bool:
+        """Whether this batch would take younger groups while more old ones run than the `later` batches hold that may
+        still take those: some would be dropped in the end."""
+        bound, groups = self._oldest_allowed(number + 1 + later), self.plan.groups
+        running = sum(len(found) for version, found in self._by_start.items() if version < bound)
+        return running > later * groups and len(self.buffer.older(bound)) < groups
 
     def _has_room_for_awaited(self, running: list[Dispatch], bound: float) -> bool:
         """Whether the batch would take one of these; more groups than it holds may have come to the bound at once."""

@@ -94,6 +94,14 @@ ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
     **{name: CHOICES[name] for name in ("mode", "at_bound", "order", "staleness", "filter", "shares")},
     "async_ratio": st.just(0.0),
 }
+WAITING = {
+    **{name: CHOICES[name] for name in ("mode", "extra_responses", "ahead", "order", "staleness", "filter", "shares")},
+    "at_bound": st.just("wait"),
+    "async_ratio": st.sampled_from([1.0, 2.0, 3.0, 4.0, 0.5, 2.9]),
+    "groups": st.integers(1, 6),
+    "slots": st.sampled_from([1, 3, 8, 20]),
+    "batches": st.sampled_from([4, 8, 12]),
+}
 OUTER = ("slots", "speeds", "depth", "limited", "routing", "in_flight", "train_seconds", "reward_seconds")
 OUTER += ("update_seconds", "fetch_seconds", "commit_seconds", "latency", "slowing", "trouble")
 STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3).map(tuple)}
@@ -124,6 +132,14 @@ def test_whatever_is_chosen_while_the_process_stops_and_goes_on(case: Case) -> N
 @given(cases(**CHOICES, **TIMES, **TROUBLE, **STOPS))
 def test_whatever_is_chosen_while_all_of_it_happens(case: Case) -> None:
     ran(case)
+
+
+@settings(MANY, max_examples=1500)
+@given(cases(**WAITING, **TIMES))
+@example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, at_bound="wait"))
+def test_where_groups_are_waited_for_none_is_dropped(case: Case) -> None:
+    """Neither those at the bound, nor those that would meet there as more than a batch holds."""
+    assert not ran(case).discards.keys() - {DiscardReason.FILTERED}
 
 
 @settings(MANY, max_examples=500)
