@@ -254,8 +254,9 @@ def one_run(
     `settled`: each death waits until the flows are back from the one before. `s3`: on S3, behind a faulty proxy.
     """
     recipe = RECIPE.format(seed=seed, versions=versions, engine=engine, timing=TIMING[engine])
-    with faulty_s3(BUCKET, seed) if s3 else nullcontext() as endpoint:
-        store = f"s3://{BUCKET}" if s3 else None
+    bucket = f"{BUCKET}-{seed}"  # the server in this process keeps those of the runs before
+    with faulty_s3(bucket, seed) if s3 else nullcontext() as endpoint:
+        store = f"s3://{bucket}" if s3 else None
         options = ("--set", f"store.uri={store}") if s3 else ()
         return _struck(Victim(home, recipe, *options, endpoint=endpoint, store=store), roles, seed, settled=settled)
 
