@@ -324,12 +324,14 @@ def serve_command(_: argparse.Namespace) -> int:
     from rollflow.flows.home import home
     from rollflow.flows.services import MlflowServer
     from rollflow.flows.session import SERVED, open_session
+    from rollflow.flows.tracking import VIEW
 
     mlflow = MlflowServer(home())
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with open_session(SERVED, "auto", mlflow) as session:
-        print(f"Prefect {session.page}/deployments{session.login}\nMLflow  {mlflow.url}\nCtrl-C ends both", flush=True)
+        pages = f"Prefect {session.page}/deployments{session.login}\nMLflow  {mlflow.url}/#/experiments{VIEW}"
+        print(f"{pages}\nCtrl-C ends both", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             session.serve(lambda line: print(line, flush=True), ended)
     return OK

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 RUN_TAG, KEY_TAG = "rollflow.run_id", "rollflow.run_key"
-KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # without it the page may open on GenAI traces
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
+VIEW = "?workflowType=machine_learning"  # and later ones by this: else they show GenAI traces, of which there are none
 VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
 METRICS_A_CALL = 900  # MLflow takes 1,000 of them,
@@ -147,7 +148,7 @@ class Tracker:
         if not self.place.uri.startswith("http"):
             return f"mlflow ui --backend-store-uri {redact(self.place.uri)}"
         where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
-        return f"{redact(self.place.uri).rstrip('/')}/#/experiments{where}"
+        return f"{redact(self.place.uri).rstrip('/')}/#/experiments{where}{VIEW}"
 
     # --- on the thread ---------------------------------------------------------------------------------------
 

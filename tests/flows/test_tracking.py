@@ -166,7 +166,7 @@ def test_a_tracking_server_that_is_away_ends_nothing() -> None:
     assert tracker.finish("FINISHED", HANG_SECONDS)
     assert tracker.failures >= 2
     assert "127.0.0.1" in tracker.warnings[0]
-    assert tracker.page == "http://127.0.0.1:9/#/experiments"
+    assert tracker.page == "http://127.0.0.1:9/#/experiments?workflowType=machine_learning"
 
 
 def test_flatten_names_every_leaf_and_leaves_secrets_out() -> None:
