@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.vllm import VllmEngine
-from rollflow.tasks.settings import RolloutConfig, VllmEngineConfig
+from rollflow.tasks.rollout.actor import build_engine_of
+from rollflow.tasks.settings import RolloutConfig, RunConfig, VllmEngineConfig
 from tests.support.tiny_policy import make_policy, make_weights
 
 pytestmark = pytest.mark.slow
@@ -54,6 +57,15 @@ def test_a_run_that_leaves_groups_behind_keeps_their_draws() -> None:
     assert RolloutConfig(extra_groups=2).leaves_behind
     assert RolloutConfig(at_bound="drop").leaves_behind
     assert RolloutConfig(tail_batching=True, at_bound="wait").leaves_behind
+
+
+@pytest.mark.parametrize("rollout", [RolloutConfig(), RolloutConfig(at_bound="drop")])
+def test_a_runs_engines_are_started_so(tmp_path: Path, rollout: RolloutConfig) -> None:
+    config, folder = RunConfig(rollout=rollout), make_policy(tmp_path / "policy")
+    context: Any = SimpleNamespace(config=config, policy_folder=folder)
+    engine = build_engine_of(context, config.engine)
+    assert isinstance(engine, VllmEngine)
+    assert engine._params(GenerationRequest("a", (3,), 8, seed=5)).seed == (5 if rollout.leaves_behind else None)
 
 
 async def ask(engine: VllmEngine, prompt: tuple[int, ...], seed: int, prefix: Partial = NOTHING) -> Generation:
