@@ -27,7 +27,7 @@ MEAN = MEDIAN * 1.6487  # of lognormal lengths that are not cut
 
 
 def recipe(alpha: float, groups: int, size: int, *, cap: int = CAP, **rollout: Any) -> RunConfig:
-    """A recipe to simulate: N groups of G responses a step."""
+    """A recipe to simulate: N groups of G responses a step, and no evaluations: rivals' figures have none either."""
     return RunConfig.model_validate(
         {
             "async_ratio": alpha,
@@ -36,6 +36,7 @@ def recipe(alpha: float, groups: int, size: int, *, cap: int = CAP, **rollout: A
             "policy": {"path": "simulated"},
             "engine": {"kind": "vllm", "max_new_tokens": cap},
             "rollout": rollout,
+            "evaluation": {"every": 0},
             "train": {"baseline": "group" if size > 1 else "none"},
         }
     )

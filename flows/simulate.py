@@ -150,6 +150,8 @@ def _fates(figures: Figures, config: RunConfig) -> list[tuple[str, Any]]:
                         f"p99 {bias.trained_p99:,.0f} of {bias.population_p99:,.0f} ({bias.p99_difference:+.2%}), "
                         f"{bias.trained:,} responses"),
     ]  # fmt: skip
+    if figures.evaluations:
+        rows.append(("evaluations", f"{figures.evaluations} on a borrowed engine, {tokens.evaluated:,} tokens besides"))
     if figures.deaths or figures.restarted:
         rows.append(
             (

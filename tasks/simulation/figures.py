@@ -71,13 +71,15 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What became of every token the engines sampled. `wasted` is by reason; groups of a reason are in `groups`."""
+    """What became of every token the engines sampled for training. `wasted` is by reason; groups of a reason are in
+    `groups`. What evaluations took comes on top (`evaluated`)."""
 
     sampled: int
     trained: int
     wasted: Mapping[str, int]
     groups: Mapping[str, int]
     unfinished: int  # in flight or waiting when the simulation ended
+    evaluated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class Figures:
     deaths: int
     restarted: int
     taken_over: int
+    evaluations: int  # that borrowed an engine
 
     @property
     def staleness_mean(self) -> float:
@@ -141,6 +144,7 @@ def figures_of(records: Records, config: RunConfig, hardware: Hardware, versions
         deaths=records.deaths,
         restarted=records.restarted,
         taken_over=records.taken_over,
+        evaluations=records.evaluations,
     )
 
 
@@ -168,6 +172,7 @@ def _tokens(records: Records, versions: int, grain: int) -> Tokens:
         wasted={reason: tokens * grain for reason, tokens in wasted.items() if tokens},
         groups=dict(records.discarded_groups),
         unfinished=max(0, sampled - trained - sum(wasted.values())) * grain,
+        evaluated=records.evaluation_tokens * grain,
     )
 
 

@@ -73,7 +73,7 @@ class Snapshot:
     at: float
     engine_busy: float
     engine_slots: float
-    engine_tokens: int
+    engine_tokens: int  # but for those of evaluations
     reward_busy: float
     reward_slots: float
 
@@ -96,6 +96,8 @@ class Records:
     restarted: int = 0  # requests that started again
     restarted_tokens: int = 0  # that they had
     taken_over: int = 0  # requests that went on at another engine
+    evaluations: int = 0  # that were finished
+    evaluation_tokens: int = 0  # sampled for them and for one that was not
 
     def form(self, staged: StagedBatch) -> None:
         """Note a batch."""

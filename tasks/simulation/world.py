@@ -2,7 +2,7 @@
 
     prompts --> RolloutScheduler --> InferenceProxy --> timed engines <-- faults
                   |    |                  ^
-        timed rewards  |                  |
+        timed rewards  |                  |        (evaluations borrow an engine)
                        v                  |
                     Channel         AsyncController
                        |                  ^
@@ -29,12 +29,13 @@ from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.records import TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.engines.timed import TimedEngine, Usage
 from rollflow.tasks.rollout.controller import AsyncController, Hooks
 from rollflow.tasks.rollout.plan import plan_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
 from rollflow.tasks.settings import RunConfig, TimedEngineConfig
+from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
 from rollflow.tasks.simulation.figures import Figures, figures_of
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import FOREVER, Faults, Memory, Prompts, TimedLearner, TimedRewards
@@ -104,7 +105,7 @@ class World:
         self.speeds = hardware.speeds(recipe)
         self.engines = {place: self._engine(place) for place in range(len(self.speeds))}
         self._past = [0.0] * len(self.speeds)  # slot seconds of the dead, by place
-        self._buried = [0.0, 0.0, 0.0]  # busy seconds, slot seconds and tokens of the dead
+        self._buried: list[Usage] = []
         _check(config, hardware)
         self.rewards = TimedRewards(hardware.reward, config.seed, self.records)
         self.memory = Memory()
@@ -120,9 +121,11 @@ class World:
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         outside = Outside(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack)
         self.scheduler = RolloutScheduler(plan_of(config), outside, self.proxy, Beginning())
-        hooks = Hooks(lambda v: self.scheduler.published(v), self._updated)
+        hooks = Hooks(self._published, self._updated)
         self.controller = AsyncController(self.proxy, self, config.engine.in_flight, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)
+        lends = evaluates(config, self.hardware)
+        self.evaluations = TimedEvaluations(config, self.hardware, self.proxy) if lends else None
         faults = self.hardware.faults
         self.faults = Faults(faults, self.proxy, self.engines, self._replace, self.records)
 
@@ -143,7 +146,7 @@ class World:
         try:
             async with asyncio.TaskGroup() as tasks:
                 beside = [self.controller.run(versions), self.scheduler.run(), self.faults.run(self.config.seed)]
-                beside += [self.sampler.run()] if self.sampler else []
+                beside += [part.run() for part in (self.sampler, self.evaluations) if part is not None]
                 running = [tasks.create_task(one) for one in beside]
                 await self.learner.run(versions, published)
                 await self._close()
@@ -172,6 +175,11 @@ class World:
         self._fetched = asyncio.get_running_loop().time()
         return Path(), Probe((), (), 0.0)
 
+    def _published(self, version: int) -> None:
+        self.scheduler.published(version)
+        if self.evaluations is not None:
+            self.evaluations.published(version)
+
     def _updated(self, version: int) -> None:
         self.records.updates.append(Span(self._fetched, asyncio.get_running_loop().time(), version))
         self.scheduler.wake()
@@ -196,24 +204,27 @@ class World:
         """Another engine for a place; what the dead one did still counts."""
         dead = self.engines[place].usage
         self._past[place] += dead.slot_seconds
-        for position, value in enumerate((dead.busy_seconds, dead.slot_seconds, dead.tokens)):
-            self._buried[position] += value
+        self._buried.append(dead)
         self.engines[place] = self._engine(place)
         await self.engines[place].start()
         return self.engines[place]
 
     def _snapshot(self) -> Snapshot:
-        usages = [engine.usage for engine in self.engines.values()]
-        busy, slots, tokens = self._buried
+        usages = self._usages()
         rewards = self.rewards.gauge.usage
+        evaluated = self.evaluations.spent if self.evaluations is not None else 0
         return Snapshot(
             at=asyncio.get_running_loop().time(),
-            engine_busy=busy + sum(usage.busy_seconds for usage in usages),
-            engine_slots=slots + sum(usage.slot_seconds for usage in usages),
-            engine_tokens=int(tokens) + sum(usage.tokens for usage in usages),
+            engine_busy=sum(usage.busy_seconds for usage in usages),
+            engine_slots=sum(usage.slot_seconds for usage in usages),
+            engine_tokens=sum(usage.tokens for usage in usages) - evaluated,
             reward_busy=rewards.busy_seconds,
             reward_slots=rewards.slot_seconds,
         )
+
+    def _usages(self) -> list[Usage]:
+        """Of every engine that there was."""
+        return [*self._buried, *(engine.usage for engine in self.engines.values())]
 
     def _shortest_bin(self) -> float:
         """A part of what one response takes; bins grow by themselves, and never shrink."""
@@ -229,7 +240,10 @@ class World:
     async def _close(self) -> None:
         """Note what the proxy counted, and let nothing more begin."""
         self.records.restarted, self.records.taken_over = self.proxy.restarted, self.proxy.taken_over
-        self.records.restarted_tokens = sum(engine.usage.restarted for engine in self.engines.values())
+        self.records.restarted_tokens = sum(usage.restarted for usage in self._usages())
+        if self.evaluations is not None:
+            self.records.evaluations = len(self.evaluations.done)
+            self.records.evaluation_tokens = self.evaluations.spent
         for engine in self.engines.values():
             with suppress(EngineFailed):
                 await engine.suspend("continue")

@@ -21,7 +21,14 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.settings import FilterConfig, PolicyConfig, RolloutConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.settings import (
+    EvaluationConfig,
+    FilterConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    TimedEngineConfig,
+)
 from rollflow.tasks.simulation.bounds import Work, bounds_of
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.fit import Recorded, correlation_of, fitted, normal_scores
@@ -30,9 +37,16 @@ from rollflow.tasks.simulation.world import World, simulate
 
 
 def recipe(**changes: Any) -> RunConfig:
-    """A small recipe; 8 groups of 4 a step."""
+    """A small recipe; 8 groups of 4 a step, and no evaluations."""
     rollout = RolloutConfig(**{key: changes.pop(key) for key in ("depth", "at_bound") if key in changes})
-    keys = {"versions": 8, "groups": 8, "group_size": 4, "async_ratio": 1.0, "policy": PolicyConfig(path="x")}
+    keys: dict[str, Any] = {
+        "versions": 8,
+        "groups": 8,
+        "group_size": 4,
+        "async_ratio": 1.0,
+        "policy": PolicyConfig(path="x"),
+    }
+    keys["evaluation"] = EvaluationConfig(every=0)
     return RunConfig(**{**keys, "rollout": rollout, **changes})
 
 
@@ -478,6 +492,52 @@ class Noting(World):
                     )
                 )
         return found
+
+
+def test_an_evaluation_takes_an_engine_for_as_long_as_its_prompts_need() -> None:
+    """Two engines of 8 slots, 5 s a response: 16 held-out prompts are two rounds, 10 s of one engine, 5 s of a run."""
+    machine = hardware(responses=CONSTANT, learner={"seconds_per_version": 1.0})
+    without, with_them = (
+        simulate(recipe(versions=40, evaluation=EvaluationConfig(every=every, prompts=16)), machine).figures
+        for every in (0, 10)
+    )
+    assert (without.evaluations, with_them.evaluations) == (0, 3)  # of versions 10, 20 and 30
+    assert with_them.tokens.evaluated == 3 * 16 * 50
+    assert with_them.seconds - without.seconds == pytest.approx(3 * 5.0, abs=5.0)
+    assert with_them.tokens.trained == without.tokens.trained == 40 * 32 * 50
+    assert with_them.tokens.unfinished == pytest.approx(without.tokens.unfinished, abs=16 * 50)
+    assert not with_them.tokens.wasted
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "restart"])
+def test_evaluations_of_engines_that_die_are_made_again_and_are_nobodys_waste(in_flight: str) -> None:
+    machine = hardware(
+        engines={"count": 3},
+        responses=CONSTANT,
+        learner={"seconds_per_version": 1.0},
+        faults={"deaths_per_hour": 120.0},
+    )
+    keys = {"engine": TimedEngineConfig(replicas=3, slots=8, in_flight=in_flight), "versions": 60}
+    figures = simulate(recipe(evaluation=EvaluationConfig(every=5, prompts=24), **keys), machine).figures
+    assert figures.deaths > 3
+    assert figures.evaluations >= 10
+    assert figures.tokens.evaluated >= 10 * 24 * 50
+    assert figures.tokens.unfinished <= 4 * 32 * 50  # of two batches ahead and what the engines run
+    wasted = sum(figures.tokens.wasted.values())
+    assert figures.tokens.sampled == figures.tokens.trained + wasted + figures.tokens.unfinished
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluation": EvaluationConfig(every=2, engine="own")},
+        {"evaluation": EvaluationConfig(every=0)},
+    ],
+)
+def test_an_engine_of_its_own_for_evaluations_costs_training_nothing(changes: dict[str, Any]) -> None:
+    figures = simulate(recipe(**changes), hardware()).figures
+    assert figures.evaluations == figures.tokens.evaluated == 0
+    assert figures == simulate(recipe(), hardware()).figures
 
 
 @pytest.mark.parametrize("slowing", [0.05, 0.5])

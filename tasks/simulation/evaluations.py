@@ -1,0 +1,97 @@
+"""Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are lent as they are in a run.
+
+- Only where the recipe lends them: an engine of its own for evaluation costs training nothing.
+- Those before and after a run are left out: a simulation is of a run in its stride.
+- Held-out prompts draw their lengths like all others. Their verdicts take their time, on workers of their own.
+- `spent` is what engines sampled for evaluations, so that nobody takes it for training's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollflow.tasks.engines.base import Engine
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.evaluation import Evaluation, Evaluations, Evaluator, Means, Skipped
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.parts import Prompts, TimedRewards
+from rollflow.tasks.simulation.records import Records
+
+HELD_OUT = 1 << 40  # the first place in the run's order that training never comes to
+TRIES = 1_000  # engines that may die at one evaluation
+
+
+def evaluates(config: RunConfig, hardware: Hardware) -> bool:
+    """Whether evaluations take engines from training."""
+    lends = config.evaluation_engine(on_cpu=False) is None and config.engine.replicas > 1
+    return lends and not hardware.learner.colocated
+
+
+class TimedEvaluations:
+    """Evaluates beside training. `config` is the recipe with timed engines."""
+
+    def __init__(self, config: RunConfig, hardware: Hardware, proxy: InferenceProxy) -> None:
+        settings, engine = config.evaluation, config.engine
+        prompts = Prompts(config, hardware.reward)
+        held = [prompts.at(HELD_OUT + place) for place in range(settings.prompts)]
+        rewards = TimedRewards(hardware.reward, config.seed, Records())
+        self._proxy, self._fetch_seconds = proxy, hardware.update.fetch_seconds
+        self._spent = 0
+        self._lent: tuple[TimedEngine, int] | None = None  # and the tokens it had sampled before
+        self.done: list[Evaluation] = []
+        means = Means(
+            wanted=lambda version: version > 0 and config.evaluates(version),
+            evaluated=self._evaluated,
+            engine=self._borrowed,
+            fetch=self._fetch,
+            evaluator=Evaluator(held, settings.samples, settings.temperature, engine.max_new_tokens, rewards.score),
+            keep=self._keep,
+            slots=engine.slots,
+            tries=TRIES,
+        )
+        self._evaluations = Evaluations(means, config.versions)
+
+    @property
+    def spent(self) -> int:
+        """Tokens that were sampled for evaluations, up to now."""
+        return self._spent + self._lent_tokens()
+
+    def published(self, version: int) -> None:
+        """There are versions up to this one."""
+        self._evaluations.published(version)
+
+    async def run(self) -> None:
+        """Evaluate what is due, until the last version is."""
+        await self._evaluations.run()
+
+    def _lent_tokens(self) -> int:
+        if self._lent is None:
+            return 0
+        engine, before = self._lent
+        return engine.usage.tokens - before
+
+    @asynccontextmanager
+    async def _borrowed(self) -> AsyncIterator[Engine]:
+        async with self._proxy.lent() as engine:
+            assert isinstance(engine, TimedEngine)
+            self._lent = engine, engine.usage.tokens
+            try:
+                yield engine
+            finally:
+                self._spent, self._lent = self.spent, None
+
+    async def _evaluated(self, version: int) -> bool:
+        return False
+
+    async def _fetch(self, version: int) -> tuple[Path, Probe]:
+        await asyncio.sleep(self._fetch_seconds)
+        return Path(), Probe((), (), 0.0)
+
+    async def _keep(self, found: Evaluation | Skipped) -> None:
+        if isinstance(found, Evaluation):
+            self.done.append(found)
