@@ -28,8 +28,8 @@ import pyarrow.compute as pc
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.policies import Manifest, PolicyStore, Retention, StoredObject, manifest_path
-from rollflow.storage.records import Cursor, DiscardReason, GroupKey
+from rollflow.storage.policies import Manifest, PolicyStore, Retention, manifest_path
+from rollflow.storage.records import Cursor, DiscardReason, GroupKey, StoredObject
 from rollflow.storage.trajectories import (
     BatchCommit,
     TrajectoryStore,

@@ -27,22 +27,13 @@ from rollflow.storage.errors import Corrupt, Missing, StoreFailed, Unreachable
 from rollflow.storage.node_cache import Held, NodeCache
 from rollflow.storage.objects.base import Data, ObjectStore, first_missing, pieces
 from rollflow.storage.objects.disk import mapped
-from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, StoredObject
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FORMAT = 2
 MOVERS = 4  # objects that are hashed and moved at a time
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One object a manifest names."""
-
-    path: str
-    size: int  # bytes
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,15 @@ class GroupKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object that something durable names."""
+
+    path: str
+    size: int  # bytes
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cursor:
     """How far each of D sources was issued: the prompts below `issued[s]`, of which `filtered[s]` went for good.
 
@@ -157,8 +166,7 @@ class TrajectoryGroup:
         return sum(t.response_tokens for t in self.trajectories)
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(NamedTuple):
     """The fate of a dispatch that was not trained on; its length counts, because drops bias towards short answers."""
 
     key: GroupKey

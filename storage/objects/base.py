@@ -143,8 +143,9 @@ class ObjectStore(ABC):
         """Whether the object exists now."""
 
     @abstractmethod
-    def list(self, prefix: str = "") -> Iterator[str]:
-        """Paths of all objects below the folder `prefix` ("" for all), relative to the store, sorted."""
+    def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
+        """Paths of all objects below the folder `prefix` ("" for all), relative to the store, sorted; only those that
+        sort behind `after`."""
 
     @abstractmethod
     def delete(self, path: str) -> None:

@@ -117,10 +117,11 @@ class LocalStore(ObjectStore):
         with found(target):
             return target.is_file()
 
-    def list(self, prefix: str = "") -> Iterator[str]:
+    def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
         top = self.local_path(prefix) if prefix else self.root
         with found(top):
-            return iter(sorted(path.relative_to(self.root).as_posix() for path in _files(top)))
+            names = (path.relative_to(self.root).as_posix() for path in _files(top))
+            return iter(sorted(name for name in names if name > after))
 
     def delete(self, path: str) -> None:
         target = self.local_path(path)

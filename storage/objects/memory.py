@@ -64,11 +64,12 @@ class MemoryStore(ObjectStore):
         with _LOCK:
             return key in _OBJECTS
 
-    def list(self, prefix: str = "") -> Iterator[str]:
+    def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
         below = f"{self._key(prefix) if prefix else self.name}/"
         with _LOCK:
             keys = [key for key in _OBJECTS if key.startswith(below)]
-        return iter(sorted(key.removeprefix(f"{self.name}/") for key in keys))
+        names = (key.removeprefix(f"{self.name}/") for key in keys)
+        return iter(sorted(name for name in names if name > after))
 
     def delete(self, path: str) -> None:
         key = self._key(path)

@@ -108,11 +108,11 @@ class S3Store(ObjectStore):
             return False
         return True
 
-    def list(self, prefix: str = "") -> Iterator[str]:
+    def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
         top = self._prefix
         below = f"{self._key(prefix)}/" if prefix else top
         with self._named(prefix):
-            keys = [*self._keys(below)]
+            keys = [*self._keys(below, after)]
         # A key with a trailing slash is a folder drawn by a console.
         return iter(sorted(key.removeprefix(top) for key in keys if not key.endswith("/")))
 
@@ -225,8 +225,9 @@ class S3Store(ObjectStore):
             return None
         return str(head["Metadata"].get(WRITER, ""))
 
-    def _keys(self, below: str) -> Iterator[str]:
-        for page in self._pages("list_objects_v2", ["ContinuationToken"], Prefix=below):
+    def _keys(self, below: str, after: str = "") -> Iterator[str]:
+        more = {"StartAfter": self._key(after)} if after else {}
+        for page in self._pages("list_objects_v2", ["ContinuationToken"], Prefix=below, **more):
             yield from (entry["Key"] for entry in page.get("Contents", ()))
 
     def _pages(self, method: str, markers: Sequence[str], **arguments: Any) -> Iterator[dict[str, Any]]:

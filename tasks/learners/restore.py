@@ -23,7 +23,8 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.policies import MOVERS, Manifest, PolicyStore, StoredObject
+from rollflow.storage.policies import MOVERS, Manifest, PolicyStore
+from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.run import RunContext

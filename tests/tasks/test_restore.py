@@ -16,8 +16,8 @@ from rollflow.storage.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Conflict, Corrupt, RollflowError, Unreachable
 from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.policies import PolicyStore, StoredObject, manifest_path
-from rollflow.storage.records import Cursor, GroupKey
+from rollflow.storage.policies import PolicyStore, manifest_path
+from rollflow.storage.records import Cursor, GroupKey, StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.learners.base import Learner

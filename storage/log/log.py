@@ -1,0 +1,292 @@
+"""A run's log: one sequence of numbered entries, each created atomically, and nothing else that decides.
+
+    append   state --decide--> entry n + 1 --create--> it is there, and so is all that it names
+                ^                       |
+                +--fold-- read n + 1 <--+ Conflict: somebody else's, or ours by an earlier try
+
+- Whoever appends entry n has read all before it: number n is left only after *reading* entry n. That a number is free
+  proves nothing of the ones below it.
+- An append has one id, through all its tries and numbers. Its data object is written once; only the entry is tried
+  again.
+- A reader folds what it reads. An entry that is refused, damaged or missing in the middle stops it, by name: nobody
+  appends behind a hole. Damage in the middle is read from the segment where the next entry's hash fits.
+- Nothing is asked before an append: who is behind learns it from the conflict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
+from rollflow.storage.log.entries import (
+    FOLDER,
+    Body,
+    Claimed,
+    Encoded,
+    Entry,
+    Role,
+    RunCreated,
+    Written,
+    decode,
+    encode,
+    entry_path,
+)
+from rollflow.storage.log.snapshots import (
+    from_segment,
+    is_due,
+    keep_segment,
+    keep_snapshot,
+    newest_snapshot,
+)
+from rollflow.storage.log.state import Refused, RunState, apply, decide
+from rollflow.storage.objects.base import Data, ObjectStore, pieces
+from rollflow.storage.records import StoredObject
+
+TRIES = 1_000  # of one append, most of them lost to others' entries: a bound, not a schedule
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before an append that no entry answers is tried again
+AHEAD = 256  # numbers behind a free one that are looked at, where a store cannot list from a name on
+
+Decide = Callable[[RunState, StoredObject | None], Body]
+
+
+class Log:
+    """One process's view of a run's log. Safe to use from threads; `state` is a value that nobody changes."""
+
+    def __init__(self, run: ObjectStore) -> None:
+        """From the newest snapshot and what follows it.
+
+        Raises:
+            Corrupt: an entry is missing, damaged or refused.
+        """
+        self.run = run
+        self._lock = threading.RLock()
+        self._keeping: list[threading.Thread] = []
+        self._state = newest_snapshot(run)
+        self._due: RunState | None = None  # the newest state that a snapshot is still to be taken of
+        self.follow()
+        while self._goes_on():
+            self.follow()
+
+    @property
+    def state(self) -> RunState:
+        """What the log says, as far as it was read."""
+        return self._state
+
+    def follow(self) -> list[Written]:
+        """Read what is new; returns it.
+
+        Raises:
+            Corrupt: as the constructor.
+        """
+        found = []
+        with self._lock:
+            while (written := self.read(self._state.n + 1)) is not None:
+                self._fold(written)
+                found.append(written)
+        self._keep()
+        return found
+
+    def read(self, n: int) -> Written | None:
+        """Entry `n`, which may be an old one; None if there is none.
+
+        Raises:
+            Corrupt: it is damaged, and cannot be read from its segment either.
+        """
+        path = entry_path(n)
+        try:
+            return self._decoded(self.run.get(path), n)
+        except Missing:
+            return None if n > self._state.n else self._healed(n, f"{path} is missing")
+        except Corrupt as error:
+            return self._healed(n, str(error))
+
+    def create(self, body: RunCreated) -> None:
+        """Append entry 0; `Conflict` if the run exists."""
+        self._append("creator", 0, lambda state, stored: body)
+
+    def claim(self, role: Role, under: int | None = None, **who: object) -> Writer:
+        """Take a role for the supervisor of claim `under`; a supervisor takes the run from whoever had it.
+
+        Args:
+            who: what `Claimed` says of it.
+
+        Raises:
+            Deposed: the run has another supervisor now.
+        """
+        body = Claimed(under=under, **who)  # type: ignore[arg-type]  # names of its fields
+        return Writer(self, role, self._append(role, None, lambda state, stored: body).n)
+
+    def settle(self) -> None:
+        """Wait until snapshots and segments are written; for the end of a process, and for tests."""
+        for thread in self._keeping:
+            thread.join()
+
+    # --- appending ----------------------------------------------------------------------------------------------
+
+    def _append(self, role: Role, claim: int | None, body: Decide, attached: Attached | None = None) -> Entry:
+        """See `Writer.append`. Without a `claim` the entry claims for itself."""
+        draft = _Draft(role, claim, body, attached)
+        for tried in range(TRIES):
+            with self._lock:
+                n = self._state.n + 1
+                written, lost = self._tried(draft, n)
+                if written is not None:
+                    self._fold(written)
+            if written is None:
+                time.sleep(random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tried, 10)))
+            elif written.entry.id == draft.id:
+                self._keep()
+                return written.entry
+        raise Unreachable(f"{self.run.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
+
+    def _tried(self, draft: _Draft, n: int) -> tuple[Written | None, Exception]:
+        """The entry that has number `n` after one try, if one has; else why this one has not."""
+        try:
+            return self._write(draft, n), Exception()
+        except (Conflict, Unreachable) as error:
+            found = self.read(n)
+            if found is None and isinstance(error, Refused):
+                raise  # not for want of news
+            return found, error
+
+    def _write(self, draft: _Draft, n: int) -> Written:
+        """Create entry `n`, after all that it names."""
+        attached = draft.attached
+        if attached is None or draft.stored is not None:
+            encoded = self._encoded(draft, n, draft.stored)
+            self.run.create(entry_path(n), encoded.data)
+            return self._decoded(encoded.data, n)
+        made: list[tuple[StoredObject, Encoded]] = []
+
+        def content(sha256: str) -> bytes:
+            stored = StoredObject(attached.path, attached.size, sha256)
+            made[:] = [(stored, self._encoded(draft, n, stored))]
+            return made[0][1].data
+
+        try:
+            self.run.create_naming(entry_path(n), content, attached.path, attached.data)
+        except Conflict:
+            if made:
+                draft.stored = made[0][0]
+            raise
+        return self._decoded(made[0][1].data, n)
+
+    def _encoded(self, draft: _Draft, n: int, stored: StoredObject | None) -> Encoded:
+        """Entry `n` as the append would have it, once the fold agrees."""
+        body = draft.body(self._state, stored)
+        claim = n if draft.claim is None else draft.claim
+        after = decide(self._state, n, draft.role, claim, body)
+        head = (after.version, after.next_batch)
+        encoded = encode(Entry(n, self._state.sha256, draft.id, draft.role, claim, *head, time.time(), body))
+        if encoded.index is not None:
+            self.run.put(encoded.index.path, encoded.index_data)
+        return encoded
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def _decoded(self, data: bytes, n: int) -> Written:
+        return decode(data, n, self.run.get)
+
+    def _fold(self, written: Written) -> None:
+        try:
+            self._state = apply(self._state, written)
+        except Refused as error:
+            raise Corrupt(f"{entry_path(written.entry.n)} cannot stand where it stands: {error}") from error
+        if is_due(self._state.n):
+            self._due = self._state
+
+    def _healed(self, n: int, why: str) -> Written:
+        """Entry `n` from its segment, if the entry after it says that it is the one."""
+        with contextlib.suppress(Missing):
+            data = from_segment(self.run, n)
+            after = self._decoded(self.run.get(entry_path(n + 1)), n + 1)
+            if hashlib.sha256(data).hexdigest() == after.entry.prev:
+                return self._decoded(data, n)
+        raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
+
+    def _goes_on(self) -> bool:
+        """Whether there is an entry behind the end; then the one in between was written a moment ago, or is lost."""
+        n = self._state.n + 1
+        beyond = self._first_after(n)
+        if beyond is None:
+            return False
+        self._fold(self.read(n) or self._healed(n, f"{entry_path(n)} is missing, {entry_path(beyond)} is there"))
+        return True
+
+    def _first_after(self, n: int) -> int | None:
+        """An entry above `n`."""
+        if self.run.local_path(FOLDER) is not None:  # to list a folder of a long run takes longer than some probes
+            return next((m for m in range(n + 1, n + AHEAD) if self.run.exists(entry_path(m))), None)
+        names = self.run.list(FOLDER, after=entry_path(n))
+        found = (path.removeprefix(f"{FOLDER}/").removesuffix(".json") for path in names)
+        return next((int(name) for name in found if name.isdigit()), None)
+
+    def _keep(self) -> None:
+        """Take the snapshot that is due, beside whatever else is done."""
+        with self._lock:
+            state, self._due = self._due, None
+        if state is None:
+            return
+        self._keeping = [thread for thread in self._keeping if thread.is_alive()]
+        thread = threading.Thread(target=self._seal, args=(state,), name="snapshot", daemon=True)
+        self._keeping.append(thread)
+        thread.start()
+
+    def _seal(self, state: RunState) -> None:
+        keep_segment(self.run, state.n)
+        keep_snapshot(self.run, state)
+
+
+@dataclass(slots=True)
+class Attached:
+    """A data object that an entry is to name, at a path that was never used before."""
+
+    path: str
+    data: Sequence[memoryview]
+    size: int = field(init=False)  # bytes
+
+    def __init__(self, path: str, data: Data) -> None:
+        self.path, self.data = path, pieces(data)
+        self.size = sum(map(len, self.data))
+
+
+@dataclass(slots=True)
+class _Draft:
+    """One append, through all its tries."""
+
+    role: Role
+    claim: int | None
+    body: Decide
+    attached: Attached | None
+    stored: StoredObject | None = None  # what was attached, once it is durable
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A role that was claimed. Once another claims it, every append ends with `Deposed`, and so does `check`."""
+
+    log: Log
+    role: Role
+    claim: int
+
+    def append(self, body: Decide, attached: Attached | None = None) -> Entry:
+        """Append what `body` makes of the state, and of what was `attached`; it is asked again after each lost race.
+
+        Raises:
+            Deposed: the role has another claim.
+            Refused: the state does not allow it; so may `body` itself raise.
+            StoreFailed, Unreachable: nothing was committed, or it is not known: read the log again.
+        """
+        return self.log._append(self.role, self.claim, body, attached)
+
+    def valid(self) -> bool:
+        """Whether nobody has claimed the role since, as far as the log was read."""
+        return self.log.state.newest_claim(self.role) == self.claim

@@ -1,0 +1,98 @@
+"""Snapshots and segments: what makes a start cheap, and damage curable. Neither decides anything.
+
+    log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed: a cache
+    log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim
+
+Both are written after every EVERY-th entry, in the background, by whoever appended it, or by whoever starts and finds
+that they are not there. A snapshot that cannot be read, or is of another fold's version, is as good as none. Only the
+newest few stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+
+from pydantic import TypeAdapter, ValidationError
+
+from rollflow.storage.errors import Corrupt, Missing, RollflowError
+from rollflow.storage.log.entries import entry_path, opened, sealed
+from rollflow.storage.log.state import FOLD, RunState
+from rollflow.storage.objects.base import ObjectStore
+
+EVERY = 64  # entries
+KEPT = 3  # snapshots
+SNAPSHOTS, SEGMENTS = "log_snapshots", "log_segments"
+NAME = re.compile(rf"{SNAPSHOTS}/(\d{{10}})-([0-9a-f]{{16}})\.json")
+
+
+def is_due(n: int) -> bool:
+    """Whether a snapshot is taken after entry `n`."""
+    return n % EVERY == EVERY - 1
+
+
+def snapshot_path(n: int, sha256: str) -> str:
+    """Where the snapshot after entry `n` lies."""
+    return f"{SNAPSHOTS}/{n:010d}-{sha256[:16]}.json"
+
+
+def segment_path(n: int) -> str:
+    """Where the segment lies that has entry `n`."""
+    return f"{SEGMENTS}/{n - n % EVERY:010d}.jsonl"
+
+
+def to_bytes(state: RunState) -> bytes:
+    """A sealed snapshot."""
+    return sealed({"fold": FOLD, "state": _STATE.dump_python(state, mode="json")})
+
+
+def from_bytes(data: bytes) -> RunState:
+    """The state of a snapshot; ValueError if it is not one this version reads."""
+    tree = opened(data)
+    if tree.get("fold") != FOLD:
+        raise ValueError("it is of another version's fold")
+    return _STATE.validate_python(tree["state"])
+
+
+def newest_snapshot(run: ObjectStore) -> RunState:
+    """The state of the newest snapshot that can be trusted; that of an empty log if there is none.
+
+    It is trusted if its entry is there and is the very one: a snapshot of a log that went on differently is none.
+    """
+    for path in sorted(run.list(SNAPSHOTS), reverse=True):
+        if (name := NAME.fullmatch(path)) is None:
+            continue
+        with contextlib.suppress(Missing, Corrupt, ValueError, KeyError, TypeError, ValidationError):
+            state = from_bytes(run.get(path))
+            found = hashlib.sha256(run.get(entry_path(state.n))).hexdigest()
+            if (state.n, state.sha256) == (int(name[1]), found):
+                return state
+    return RunState()
+
+
+def keep_snapshot(run: ObjectStore, state: RunState) -> None:
+    """Write the snapshot of a state, and remove old ones. A failure costs a later start some time."""
+    with contextlib.suppress(RollflowError, OSError):
+        run.put(snapshot_path(state.n, state.sha256), to_bytes(state))
+        for old in sorted(run.list(SNAPSHOTS))[:-KEPT]:
+            run.delete(old)
+
+
+def keep_segment(run: ObjectStore, n: int) -> None:
+    """Write the segment that entry `n` ends, unless it is there."""
+    with contextlib.suppress(RollflowError, OSError):
+        path = segment_path(n)
+        if not run.exists(path):
+            run.put(path, b"\n".join(run.get(entry_path(m)) for m in range(n + 1 - EVERY, n + 1)))
+
+
+def from_segment(run: ObjectStore, n: int) -> bytes:
+    """Entry `n` as its segment has it; `Missing` if there is none."""
+    lines = run.get(segment_path(n)).split(b"\n")
+    if len(lines) != EVERY:
+        raise Missing(f"{segment_path(n)} is cut")
+    return lines[n % EVERY]
+
+
+_STATE: TypeAdapter[RunState] = TypeAdapter(RunState)

@@ -1,0 +1,366 @@
+"""The state of a run: a fold over its log. `apply` is the only rule of conflict.
+
+    state = apply(state, entry)        pure; `Refused` says why an entry cannot follow
+
+Whoever writes applies its entry before it appends it; whoever reads applies it after, and stops at one that is refused.
+What the rules keep:
+
+- One writer: an entry counts only under its role's newest claim. A role is claimed under the newest supervisor's; one
+  that is claimed stays so when the supervisor changes.
+- Exactly once: a dispatch is *open* from its issue to its one fate. A prompt is issued when its source's turn comes,
+  and again, as the next attempt, when its dispatch was discarded for a reason that allows it.
+- Freshness: every group of batch b was started under a version >= b - alpha, and none of its tokens comes from a
+  version that did not exist.
+- Order: version v is trained on batch v - 1, as its newest entry has it. A batch that was trained on cannot be voided.
+
+What is held does not grow with the number of versions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollflow.storage.errors import Conflict, Stale
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    BatchVoided,
+    Body,
+    Claimed,
+    Entry,
+    Group,
+    Pruned,
+    Role,
+    RunCreated,
+    VersionPublished,
+    Written,
+)
+from rollflow.storage.log.retention import KINDS, Kind, Retention
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, StoredObject
+
+FOLD = 1  # raised with any change of the rules or the state: older snapshots are not read
+WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
+    RunCreated: ("creator",),
+    Claimed: ("supervisor", "scheduler", "learner"),
+    BatchCommitted: ("scheduler",),
+    BatchVoided: ("scheduler", "learner"),
+    VersionPublished: ("learner",),
+    Pruned: ("learner",),
+}
+
+
+class Refused(Conflict):
+    """An entry that cannot follow: nothing was changed, and it is not appended."""
+
+
+class Deposed(Refused):
+    """The role has another claim now: this writer stops."""
+
+
+class TooOld(Refused, Stale):
+    """A group that is older than the asynchronous ratio allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who has a role."""
+
+    entry: int
+    under: int | None
+    who: str
+    cluster: str
+    host: str
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A batch that no version was trained on yet."""
+
+    entry: int
+    file: StoredObject
+    rows: int
+    groups: tuple[Group, ...]
+    surplus_tokens: int
+    behind: Mapping[int, int]  # prompt -> how often it was left behind before
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts over the whole run. Staleness is that of a group's oldest sample."""
+
+    groups: Counter[str] = field(default_factory=Counter)  # fate -> dispatches
+    tokens: Counter[str] = field(default_factory=Counter)  # fate -> response tokens
+    staleness: Counter[int] = field(default_factory=Counter)  # of the groups that were trained on
+    surplus_tokens: int = 0  # of batches that were trained on
+    rows: int = 0  # trajectories that were trained on
+
+    def copy(self) -> Totals:
+        """Another one to change."""
+        counters = Counter(self.groups), Counter(self.tokens), Counter(self.staleness)
+        return Totals(*counters, self.surplus_tokens, self.rows)
+
+    def count(self, fate: str, tokens: int) -> None:
+        """One more dispatch has its fate."""
+        self.groups[fate] += 1
+        self.tokens[fate] += tokens
+
+
+@dataclass(slots=True)
+class RunState:
+    """What the log says, up to entry `n`."""
+
+    n: int = -1
+    sha256: str = ""  # of entry n
+    run_id: str = ""
+    alpha: float = 0.0
+    group_size: int = 1
+    retention: Retention = field(default_factory=Retention)
+    claims: dict[str, Claim] = field(default_factory=dict)  # role -> its newest claim
+    version: int = -1  # the newest policy version
+    published: int = -1  # its entry
+    next_batch: int = 0
+    issued: list[int] = field(default_factory=list)  # source -> its first position that was never dispatched
+    filtered: list[int] = field(default_factory=list)  # source -> its groups that went for good
+    open: dict[int, int] = field(default_factory=dict)  # prompt -> attempt, in the order of issue
+    behind: dict[int, int] = field(default_factory=dict)  # open prompt -> how often it was left behind
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # batch number -> the batch
+    holes: list[int] = field(default_factory=list)  # batches to form again, in order
+    voids: int = 0
+    held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version -> kind -> entry, while it may be pruned
+    totals: Totals = field(default_factory=Totals)
+
+    @property
+    def cursor(self) -> Cursor:
+        """How far each source was issued."""
+        return Cursor(tuple(self.issued), tuple(self.filtered))
+
+    @property
+    def in_flight(self) -> tuple[GroupKey, ...]:
+        """The open dispatches, in the order of issue."""
+        return tuple(GroupKey(prompt, attempt) for prompt, attempt in self.open.items())
+
+    @property
+    def releasable(self) -> list[tuple[int, Kind]]:
+        """What may be pruned, and was not."""
+        return [
+            (version, kind)
+            for version, kinds in self.held.items()
+            for kind in kinds
+            if not self.retention.needed(kind, version, self.version)
+        ]
+
+    def newest_claim(self, role: Role) -> int:
+        """The entry by which `role` is claimed; -1 if it never was."""
+        return self.claims[role].entry if role in self.claims else -1
+
+    def copy(self) -> RunState:
+        """Another one to change."""
+        other = copy.copy(self)
+        for name in ("claims", "open", "behind", "waiting"):
+            setattr(other, name, dict(getattr(self, name)))
+        for name in ("issued", "filtered", "holes"):
+            setattr(other, name, list(getattr(self, name)))
+        other.held = {version: dict(kinds) for version, kinds in self.held.items()}
+        other.totals = self.totals.copy()
+        return other
+
+
+def apply(state: RunState, written: Written) -> RunState:
+    """The state after one more entry; `state` stays as it is.
+
+    Raises:
+        Refused: the entry cannot follow.
+    """
+    entry = written.entry
+    _need(entry.n == state.n + 1, f"entry {entry.n} cannot follow entry {state.n}")
+    _need(entry.prev == state.sha256, f"entry {entry.n} follows another entry {state.n} than the one that is there")
+    after = decide(state, entry.n, entry.role, entry.claim, entry.body)
+    told = (entry.version, entry.batch)
+    _need(told == (after.version, after.next_batch), f"it says version and batch {told}, and means others")
+    after.sha256 = written.sha256
+    return after
+
+
+def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
+    """The state after `body` as entry `n`, but for the hash of that entry. Raises as `apply`."""
+    _need(role in WRITERS[type(body)], f"a {role} does not append {body.kind}")
+    after = state.copy()
+    after.n = n
+    if isinstance(body, RunCreated):
+        _create(after, body)
+        return after
+    _need(state.n >= 0, "the first entry of a log is the run's creation")
+    if isinstance(body, Claimed):
+        _claim(after, role, claim, body)
+        return after
+    if claim != state.newest_claim(role):
+        raise Deposed(f"the run has another {role} now: {_who(state, role)}; this one stops")
+    match body:
+        case BatchCommitted():
+            _commit(after, body)
+        case BatchVoided():
+            _void(after, body)
+        case VersionPublished():
+            _publish(after, body)
+        case Pruned():
+            _prune(after, body)
+    return after
+
+
+def head(entry: Entry) -> tuple[int, int]:
+    """Newest version and next batch that an entry carries."""
+    return entry.version, entry.batch
+
+
+# --- one rule for each kind of entry ---------------------------------------------------------------------------
+
+
+def _create(s: RunState, body: RunCreated) -> None:
+    _need(s.n == 0, "a run is created once")
+    _need(body.sources > 0, "a run has prompt sources")
+    store = body.config.get("store", {})
+    known = {name: store[name] for name in ("keep_last", "keep_every", "state_every") if name in store}
+    s.run_id, s.alpha = body.run_id, float(body.config["async_ratio"])
+    capacity = int(s.alpha) + 1  # engines still fetch what the learner is so far ahead of
+    rules = Retention(**known)
+    s.group_size = int(body.config["group_size"])
+    s.retention = Retention(max(rules.keep_last, capacity), rules.keep_every, rules.state_every)
+    s.issued, s.filtered = [0] * body.sources, [0] * body.sources
+
+
+def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
+    _need(claim == s.n, "a claim names itself")
+    under = None if role == "supervisor" else s.newest_claim("supervisor")
+    if body.under != under:
+        raise Deposed(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
+    s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
+
+
+def _commit(s: RunState, body: BatchCommitted) -> None:
+    number = body.number
+    _need(number == s.next_batch or number in s.holes, f"batch {number} is not to be formed")
+    _need(len(body.groups) > 0, f"batch {number} has no group")
+    _need(body.rows == len(body.groups) * s.group_size, f"batch {number} has {body.rows} rows for its groups")
+    for prompt in body.issued:
+        _issue(s, prompt)
+    for discard in body.discards:
+        _close(s, discard.key)
+        s.totals.count(discard.reason, discard.response_tokens)
+        _after_discard(s, discard)
+    for group in body.groups:
+        _check_fresh(s, number, group)
+        _close(s, group.key)
+    behind = {group.prompt: s.behind.pop(group.prompt) for group in body.groups if group.prompt in s.behind}
+    s.waiting[number] = Waiting(s.n, body.file, body.rows, body.groups, body.surplus_tokens, behind)
+    if number in s.holes:
+        s.holes.remove(number)
+    else:
+        s.next_batch += 1
+
+
+def _check_fresh(s: RunState, number: int, group: Group) -> None:
+    if group.started < number - s.alpha:
+        raise TooOld(
+            f"group {group.key} was started under version {group.started}, batch {number} allows "
+            f"{number - s.alpha:g} at async_ratio {s.alpha:g}"
+        )
+    there = 0 <= group.started <= group.newest <= s.version
+    _need(there, f"group {group.key} has tokens of versions that are not there")
+
+
+def _void(s: RunState, body: BatchVoided) -> None:
+    waiting = s.waiting.get(body.number)
+    _need(waiting is not None and waiting.entry == body.entry, f"batch {body.number} is trained on, or made again")
+    assert waiting is not None
+    for group in waiting.groups:
+        s.totals.count(DiscardReason.CORRUPT, group.tokens)
+        s.open[group.prompt] = group.attempt + 1
+    s.behind |= waiting.behind
+    del s.waiting[body.number]
+    s.holes = sorted([*s.holes, body.number])
+    s.voids += 1
+
+
+def _publish(s: RunState, body: VersionPublished) -> None:
+    number = body.number
+    _need(number == s.version + 1, f"version {number} cannot follow version {s.version}")
+    _need(bool(body.weights), f"version {number} has no weights")
+    if number == 0:
+        _need(body.batch_entry is None, "version 0 was trained on nothing")
+    else:
+        batch = s.waiting.pop(number - 1, None)
+        _need(batch is not None and batch.entry == body.batch_entry, f"version {number} was not trained on its batch")
+        assert batch is not None
+        _count_trained(s.totals, number - 1, batch)
+    s.version, s.published = number, s.n
+    s.held[number] = dict.fromkeys(KINDS if body.state else KINDS[:1], s.n)
+    _forget_kept(s)
+
+
+def _prune(s: RunState, body: Pruned) -> None:
+    for version, kind in body.objects:
+        _need(kind in s.held.get(version, {}), f"version {version} has no {kind} that can be pruned")
+        _need(not s.retention.needed(kind, version, s.version), f"the {kind} of version {version} are needed")
+        del s.held[version][kind]
+    s.held = {version: kinds for version, kinds in s.held.items() if kinds}
+
+
+# --- the fates of dispatches -----------------------------------------------------------------------------------
+
+
+def _issue(s: RunState, prompt: int) -> None:
+    """A prompt's first dispatch: its source has come to it."""
+    source, sources = prompt % len(s.issued), len(s.issued)
+    _need(prompt == s.issued[source] * sources + source, f"prompt {prompt} is not the next one of source {source}")
+    s.issued[source] += 1
+    s.open[prompt] = 0
+
+
+def _close(s: RunState, key: GroupKey) -> None:
+    """A dispatch has its fate."""
+    _need(s.open.get(key.prompt) == key.attempt, f"dispatch {key} is not open")
+    del s.open[key.prompt]
+
+
+def _after_discard(s: RunState, discard: Discard) -> None:
+    """The prompt is issued again, or its source is owed another one."""
+    prompt = discard.key.prompt
+    if discard.reason.issued_again:
+        s.open[prompt] = discard.key.attempt + 1
+        if discard.slow:
+            s.behind[prompt] = s.behind.get(prompt, 0) + 1
+    else:
+        s.filtered[prompt % len(s.filtered)] += 1
+        s.behind.pop(prompt, None)
+
+
+def _count_trained(totals: Totals, number: int, batch: Waiting) -> None:
+    for group in batch.groups:
+        totals.count("trained", group.tokens)
+        totals.staleness[number - group.started] += 1
+    totals.surplus_tokens += batch.surplus_tokens
+    totals.rows += batch.rows
+
+
+def _forget_kept(s: RunState) -> None:
+    """What is needed although the window has passed it stays for good."""
+    oldest = s.version - s.retention.window
+    for version in [version for version in s.held if version < oldest]:
+        left = {k: n for k, n in s.held[version].items() if not s.retention.needed(k, version, s.version)}
+        if left:
+            s.held[version] = left
+        else:
+            del s.held[version]
+
+
+def _who(state: RunState, role: Role) -> str:
+    claim = state.claims.get(role)
+    return f"{claim.who or role}, process {claim.process} on {claim.host}" if claim else "nobody"
+
+
+def _need(holds: bool, why: str) -> None:
+    if not holds:
+        raise Refused(why)

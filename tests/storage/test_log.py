@@ -1,0 +1,488 @@
+"""The log: appending, following, damage, snapshots. Its rules have a test of their own (`test_fold`)."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.errors import Conflict, Corrupt, Unreachable
+from rollflow.storage.log import log as log_module
+from rollflow.storage.log import snapshots
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    BatchVoided,
+    Entry,
+    Group,
+    RunCreated,
+    decode,
+    encode,
+    entry_path,
+)
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.objects.base import Data
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
+from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot after every fourth entry."""
+    monkeypatch.setattr(snapshots, "EVERY", 4)
+
+
+def train(store: MemoryStore | LocalStore, versions: int) -> tuple[Supervisor, Scheduler, Learner]:
+    """A run with so many versions."""
+    create_run(store)
+    supervisor = Supervisor(store)
+    scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
+    learner.publish()
+    for _ in range(versions):
+        scheduler.log.follow()
+        scheduler.commit()
+        learner.log.follow()
+        learner.publish()
+        learner.prune()
+    for log in (supervisor.log, scheduler.log, learner.log):
+        log.settle()
+    return supervisor, scheduler, learner
+
+
+def test_what_is_appended_is_read_by_all_in_one_order(store: MemoryStore) -> None:
+    supervisor, scheduler, learner = train(store, 5)
+    for log in (supervisor.log, scheduler.log, learner.log):
+        log.follow()
+    fresh = Log(store).state
+    assert fresh == supervisor.log.state == scheduler.log.state == learner.log.state
+    assert (fresh.version, fresh.next_batch) == (5, 5)
+    assert fresh.totals.groups == {"trained": 10}
+    assert chained(entries(store))
+
+
+def test_a_run_is_created_once(store: MemoryStore) -> None:
+    create_run(store)
+    with pytest.raises(Conflict):
+        create_run(store)
+
+
+def test_a_loser_of_a_race_reads_and_decides_again_and_its_data_is_written_once(store: MemoryStore) -> None:
+    create_run(store)
+    supervisor = Supervisor(store)
+    scheduler = Scheduler(store, supervisor.writer.claim)
+    learner = Learner(store, supervisor.writer.claim)  # one entry more than the scheduler has read
+    learner.publish()  # and another
+    scheduler.dispatch(0)
+    scheduler.dispatch(0)
+    scheduler.commit()
+    files = list(store.list("trajectories"))
+    assert len(files) == 1
+    assert scheduler.log.state.waiting[0].file.path == files[0]
+    assert Log(store).state == scheduler.log.state
+
+
+def test_a_deposed_role_appends_nothing_more(store: MemoryStore) -> None:
+    create_run(store)
+    supervisor = Supervisor(store)
+    scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
+    learner.publish()
+    another = Scheduler(store, supervisor.writer.claim)
+    scheduler.dispatch(0)
+    scheduler.dispatch(0)
+    with pytest.raises(Deposed, match="this one stops"):
+        scheduler.commit()
+    assert not scheduler.writer.valid()
+    another.commit()
+    assert another.writer.valid()
+
+
+def test_a_supervisors_restart_deposes_no_healthy_role_and_lets_no_old_one_begin(store: MemoryStore) -> None:
+    create_run(store)
+    old = Supervisor(store)
+    scheduler, learner = Scheduler(store, old.writer.claim), Learner(store, old.writer.claim)
+    learner.publish()
+    new = Supervisor(store)
+    scheduler.log.follow()
+    scheduler.commit()
+    learner.log.follow()
+    learner.publish()
+    with pytest.raises(Deposed):
+        Learner(store, old.writer.claim)
+    old.log.follow()
+    assert not old.writer.valid()
+    Learner(store, new.writer.claim)
+    learner.log.follow()
+    with pytest.raises(Deposed):
+        learner.prune()
+
+
+# --- a store that fails ----------------------------------------------------------------------------------------
+
+
+class Failing(MemoryStore):
+    """Raises before or after a write, as `fault` says of each path."""
+
+    fault: Callable[[str], str] = staticmethod(lambda path: "")
+
+    def create(self, path: str, data: Data) -> None:
+        self._done(path, lambda: MemoryStore.create(self, path, data))
+
+    def put(self, path: str, data: Data) -> str:
+        return str(self._done(path, lambda: MemoryStore.put(self, path, data)))
+
+    def _done(self, path: str, write: Callable[[], object]) -> object:
+        fault = type(self).fault(path)
+        if fault == "before":
+            raise Unreachable(f"{path}: not written")
+        found = write()
+        if fault == "after":
+            raise Unreachable(f"{path}: written, and the answer was lost")
+        if fault == "killed":
+            raise KeyboardInterrupt
+        return found
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
+    monkeypatch.setattr(log_module, "FIRST_PAUSE", 0.0)
+    yield Failing(uuid.uuid4().hex)
+    Failing.fault = staticmethod(lambda path: "")
+
+
+@pytest.mark.parametrize("fault", ["before", "after"])
+def test_an_append_whose_answer_is_lost_is_there_once(failing: Failing, fault: str) -> None:
+    create_run(failing)
+    supervisor = Supervisor(failing)
+    scheduler, learner = Scheduler(failing, supervisor.writer.claim), Learner(failing, supervisor.writer.claim)
+    draw, met = random.Random(0), 0
+
+    def chance(path: str) -> str:
+        nonlocal met
+        if path.startswith("log/") and draw.random() < 0.5:
+            met += 1
+            return fault
+        return ""
+
+    Failing.fault = staticmethod(chance)
+    learner.publish()
+    for _ in range(10):
+        scheduler.log.follow()
+        scheduler.commit()
+        learner.log.follow()
+        learner.publish()
+    assert met > 5
+    state = Log(failing).state
+    assert (state.version, state.next_batch, state.totals.groups) == (10, 10, {"trained": 20})
+    assert len(entries(failing)) == 4 + 21  # the creation, three claims, eleven versions, ten batches
+
+
+def test_killed_at_any_write_a_successor_goes_on(failing: Failing) -> None:
+    """Whatever write was the last one: what was committed counts once, what was not, never."""
+    create_run(failing)
+    supervisor = Supervisor(failing)
+    writes = 0
+    for victim in range(40):
+        writes = 0
+
+        def nth(path: str, victim: int = victim) -> str:
+            nonlocal writes
+            if path.startswith("log_"):
+                return ""  # a thread of its own
+            writes += 1
+            return "killed" if writes == victim % 13 + 1 else ""
+
+        Failing.fault = staticmethod(nth)
+        try:
+            scheduler, learner = Scheduler(failing, supervisor.writer.claim), Learner(failing, supervisor.writer.claim)
+            if learner.log.state.version < 0:
+                learner.publish()
+            for _ in range(2):
+                scheduler.log.follow()
+                if scheduler.next <= scheduler.log.state.version:
+                    scheduler.commit()
+                learner.log.follow()
+                learner.publish()
+                learner.prune()
+        except KeyboardInterrupt:
+            pass
+    Failing.fault = staticmethod(lambda path: "")
+    state = Log(failing).state
+    assert state.version > 10
+    assert state.totals.groups["trained"] == 2 * state.version
+    assert chained(entries(failing))
+    again = replayed(failing)
+    assert again == state
+
+
+def replayed(store: MemoryStore) -> object:
+    """The state by the entries alone, without any snapshot."""
+    copy = MemoryStore(uuid.uuid4().hex)
+    for prefix in ("log", "log_index"):
+        for path in store.list(prefix):
+            copy.put(path, store.get(path))
+    return Log(copy).state
+
+
+# --- many at once ----------------------------------------------------------------------------------------------
+
+
+def test_many_writers_and_readers_see_one_order_and_nobody_starves(tmp_path: Path) -> None:
+    """Two of each role and ten readers, on a folder: the roles of each pair depose each other all the time."""
+    store = LocalStore(tmp_path)
+    create_run(store)
+    supervisor = Supervisor(store)
+    Learner(store, supervisor.writer.claim).publish()
+    target, stop, failures = 400, threading.Event(), []
+    appended = dict.fromkeys(["scheduler", "learner", "supervisor"], 0)
+
+    def newest() -> int:
+        return Log(store).state.newest_claim("supervisor")
+
+    def work(role: str, step: Callable[[], None]) -> None:
+        draw = random.Random(threading.get_ident())
+        while not stop.is_set():
+            try:
+                step()
+                appended[role] += 1
+            except (Refused, KeyError):
+                stop.wait(draw.uniform(0, 0.01))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test names it
+                failures.append(error)
+                stop.set()
+
+    def schedule() -> None:
+        scheduler = Scheduler(store, newest())
+        for _ in range(3):
+            scheduler.log.follow()
+            if scheduler.next <= scheduler.log.state.version + 2:
+                scheduler.commit()
+
+    def learn() -> None:
+        learner = Learner(store, newest())
+        for _ in range(3):
+            learner.log.follow()
+            learner.publish()
+            learner.prune()
+
+    def supervise() -> None:
+        Supervisor(store)
+        stop.wait(0.05)
+
+    def read() -> None:
+        log = Log(store)
+        while not stop.is_set():
+            before = log.state.n
+            log.follow()
+            assert log.state.n >= before
+            stop.wait(0.001)
+
+    with ThreadPoolExecutor(16) as pool:
+        readers = [pool.submit(read) for _ in range(10)]
+        for role, step in (("scheduler", schedule), ("learner", learn), ("supervisor", supervise)):
+            for _ in range(2):
+                pool.submit(work, role, step)
+        while Log(store).state.n < target and not failures:
+            stop.wait(0.1)
+        stop.set()
+        for reader in readers:
+            reader.result()
+    assert not failures
+    data = [store.get(path) for path in store.list("log")]
+    assert chained(data)
+    kinds = {json.loads(one)["body"]["kind"] for one in data}
+    assert kinds >= {"batch-committed", "version-published", "pruned", "claimed"}
+    assert min(appended.values()) > 0, appended
+    state = Log(store).state
+    assert state.totals.groups["trained"] == 2 * state.version
+
+
+# --- damage ----------------------------------------------------------------------------------------------------
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:40] + bytes([data[40] ^ 1]) + data[41:]
+
+
+@pytest.mark.parametrize("how", ["altered", "missing", "cut"])
+def test_damage_in_the_middle_is_read_from_the_segment(store: MemoryStore, how: str) -> None:
+    train(store, 6)
+    newest, path = Log(store).state, entry_path(5)
+    whole = store.get(path)
+    for snapshot in store.list("log_snapshots"):
+        store.delete(snapshot)
+    if how == "missing":
+        store.delete(path)
+    else:
+        store.put(path, flipped(whole) if how == "altered" else whole[:-9])
+    log = Log(store)
+    written = log.read(5)
+    assert written is not None
+    assert encode(written.entry).data == whole
+    assert log.state == newest
+
+
+def test_without_a_segment_a_missing_entry_stops_everybody(store: MemoryStore) -> None:
+    train(store, 6)
+    for path in (*store.list("log_snapshots"), *store.list("log_segments")):
+        store.delete(path)
+    store.delete(entry_path(5))
+    with pytest.raises(Corrupt, match=r"log/0000000005.json is missing, log/0000000006.json is there"):
+        Log(store)
+
+
+@pytest.mark.parametrize("how", ["altered", "cut", "forged"])
+def test_a_damaged_head_stops_everybody(store: MemoryStore, how: str) -> None:
+    """Nothing vouches for the newest entry but its own seal, and the fold."""
+    *_, learner = train(store, 3)
+    n = learner.log.claim("supervisor", who="the last").claim
+    data = store.get(entry_path(n))
+    if how == "altered":
+        store.put(entry_path(n), flipped(data))
+    elif how == "cut":
+        store.put(entry_path(n), data[:-20])
+    else:
+        forged = replace(decode(data, n, store.get).entry, prev="0" * 64)
+        store.put(entry_path(n), encode(forged).data)
+    with pytest.raises(Corrupt, match=f"{n:010d}"):
+        Log(store)
+
+
+def test_two_entries_that_were_swapped_and_one_that_was_inserted_are_found(store: MemoryStore) -> None:
+    train(store, 6)
+    for path in (*store.list("log_snapshots"), *store.list("log_segments")):
+        store.delete(path)
+    fifth, sixth = store.get(entry_path(5)), store.get(entry_path(6))
+    store.put(entry_path(5), sixth)
+    store.put(entry_path(6), fifth)
+    with pytest.raises(Corrupt, match=r"is entry 6, under another name"):
+        Log(store)
+    store.put(entry_path(6), sixth)
+    another = replace(decode(fifth, 5, store.get).entry, id="another")
+    store.put(entry_path(5), encode(another).data)
+    with pytest.raises(Corrupt, match=r"0000000006.json cannot stand where it stands"):
+        Log(store)
+
+
+# --- snapshots -------------------------------------------------------------------------------------------------
+
+
+def test_a_start_reads_the_newest_snapshot_and_what_follows_it(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, learner = train(store, 12)
+    newest = learner.log.state
+    read: list[str] = []
+    get = MemoryStore.get
+    monkeypatch.setattr(MemoryStore, "get", lambda self, path: (read.append(path), get(self, path))[1])
+    assert Log(store).state == newest
+    assert len([path for path in read if path.startswith("log/")]) <= 4 + 2
+    assert len(list(store.list("log_snapshots"))) <= snapshots.KEPT
+
+
+@pytest.mark.parametrize("how", ["altered", "another fold", "of another log", "not JSON"])
+def test_a_snapshot_that_cannot_be_trusted_is_as_good_as_none(
+    store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, learner = train(store, 6)
+    newest = learner.log.state
+    for path in list(store.list("log_snapshots")):
+        data = store.get(path)
+        if how == "altered":
+            store.put(path, flipped(data))
+        elif how == "not JSON":
+            store.put(path, b"[")
+        elif how == "another fold":
+            with monkeypatch.context() as patched:
+                patched.setattr(snapshots, "FOLD", 0)
+                store.put(path, snapshots.to_bytes(newest))
+        else:
+            other = newest.copy()
+            other.version, other.sha256 = 99, "f" * 64
+            store.put(path, snapshots.to_bytes(other))
+    assert Log(store).state == newest
+
+
+def test_a_snapshot_that_was_not_written_is_taken_by_who_starts(store: MemoryStore) -> None:
+    train(store, 6)
+    for path in (*store.list("log_snapshots"), *store.list("log_segments")):
+        store.delete(path)
+    Log(store).settle()
+    assert list(store.list("log_snapshots"))
+
+
+def test_a_state_comes_back_from_a_snapshot_as_it_was(store: MemoryStore) -> None:
+    _, scheduler, learner = train(store, 3)
+    scheduler.log.follow()
+    for _ in range(3):
+        scheduler.dispatch(3)
+    scheduler.discard(0, DiscardReason.STALE)
+    scheduler.discard(0, DiscardReason.FILTERED)
+    scheduler.commit()
+    learner.log.follow()
+    learner.void(3)
+    state = learner.log.state
+    assert state.behind
+    assert state.holes == [3]
+    assert state.open
+    assert snapshots.from_bytes(snapshots.to_bytes(state)) == state
+
+
+# --- what an entry is ------------------------------------------------------------------------------------------
+
+
+def test_a_long_entry_has_its_lists_in_an_index_object(store: MemoryStore) -> None:
+    create_run(store)
+    supervisor = Supervisor(store)
+    learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
+    learner.publish()
+    scheduler.log.follow()
+    count = 12_000
+    for _ in range(count):
+        scheduler.dispatch(0)
+    for _ in range(count - 2):
+        scheduler.discard(2, DiscardReason.FAILED)
+    entry = scheduler.commit()
+    assert len(store.get(entry_path(entry.n))) < 4_000
+    (index,) = store.list("log_index")
+    log = Log(store)
+    assert log.state == scheduler.log.state
+    assert len(log.state.open) == count - 2
+    store.put(index, flipped(store.get(index)))
+    for snapshot in (*store.list("log_snapshots"), *store.list("log_segments")):
+        store.delete(snapshot)
+    with pytest.raises(Corrupt, match=r"log_index/.* was altered"):
+        Log(store)
+
+
+def test_an_entry_is_read_as_it_was_written() -> None:
+    file = StoredObject("trajectories/x.arrow", 3, "ab")
+    discard = Discard(GroupKey(4, 1), DiscardReason.STALE, 2, 9)
+    body = BatchCommitted(3, file, 8, (Group(1, 0, 2, 3, 11),), (5, 6), (discard,), 4)
+    entry = Entry(7, "aa", "id", "scheduler", 3, 2, 4, 1.5, body)
+    encoded = encode(entry)
+    assert decode(encoded.data, 7, lambda path: b"").entry == entry
+    assert json.loads(encoded.data)["body"]["discards"] == [[[4, 1], "stale", 2, 9]]
+
+
+def test_who_knows_no_role_appends_nothing(store: MemoryStore) -> None:
+    create_run(store)
+    log = Log(store)
+    supervisor = log.claim("supervisor")
+    with pytest.raises(Refused, match="a supervisor does not append run-created"):
+        supervisor.append(lambda state, _: RunCreated("x", {}, "", 1))
+    with pytest.raises(Deposed):
+        Writer(log, "learner", 0).append(lambda state, _: BatchVoided(0, 0, "never claimed"))

@@ -1,0 +1,180 @@
+"""The roles of a run on its log, without engines and training: each has its own log, and dies by being forgotten."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    BatchVoided,
+    Body,
+    Entry,
+    Group,
+    Pruned,
+    RunCreated,
+    VersionPublished,
+)
+from rollflow.storage.log.log import Attached, Log, Writer
+from rollflow.storage.log.state import RunState
+from rollflow.storage.objects.base import ObjectStore
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
+
+SHARES = (2, 1)  # prompts of each source that are issued in turn
+GROUPS, SIZE = 2, 3
+
+
+def create_run(store: ObjectStore, alpha: float = 2.0, **kept: int) -> None:
+    """Entry 0."""
+    config = {"async_ratio": alpha, "group_size": SIZE, "store": {"keep_last": 2, "keep_every": 4, **kept}}
+    Log(store).create(RunCreated("test", config, "0" * 64, len(SHARES)))
+
+
+def stored(store: ObjectStore, path: str, data: bytes) -> StoredObject:
+    """An object that is there."""
+    return StoredObject(path, len(data), store.put(path, data))
+
+
+@dataclass
+class Supervisor:
+    """Takes the run."""
+
+    store: ObjectStore
+    log: Log = field(init=False)
+    writer: Writer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = Log(self.store)
+        self.writer = self.log.claim("supervisor", who="a supervisor")
+
+
+@dataclass
+class Scheduler:
+    """Issues prompts and commits batches from what it has in its head; begins again when a batch was voided."""
+
+    store: ObjectStore
+    under: int
+    log: Log = field(init=False)
+    writer: Writer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = Log(self.store)
+        self.writer = self.log.claim("scheduler", self.under)
+        self.begin()
+
+    def begin(self) -> None:
+        """From the state alone."""
+        state = self.log.state
+        self.voids, self.number = state.voids, state.next_batch
+        self.holes = deque(state.holes)
+        self.counts = list(state.issued)
+        self.waits = deque(state.in_flight)
+        self.running: list[tuple[GroupKey, int]] = []  # and the version it was started under
+        self.issued: list[int] = []
+        self.discards: list[Discard] = []
+
+    def dispatch(self, version: int) -> GroupKey:
+        """Start one group."""
+        if self.waits:
+            key = self.waits.popleft()
+        else:
+            source = min(range(len(SHARES)), key=lambda s: self.counts[s] / SHARES[s])
+            key = GroupKey(self.counts[source] * len(SHARES) + source, 0)
+            self.counts[source] += 1
+            self.issued.append(key.prompt)
+        self.running.append((key, version))
+        return key
+
+    def discard(self, place: int, reason: DiscardReason) -> None:
+        """A group that runs is given up."""
+        key, started = self.running.pop(place)
+        self.discards.append(Discard(key, reason, started, 5))
+        if reason.issued_again:
+            self.waits.append(GroupKey(key.prompt, key.attempt + 1))
+
+    @property
+    def next(self) -> int:
+        """The number of the batch it forms next."""
+        return self.holes[0] if self.holes else self.number
+
+    def commit(self) -> Entry:
+        """Form a batch of the groups that are fresh enough; the others are stale."""
+        number, state = self.next, self.log.state
+        for place in reversed(range(len(self.running))):
+            if self.running[place][1] < number - state.alpha:
+                self.discard(place, DiscardReason.STALE)
+        while len(self.running) < GROUPS:
+            self.dispatch(state.version)
+        taken = self.running[:GROUPS]
+        groups = tuple(Group(*key, started, max(started, state.version), 7) for key, started in taken)
+        data = f"batch {number} of {groups} {uuid.uuid4().hex}".encode()
+        path = f"trajectories/{number:08d}-{self.writer.claim}-{uuid.uuid4().hex[:8]}.arrow"
+        issued, discards = tuple(self.issued), tuple(self.discards)
+
+        def body(state: RunState, file: StoredObject | None) -> Body:
+            assert file is not None
+            return BatchCommitted(number, file, SIZE * GROUPS, groups, issued, discards)
+
+        entry = self.writer.append(body, Attached(path, data))
+        self.running = self.running[GROUPS:]
+        self.issued, self.discards = [], []
+        if self.holes:
+            self.holes.popleft()
+        else:
+            self.number += 1
+        if self.log.state.voids > self.voids:
+            self.begin()
+        return entry
+
+
+@dataclass
+class Learner:
+    """Publishes versions, voids what it cannot read, prunes what is released."""
+
+    store: ObjectStore
+    under: int
+    log: Log = field(init=False)
+    writer: Writer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = Log(self.store)
+        self.writer = self.log.claim("learner", self.under)
+
+    def publish(self) -> Entry:
+        """The next version; what it was trained on must wait in the state that it has read."""
+        state = self.log.state
+        number = state.version + 1
+        batch = state.waiting[number - 1].entry if number else None
+        weights = self._object(number, "weights")
+        return self.writer.append(
+            lambda state, _: VersionPublished(number, batch, (weights,), (self._object(number, "state"),))
+        )
+
+    def void(self, number: int) -> Entry:
+        """A waiting batch is damaged."""
+        entry = self.log.state.waiting[number].entry
+        return self.writer.append(lambda state, _: BatchVoided(number, entry, "damaged"))
+
+    def prune(self) -> Entry:
+        """What nothing needs."""
+        objects = tuple(self.log.state.releasable)
+        return self.writer.append(lambda state, _: Pruned(objects))
+
+    def _object(self, number: int, kind: str) -> StoredObject:
+        path = f"policies/{number:08d}/{self.writer.claim}/{kind}.safetensors"
+        return stored(self.store, path, f"{kind} {number}".encode())
+
+
+def entries(store: ObjectStore) -> Sequence[bytes]:
+    """Every entry's bytes, by name alone."""
+    return [store.get(path) for path in store.list("log")]
+
+
+def chained(data: Sequence[bytes]) -> bool:
+    """Whether each names the one before."""
+    hashes = ["", *(hashlib.sha256(one).hexdigest() for one in data)]
+    return all(json.loads(one)["prev"] == hashes[n] for n, one in enumerate(data))
