@@ -160,7 +160,7 @@ class PolicyStore:
             path, parts = f"policies/{version:08d}/{self.writer}/{name}", pieces(files[name])
             return StoredObject(path, sum(map(len, parts)), self.run.put(path, parts))
 
-        return tuple(_each(staged, files))
+        return tuple(each(staged, files))
 
     def publish(self, manifest: Manifest) -> str:
         """Commit a version; returns the sha256 of its manifest.
@@ -203,7 +203,7 @@ class PolicyStore:
     def read_all(self, objects: Iterable[StoredObject]) -> dict[str, memoryview]:
         """`read` of several objects at a time, by path."""
         listed = list(objects)
-        return dict(zip([stored.path for stored in listed], _each(self.read, listed), strict=True))
+        return dict(zip([stored.path for stored in listed], each(self.read, listed), strict=True))
 
     def weights_folder(self, manifest: Manifest, cache: Path) -> Path:
         """A local folder of the version's safetensors files, checked once a node: the store's own, or fetched.
@@ -244,7 +244,7 @@ class PolicyStore:
                 raise Corrupt(f"{stored.path} is missing") from error
             _check(stored, file.stat().st_size, sha256)
 
-        _each(copied, manifest.weights)
+        each(copied, manifest.weights)
 
     def _prune(self, latest: int) -> None:
         """Remove the objects that `latest` pushed out of retention; what is left by a failure is for `collect`."""
@@ -253,10 +253,10 @@ class PolicyStore:
             self._put_off = [version for version in released if self.in_use(version)]
             for version in sorted({*released} - {*self._put_off}):
                 manifest = self.manifest(version)
-                _each(self.run.delete, [stored.path for stored in (*manifest.weights, *manifest.learner)])
+                each(self.run.delete, [stored.path for stored in (*manifest.weights, *manifest.learner)])
 
 
-def _each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`work` on all items, several at a time, in order."""
     listed = list(items)
     if len(listed) < 2:

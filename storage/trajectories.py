@@ -49,6 +49,7 @@ class StagedBatch:
     order: int = 0  # commits of the run before this one
     voids: int = 0  # voids its scheduler knows to be settled
     behind: tuple[tuple[int, int], ...] = ()  # prompts in flight that were left behind, and how often
+    issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time since the batch before, in order
 
     def check_fresh(self, async_ratio: float) -> None:
         """Raise `Stale` if any group is older than version `number` - alpha (invariant 1)."""

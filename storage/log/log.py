@@ -112,16 +112,21 @@ class Log:
         self._append("creator", 0, lambda state, stored: body)
 
     def claim(self, role: Role, under: int | None = None, **who: object) -> Writer:
-        """Take a role for the supervisor of claim `under`; a supervisor takes the run from whoever had it.
+        """Take a role from whoever had it.
 
         Args:
-            who: what `Claimed` says of it.
+            under: the supervisor's claim it is taken under; without one, that of the newest on the same cluster.
+            who: what `Claimed` says of it: `who`, `cluster`, `host`, `process`.
 
         Raises:
             Deposed: the run has another supervisor now.
         """
-        body = Claimed(under=under, **who)  # type: ignore[arg-type]  # names of its fields
-        return Writer(self, role, self._append(role, None, lambda state, stored: body).n)
+
+        def claimed(state: RunState, stored: StoredObject | None) -> Body:
+            newest = None if role == "supervisor" else state.newest_claim("supervisor")
+            return Claimed(under=newest if under is None else under, **who)  # type: ignore[arg-type]  # its fields
+
+        return Writer(self, role, self._append(role, None, claimed).n)
 
     def settle(self) -> None:
         """Wait until snapshots and segments are written; for the end of a process, and for tests."""

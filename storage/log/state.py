@@ -5,8 +5,8 @@
 Whoever writes applies its entry before it appends it; whoever reads applies it after, and stops at one that is refused.
 What the rules keep:
 
-- One writer: an entry counts only under its role's newest claim. A role is claimed under the newest supervisor's; one
-  that is claimed stays so when the supervisor changes.
+- One writer: an entry counts only under its role's newest claim. A role is claimed under the newest supervisor's claim
+  and on its cluster; one that is claimed stays so when the supervisor changes.
 - Exactly once: a dispatch is *open* from its issue to its one fate. A prompt is issued when its source's turn comes,
   and again, as the next attempt, when its dispatch was discarded for a reason that allows it.
 - Freshness: every group of batch b was started under a version >= b - alpha, and none of its tokens comes from a
@@ -233,8 +233,9 @@ def _create(s: RunState, body: RunCreated) -> None:
 
 def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
     _need(claim == s.n, "a claim names itself")
-    under = None if role == "supervisor" else s.newest_claim("supervisor")
-    if body.under != under:
+    newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
+    elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
+    if body.under != under or elsewhere:
         raise Deposed(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 

@@ -48,6 +48,7 @@ class Rounds:
         self._tail: deque[GroupKey] = deque()
         for key in again:
             (self._tail if self._is_tail(key) else self._again).append(key)
+        self._fresh: list[int] = []
         self._version = -1
         self._batch = -1  # that the present round is for
         self._is_long = False
@@ -62,6 +63,11 @@ class Rounds:
     def again(self) -> tuple[GroupKey, ...]:
         """What is to be issued again."""
         return (*self._again, *self._left, *self._tail)
+
+    def take_issued(self) -> tuple[int, ...]:
+        """The prompts that were dispatched for the first time since this was last asked, in their order."""
+        issued, self._fresh = tuple(self._fresh), []
+        return issued
 
     def behind(self, open_: Collection[GroupKey]) -> tuple[tuple[int, int], ...]:
         """Which prompts were left behind, and how often; those that are not among `open_` any more are forgotten."""
@@ -110,4 +116,7 @@ class Rounds:
         return self._behind[key.prompt] >= self._plan.awaited_after
 
     def _key(self) -> GroupKey:
-        return self._again.popleft() if self._again else GroupKey(self._mixture.next(), 0)
+        if self._again:
+            return self._again.popleft()
+        self._fresh.append(self._mixture.next())
+        return GroupKey(self._fresh[-1], 0)

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from rollflow.storage.batch import packed
 from rollflow.storage.buffer import Rank, TrajectoryBuffer
 from rollflow.storage.errors import RollflowError
+from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.settlement import missing, newest_commit, settled
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
@@ -76,6 +77,18 @@ class Beginning:
             )
             if newest_commit(batches) == newest:  # else another scheduler committed while this one read
                 return found
+
+    @classmethod
+    def of_state(cls, state: RunState) -> Beginning:
+        """Continue a run where its log says it is."""
+        return cls(
+            number=state.next_batch,
+            cursor=state.cursor,
+            again=state.in_flight,
+            missing=tuple((number, 0) for number in state.holes),
+            voids=state.voids,
+            behind=tuple(state.behind.items()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +357,9 @@ class RolloutScheduler:
         discards, self._discards = tuple(self._discards), []
         in_flight = (*self._running, *self.buffer.keys, *self._rounds.again)
         cursor, behind = self._rounds.cursor, self._rounds.behind(in_flight)
+        order, issued = self._order - 1, self._rounds.take_issued()
         return StagedBatch(
-            number, taken.groups, cursor, in_flight, discards, edition, self._order - 1, self.voids, behind
+            number, taken.groups, cursor, in_flight, discards, edition, order, self.voids, behind, issued
         )
 
     def _must_wait(self, number: int) -> bool:

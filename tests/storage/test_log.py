@@ -122,6 +122,8 @@ def test_a_supervisors_restart_deposes_no_healthy_role_and_lets_no_old_one_begin
     learner.publish()
     with pytest.raises(Deposed):
         Learner(store, old.writer.claim)
+    with pytest.raises(Deposed, match="under the newest supervisor"):
+        Log(store).claim("learner", cluster="another")
     old.log.follow()
     assert not old.writer.valid()
     Learner(store, new.writer.claim)

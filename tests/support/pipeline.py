@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rollflow.storage.channel import Channel
+from rollflow.storage.channel import Channel, Source
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention
@@ -86,18 +86,15 @@ class Pipeline:
 
     async def run(self) -> None:
         """Train up to `versions`."""
-        self.describe()
-        self.policies = PolicyStore(self.store, Retention(self.keep_last))
-        self.batches = TrajectoryStore(self.store)
-        if self.policies.latest() < 0:
+        self._open()
+        if self._newest() < 0:
             self._publish(0, None)
         engines = self.engine_list or [self._engine() for _ in range(self.engines)]
         for engine in engines:
             await engine.start()
         patience = PATIENCE_SECONDS if self.engine_deaths else 0.0
         self.proxy = InferenceProxy(engines, self.slots, patience, self.routing)
-        source = StoredBatches(TrajectoryStore(self.store))
-        self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, source, self.policies.latest())
+        self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, self._source(), self._newest())
         self.scheduler = self._scheduler()
         evaluations = self.evaluating(self) if self.evaluating else None
 
@@ -117,6 +114,23 @@ class Pipeline:
             await self._learn()
             scheduling.cancel()
             killing.cancel()
+
+    def _open(self) -> None:
+        self.describe()
+        self.policies = PolicyStore(self.store, Retention(self.keep_last))
+        self.batches = TrajectoryStore(self.store)
+
+    def _newest(self) -> int:
+        return self.policies.latest()
+
+    def _source(self) -> Source[object]:
+        return StoredBatches(TrajectoryStore(self.store))
+
+    def _beginning(self) -> Beginning:
+        return Beginning.of(self.batches, self._newest())
+
+    def _voided(self) -> int:
+        return self.batches.voided()
 
     def _engine(self) -> Engine:
         pace = self.seconds_per_token
@@ -140,7 +154,7 @@ class Pipeline:
             **self.choices,
         )
         outside = Outside(self._prompt, self._score, self._commit)
-        return self.scheduler_type(plan, outside, self.proxy, Beginning.of(self.batches, self.policies.latest()))
+        return self.scheduler_type(plan, outside, self.proxy, self._beginning())
 
     def _prompt(self, index: int) -> Prompt:
         return replace(prompt_at(index), domain=f"source {index % len(self.shares)}")
@@ -152,7 +166,7 @@ class Pipeline:
             moved, batch = clock(), -1
             async with asyncio.TaskGroup() as tasks:
                 forming = tasks.create_task(self.scheduler.run())
-                while self.batches.voided() == self.scheduler.voids:
+                while self._voided() == self.scheduler.voids:
                     await asyncio.sleep(LOOK_SECONDS)
                     moved, batch = clock() if self.scheduler.number > batch else moved, self.scheduler.number
                     assert clock() - moved < STUCK_SECONDS, f"no batch after {batch}"
@@ -196,7 +210,7 @@ class Pipeline:
         await self.channel.put(record.number, data, PATIENCE_SECONDS, record.edition)
 
     async def _learn(self) -> None:
-        version = self.policies.latest()
+        version = self._newest()
         draw = random.Random(self.seed)
         while version < self.versions:
             record = await self._next_batch(version)
@@ -206,7 +220,7 @@ class Pipeline:
             await self.channel.ack(version - 1)
             await self.channel.announce(version)
 
-    async def _next_batch(self, number: int) -> BatchCommit:
+    async def _next_batch(self, number: int) -> Any:
         """Batch `number` as it stands in the store; a damaged one is voided and waited for anew."""
         while True:
             try:
@@ -220,7 +234,7 @@ class Pipeline:
                 assert leased == stored, "the channel handed out something else than what was committed"
                 return record
 
-    def _publish(self, version: int, record: BatchCommit | None) -> None:
+    def _publish(self, version: int, record: Any) -> None:
         weights = self.policies.stage(version, {"weights/model.safetensors": f"weights {version}".encode()})
         manifest = Manifest(version, None, weights, (), None)
         if record is not None:

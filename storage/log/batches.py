@@ -1,0 +1,147 @@
+"""Batches of a run, on its log: batch b, once committed, is the batch that trains version b into version b + 1.
+
+A commit writes the Arrow file, then the entry that names it; before the entry nothing happened. A batch whose file is
+not what was committed is voided by an entry, unless it was trained on: its groups are issued again, and the batch is
+formed anew. Which entry made it tells one making of a batch from another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, Body, Entry, Group
+from rollflow.storage.log.log import Attached, Log, Writer
+from rollflow.storage.log.state import Refused, RunState, Waiting
+from rollflow.storage.objects.base import ObjectStore
+from rollflow.storage.objects.disk import found
+from rollflow.storage.records import StoredObject, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch
+
+
+class BatchLog:
+    """Commits, reads and voids batches of one run. See the module's docstring for the guarantees."""
+
+    def __init__(self, log: Log) -> None:
+        self.log, self.run = log, log.run
+
+    def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, pa.Buffer]:
+        """Make a staged batch durable; returns its entry and the bytes of its file.
+
+        Raises:
+            Deposed: the run has another scheduler now.
+            Refused: the run's state does not allow it; `TooOld` where a group is too old for this batch.
+        """
+        batch = TrajectoryBatch.from_groups(staged.groups)
+        # A name of this very call: a repeated one must not touch what the first may have committed.
+        name = f"{staged.number:08d}-{writer.claim}-{uuid.uuid4().hex[:8]}"
+        attached = Attached(f"trajectories/{name}.arrow", batch.to_pieces())
+        groups = tuple(committed_group(group) for group in staged.groups)
+
+        def body(state: RunState, file: StoredObject | None) -> Body:
+            assert file is not None, "a batch has its file"
+            return BatchCommitted(
+                number=staged.number,
+                file=file,
+                rows=len(batch),
+                groups=groups,
+                issued=staged.issued,
+                discards=staged.discards,
+                surplus_tokens=sum(group.surplus_tokens for group in staged.groups),
+            )
+
+        return writer.append(body, attached), self._bytes(attached)
+
+    def waiting(self, number: int) -> Waiting | None:
+        """Batch `number`, committed and not trained on; None if there is none. Reads what is new."""
+        self.log.follow()
+        return self.log.state.waiting.get(number)
+
+    def committed(self, entry: int) -> BatchCommitted:
+        """What entry `entry` committed.
+
+        Raises:
+            Corrupt: it committed no batch.
+        """
+        written = self.log.read(entry)
+        if written is None or not isinstance(written.entry.body, BatchCommitted):
+            raise Corrupt(f"entry {entry} of {self.run.uri} commits no batch")
+        return written.entry.body
+
+    def read(self, file: StoredObject) -> pa.Buffer:
+        """The bytes of a batch's file.
+
+        Raises:
+            Corrupt: it is gone, or not what was committed.
+        """
+        try:
+            data = _bytes_of(self.run, file.path)
+        except Missing as error:
+            raise Corrupt(f"{file.path} is missing") from error
+        verify(file, data)
+        return data
+
+    def void(self, writer: Writer, number: int, why: str) -> bool:
+        """Quarantine batch `number` if its file cannot be read; returns whether it is to be formed anew.
+
+        May be repeated, by anybody who may void: what was trained on, or made again meanwhile, stays.
+        """
+        waiting = self.waiting(number)
+        if waiting is None or self._is_whole(waiting.file):
+            return False
+        try:
+            writer.append(lambda state, _: BatchVoided(number, waiting.entry, why))
+        except Refused:
+            if not writer.valid():
+                raise
+            return False
+        return True
+
+    def put_back(self, file: StoredObject, data: bytes | pa.Buffer) -> None:
+        """Write a batch's file again where it is damaged, from bytes that are, by their hash, what was committed."""
+        verify(file, data)
+        if not self._is_whole(file):
+            self.run.put(file.path, memoryview(data))
+
+    def _is_whole(self, file: StoredObject) -> bool:
+        try:
+            TrajectoryBatch.from_bytes(self.read(file))
+        except Corrupt:
+            return False
+        return True
+
+    def _bytes(self, attached: Attached) -> pa.Buffer:
+        """What was just written: mapped where it lies on this machine, else joined."""
+        local = self.run.local_path(attached.path)
+        return pa.memory_map(str(local)).read_buffer() if local else pa.py_buffer(b"".join(attached.data))
+
+
+def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
+    """Raise `Corrupt` unless `data` is, byte for byte, what was committed."""
+    if len(memoryview(data)) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
+        raise Corrupt(f"{file.path} is not what was committed (sha256 or size differs)")
+
+
+def committed_group(group: TrajectoryGroup) -> Group:
+    """What an entry says of a group."""
+    newest = max(newest_version(trajectory.versions) for trajectory in group.trajectories)
+    return Group(*group.key, group.started_version, max(newest, group.started_version), group.response_tokens)
+
+
+def newest_version(versions: Sequence[int]) -> int:
+    """Of a trajectory's tokens; -1 if the policy chose none."""
+    return max(versions, default=-1)
+
+
+def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:
+    """An object's bytes: mapped where it lies on this machine, but for an empty one, which cannot be."""
+    local = run.local_path(path)
+    if local is None or run.stat(path).size == 0:
+        return pa.py_buffer(run.get(path))
+    with found(local):
+        return pa.memory_map(str(local)).read_buffer()
