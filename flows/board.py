@@ -35,7 +35,7 @@ class Board:
         self.recoveries = RecoveryLog(context.store)
         self._recovered: Counter[str] = Counter()
         # Its age by the wall clock, once; from then on no clock that steps makes it younger.
-        self._began = time.monotonic() - max(0.0, time.time() - float(context.described["created_at"]))
+        self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
         self._accuracy: dict[int, float] = {}
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 

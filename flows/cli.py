@@ -95,6 +95,12 @@ def _storage_commands(commands: Any) -> None:
     inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
     inspect.set_defaults(command=inspect_command)
 
+    log = commands.add_parser("log", help="the story of a run, a line for each entry of its log")
+    _run_argument(log, required=True)
+    log.add_argument("--follow", action="store_true", help="go on with what is new, until Ctrl-C")
+    log.add_argument("--json", action="store_true", help="the entries themselves, one a line")
+    log.set_defaults(command=log_command)
+
     export = commands.add_parser("export", help="write a version as a Hugging Face folder")
     _run_argument(export, required=True)
     export.add_argument("version", type=int)
@@ -366,7 +372,7 @@ def audit_command(options: argparse.Namespace) -> int:
         report = audit(context.store)
     except Missing:
         raise ConfigError(
-            f"run {options.run!r}: there is no run.json in {context.uri}; check the run id or --store"
+            f"run {options.run!r}: there is no such run in {context.uri}; check the run id or --store"
         ) from None
     print_report(report, context.config.shares)
     return OK if report.clean else FAILED
@@ -386,6 +392,15 @@ def inspect_command(options: argparse.Namespace) -> int:
     from rollflow.flows.inspection import inspect
 
     inspect(find_run(options.run, options.store), options.what)
+    return OK
+
+
+def log_command(options: argparse.Namespace) -> int:
+    """`rollflow log RUN`."""
+    from rollflow.flows.home import find_run
+    from rollflow.flows.log import tell
+
+    tell(find_run(options.run, options.store), follow=options.follow, as_json=options.json)
     return OK
 
 

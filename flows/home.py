@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import open_store
 from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.node import cache_in
@@ -71,7 +72,7 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     if name is not None:
         found = attach_run(name) if "/" in name else context_of(base, name)
         return replace(found, uri=found.store.uri)  # as it is written everywhere: others work in other folders
-    runs = sorted((Path(base) / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    runs = sorted((Path(base) / "runs").glob(f"*/{entry_path(0)}"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
-    return context_of(base, runs[-1].parent.name)
+    return context_of(base, runs[-1].parents[1].name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -26,9 +27,10 @@ from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.stages import Stages
 from rollflow.flows.summary import SHARES, summarize
 from rollflow.flows.tracking import Tracker, TrackingPlace
-from rollflow.storage.claims import Claim
 from rollflow.storage.collect import sweep
 from rollflow.storage.errors import ConfigError, Conflict, RollflowError, Unreachable
+from rollflow.storage.log.entries import entry_path
+from rollflow.storage.log.log import Log, Writer
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
 from rollflow.tasks.run import RunContext
@@ -48,9 +50,9 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
     context = await_run(storage) if storage else _prepared(config, run_id or run_id_of(config.name, flow_run.id))
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
-    claim = Claim.take(context.store, f"flow run {flow_run.id}", address)
+    claim = _claim(context, address)
     _sweep(context)
-    tracker = Tracker(tracking_place(context.config), context.run_id, context.described["config"], context.key)
+    tracker = Tracker(tracking_place(context.config), context.run_id, context.created.config, context.key)
     with cluster.attached(address, context.key):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log)
@@ -71,10 +73,16 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
         return _finish(board, tracker)
 
 
+def _claim(context: RunContext, address: str) -> Writer:
+    """Take the run from whoever supervised it. `address` is the cluster where its actors live."""
+    who, host = f"flow run {flow_run.id}", socket.gethostname()
+    return Log(context.store).claim("supervisor", who=who, cluster=address, host=host, process=os.getpid())
+
+
 def _prepared(config: RunConfig, run_id: str) -> RunContext:
     """The run in storage: new, or the one of that name."""
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
-    if not context.store.exists("run.json"):
+    if not context.store.exists(entry_path(0)):
         prepare(config, run_id)
     context.order()  # what it asks must be what it asked
     return context
@@ -112,7 +120,7 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     return TrackingPlace.default(home(), config.tracking.experiment)
 
 
-def _follow(board: Board, claim: Claim) -> None:
+def _follow(board: Board, claim: Writer) -> None:
     """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
     told, answered, patience = float("-inf"), time.monotonic(), board.context.config.store.patience_seconds
     while not board.stages.ended("rollout", "train"):
@@ -129,10 +137,10 @@ def _follow(board: Board, claim: Claim) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _give_up(board: Board, claim: Claim, error: BaseException) -> None:
+def _give_up(board: Board, claim: Writer, error: BaseException) -> None:
     """End the stages, unless they are another supervisor's now, and say why."""
-    newer = claim.newer() if isinstance(error, Conflict) else None
-    if newer is None or newer["cluster"] != board.stages.address:
+    newer = claim.log.state.claims["supervisor"] if isinstance(error, Conflict) and not claim.valid() else None
+    if newer is None or newer.cluster != board.stages.address:
         board.stages.abandon()
     if newer is not None:
         return  # status and tracking are another's, too

@@ -1,22 +1,22 @@
 """Preparing a run: everything a person could have got wrong is found here, before anything heavy starts.
 
 It checks the store, builds or copies the policy folder, checks the prompts against the policy's context, pins them, and
-creates `run.json` atomically: from then on the run id is taken. Of two that prepare under one id at a time, none
-replaces what the other has written.
+creates the first entry of the run's log: from then on the run id is taken. Of two that prepare under one id at a time,
+none replaces what the other has written.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
-import time
 from collections.abc import Mapping
 from importlib.metadata import version as package_version
 from pathlib import Path
 
 from rollflow.flows.home import context_of, store_uri
 from rollflow.storage.errors import ConfigError, Conflict
+from rollflow.storage.log.entries import RunCreated, entry_path
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import Data, ObjectStore, open_store
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
@@ -39,7 +39,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     uri = store_uri(config)
     context = context_of(uri, run_id)
     open_store(uri).check()
-    if context.store.exists("run.json"):
+    if context.store.exists(entry_path(0)):
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id")
     read = read_once()
     files = with_dtype(_policy_files(config, read), config.policy.dtype)
@@ -47,18 +47,18 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     policy = {f"policy/{name}": data for name, data in {**files, **_first_weights(config)}.items()}
     _place(context.store, policy, run_id)
     keep(context.store, config, pins, read)
-    described = {
-        "format": FORMAT,
-        "run_id": run_id,
-        "config": config.model_dump(mode="json"),
-        "config_sha256": config.sha256(),
-        "code_version": package_version("rollflow"),
-        "created_at": time.time(),
-        "probe_tokens": probe,
-        "prompts": [pin.model_dump() for pin in pins],
-    }
+    created = RunCreated(
+        run_id=run_id,
+        config=config.model_dump(mode="json"),
+        config_sha256=config.sha256(),
+        sources=len(config.prompts),
+        prompts=tuple(pin.model_dump() for pin in pins),
+        probe_tokens=tuple(probe),
+        code_version=package_version("rollflow"),
+        format=FORMAT,
+    )
     try:
-        context.store.create("run.json", json.dumps(described, indent=2).encode())
+        Log(context.store).create(created)
     except Conflict:
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id") from None
     return context

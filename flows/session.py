@@ -43,7 +43,7 @@ def check_addresses(config: RunConfig, store: str) -> None:
     if url := os.environ.get("PREFECT_API_URL"):
         check_prefect(url)
     check_ray(config.cluster.address)
-    if config.cluster.address != "auto" and open_store(store).local_path("run.json"):
+    if config.cluster.address != "auto" and open_store(store).local_path("runs"):
         from rollflow.flows import cluster
 
         with cluster.attached(config.cluster.address, "check"):

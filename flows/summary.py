@@ -43,7 +43,7 @@ def summarize(
     progress.advance()
     points = {e.version: e.accuracy for e in evaluations(context.store)}
     report = audit(context.store)
-    seconds = max(0.0, time.time() - float(context.described["created_at"]))
+    seconds = max(0.0, time.time() - context.created_at)
     versions = max(progress.version, 0)
     summary = {
         "run_id": context.run_id,

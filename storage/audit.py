@@ -1,6 +1,6 @@
 """The audit: proves from storage alone that a run kept its invariants, or names what broke them.
 
-It reads `run.json`, the batch commits and the manifests, and every object they name. It trusts no process,
+It reads the log's first entry, the batch commits and the manifests, and every object they name. It trusts no process,
 no cache and no metric. Kinds of violation:
 
 - `stale`: a trajectory older than alpha allows, or with tokens from a version that did not exist yet.
@@ -17,7 +17,6 @@ and issued again. It is named in the report.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -27,6 +26,8 @@ import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.entries import RunCreated
+from rollflow.storage.log.log import creation
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention, manifest_path
 from rollflow.storage.records import Cursor, DiscardReason, GroupKey, StoredObject
@@ -86,7 +87,7 @@ def audit(run: ObjectStore) -> AuditReport:
 
     Raises:
         Missing: there is no run at this place.
-        Corrupt: `run.json` cannot be read.
+        Corrupt: the log's first entry cannot be read.
     """
     config = _run_config(run)
     report = AuditReport(config["run_id"], float(config["async_ratio"]))
@@ -107,17 +108,15 @@ def audit(run: ObjectStore) -> AuditReport:
 
 
 def _run_config(run: ObjectStore) -> dict[str, Any]:
-    data = run.get("run.json")
-    try:
-        body = json.loads(data)
-        return {
-            "run_id": body["run_id"],
-            "async_ratio": body["config"]["async_ratio"],
-            "store": body["config"]["store"],
-            "prompts": body.get("prompts", ()),
-        }
-    except (ValueError, KeyError) as error:
-        raise Corrupt(f"{run.uri}/run.json is not a run's description: {error}") from error
+    body = creation(run).body
+    if not isinstance(body, RunCreated):
+        raise Corrupt(f"{run.uri}: entry 0 of its log creates no run")
+    return {
+        "run_id": body.run_id,
+        "async_ratio": body.config["async_ratio"],
+        "store": body.config["store"],
+        "prompts": body.prompts,
+    }
 
 
 def _numbers(run: ObjectStore, folder: str, pattern: str) -> list[int]:

@@ -13,7 +13,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.errors import ConfigError, Missing
+from rollflow.storage.log.entries import Entry, RunCreated, entry_path
+from rollflow.storage.log.log import creation
 from rollflow.storage.node_cache import NodeCache
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.policies import Manifest, PolicyStore, Retention
@@ -27,7 +29,7 @@ from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.rollout.evaluation import evaluated
 from rollflow.tasks.settings import RunConfig
 
-FORMAT = 3  # raised with that of any record, so that no older run is touched
+FORMAT = 4  # raised with that of any record, so that no older run is touched
 PROBE_TOKENS = 32
 
 
@@ -51,22 +53,38 @@ class RunContext:
         return open_store(self.uri, self.patience)
 
     @cached_property
-    def described(self) -> dict[str, Any]:
-        """The object `run.json`."""
+    def _creation(self) -> Entry:
+        """The first entry of the run's log."""
         try:
-            body = json.loads(self.store.get("run.json"))
+            found = creation(self.store)
         except Missing:
-            raise ConfigError(f"run {self.uri!r}: there is no run.json; check the run id and store.uri") from None
-        except ValueError as error:
-            raise Corrupt(f"{self.uri}/run.json is not JSON: {error}") from error
-        if body.get("format") != FORMAT:
-            raise ConfigError(f"run {self.uri!r} was written by another version of rollflow; use that one to read it")
-        return dict(body)
+            if self.store.exists("run.json"):  # where runs were described before they had a log
+                raise self._of_another_version from None
+            raise ConfigError(f"run {self.uri!r}: there is no such run; check the run id and store.uri") from None
+        if getattr(found.body, "format", None) != FORMAT:
+            raise self._of_another_version
+        return found
+
+    @property
+    def _of_another_version(self) -> ConfigError:
+        return ConfigError(f"run {self.uri!r} was written by another version of rollflow; use that one to read it")
+
+    @property
+    def created(self) -> RunCreated:
+        """What the run was created as."""
+        body = self._creation.body
+        assert isinstance(body, RunCreated), "its format says so"
+        return body
+
+    @property
+    def created_at(self) -> float:
+        """Seconds since the epoch, by the clock of who prepared it."""
+        return self._creation.at
 
     @property
     def run_id(self) -> str:
         """The run's name."""
-        return checked(str(self.described["run_id"]), "run id")
+        return checked(self.created.run_id, "run id")
 
     @cached_property
     def key(self) -> str:
@@ -75,20 +93,20 @@ class RunContext:
         An address alone would not do: a bucket of one name may be another service's. When they began tells them apart.
         A folder is the same by whatever link it is reached.
         """
-        local = self.store.local_path("run.json")
-        place = str(local.parent.resolve()) if local else self.store.uri
-        identity = json.dumps([place, self.described.get("created_at")])
+        local = self.store.local_path(entry_path(0))
+        place = str(local.parent.parent.resolve()) if local else self.store.uri
+        identity = json.dumps([place, self.created_at])
         return f"{self.run_id}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
     @cached_property
     def config(self) -> RunConfig:
         """The run's config."""
-        return RunConfig.model_validate(self.described["config"])
+        return RunConfig.model_validate(self.created.config)
 
     @property
     def probe_tokens(self) -> list[int]:
         """The fixed tokens of the weight-update probe."""
-        return list(self.described["probe_tokens"])
+        return list(self.created.probe_tokens)
 
     def policies(self) -> PolicyStore:
         """The run's ledger."""
@@ -149,7 +167,7 @@ class RunContext:
             ConfigError: they are not to be had any more: a file has changed that the run did not keep, or a package.
             Corrupt: what the run kept of them is damaged.
         """
-        pins = PINS.validate_python(self.described["prompts"])
+        pins = PINS.validate_python(self.created.prompts)
         order = open_order(self.config, self.tokenizer, reader(self.store, self.config, pins))
         check_families(self.config, pins, order)
         return order

@@ -1,7 +1,7 @@
 """The config tree of a run: what a person may set, typed and frozen, with defaults that were run.
 
 One recipe is one `RunConfig`. The same tree is the parameter form of the Prefect deployment, what MLflow
-records, and what `run.json` keeps. Imports pydantic only, so that checking a recipe needs no torch, Ray or vLLM.
+records, and what the run's log keeps. Imports pydantic only, so that checking a recipe needs no torch, Ray or vLLM.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ class RunCreated:
     config_sha256: str
     sources: int
     prompts: tuple[Mapping[str, Any], ...] = ()  # pins: what the prompts were, by source
-    policy: tuple[StoredObject, ...] = ()  # the policy folder that the run began with
+    probe_tokens: tuple[int, ...] = ()  # the fixed tokens of the weight-update probe
     code_version: str = ""
+    format: int = 0  # of the run's records
     kind: Literal["run-created"] = "run-created"
 
 

@@ -45,15 +45,26 @@ from rollflow.storage.log.snapshots import (
     keep_snapshot,
     newest_snapshot,
 )
-from rollflow.storage.log.state import Refused, RunState, apply, decide
+from rollflow.storage.log.state import Refused, RunState, apply, decide, deposed
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.records import StoredObject
 
-TRIES = 1_000  # of one append, most of them lost to others' entries: a bound, not a schedule
+TRIES = 1_000  # of one append, lost to others' entries: a bound, not a schedule
+UNANSWERED = 20  # of them, where the store answers reads and no writes; each has taken the store's own patience
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before an append that no entry answers is tried again
 AHEAD = 256  # numbers behind a free one that are looked at, where a store cannot list from a name on
 
 Decide = Callable[[RunState, StoredObject | None], Body]
+
+
+def creation(run: ObjectStore) -> Entry:
+    """Entry 0 of a run; its body is `RunCreated`.
+
+    Raises:
+        Missing: there is no run.
+        Corrupt: it cannot be read.
+    """
+    return decode(run.get(entry_path(0)), 0, run.get).entry
 
 
 class Log:
@@ -137,13 +148,16 @@ class Log:
 
     def _append(self, role: Role, claim: int | None, body: Decide, attached: Attached | None = None) -> Entry:
         """See `Writer.append`. Without a `claim` the entry claims for itself."""
-        draft = _Draft(role, claim, body, attached)
+        draft, unanswered = _Draft(role, claim, body, attached), 0
         for tried in range(TRIES):
             with self._lock:
                 n = self._state.n + 1
                 written, lost = self._tried(draft, n)
                 if written is not None:
                     self._fold(written)
+            unanswered += isinstance(lost, Unreachable)
+            if written is None and unanswered >= UNANSWERED:
+                raise lost
             if written is None:
                 time.sleep(random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tried, 10)))
             elif written.entry.id == draft.id:
@@ -295,3 +309,9 @@ class Writer:
     def valid(self) -> bool:
         """Whether nobody has claimed the role since, as far as the log was read."""
         return self.log.state.newest_claim(self.role) == self.claim
+
+    def check(self) -> None:
+        """Read what is new; raise `Deposed` if somebody has claimed the role since."""
+        self.log.follow()
+        if not self.valid():
+            raise deposed(self.log.state, self.role)

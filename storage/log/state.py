@@ -29,7 +29,6 @@ from rollflow.storage.log.entries import (
     BatchVoided,
     Body,
     Claimed,
-    Entry,
     Group,
     Pruned,
     Role,
@@ -197,7 +196,7 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
         _claim(after, role, claim, body)
         return after
     if claim != state.newest_claim(role):
-        raise Deposed(f"the run has another {role} now: {_who(state, role)}; this one stops")
+        raise deposed(state, role)
     match body:
         case BatchCommitted():
             _commit(after, body)
@@ -210,9 +209,9 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
     return after
 
 
-def head(entry: Entry) -> tuple[int, int]:
-    """Newest version and next batch that an entry carries."""
-    return entry.version, entry.batch
+def deposed(state: RunState, role: Role) -> Deposed:
+    """What a writer is told whose claim is not the newest."""
+    return Deposed(f"this run has another {role} now ({_who(state, role)}); this one stops")
 
 
 # --- one rule for each kind of entry ---------------------------------------------------------------------------

@@ -175,6 +175,10 @@ def test_list_is_sorted_relative_and_of_that_folder_only(store: ObjectStore) -> 
     assert list(store.list("a")) == ["a/b", "a/c/d"]
     assert list(store.list("a/c")) == ["a/c/d"]
     assert list(store.list("nothing")) == []
+    assert list(store.list(after="a/b")) == sorted(path for path in paths if path > "a/b")
+    assert list(store.list("a", after="a/b")) == ["a/c/d"]
+    assert list(store.list("a", after="a/c/d")) == []
+    assert list(store.list("a", after="a/a")) == ["a/b", "a/c/d"]
 
 
 def test_missing(store: ObjectStore, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.settings import ColdStart
+from tests.support.described import change_config
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
 pytestmark = pytest.mark.slow
@@ -199,9 +200,7 @@ def test_stop_then_resume_synchronous(tmp_path: Path) -> None:
     stopped = audit(store)
     assert stopped.clean
     assert stopped.versions < 400
-    described = json.loads(store.get("run.json"))
-    described["config"]["versions"] = stopped.versions + 3  # enough to see it go on
-    store.put("run.json", json.dumps(described).encode())
+    change_config(store, versions=stopped.versions + 3)  # enough to see it go on
     left = tmp_path / "store/runs/third/.tmp/by-a-killed-writer"
     left.write_bytes(b"half")
     os.utime(left, (0, 0))

@@ -21,6 +21,7 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.storage.trajectories import TrajectoryStore
+from tests.support.described import change_config
 from tests.support.waiting import RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
@@ -64,9 +65,8 @@ class Shortened(Victim):
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
         if arguments[0] == "resume":
-            described = json.loads(self.store.get("run.json"))
-            described["config"]["versions"] = self.versions = self.version() + 20
-            self.store.put("run.json", json.dumps(described).encode())
+            self.versions = self.version() + 20
+            change_config(self.store, versions=self.versions)
         return super()._start(*arguments)
 
 

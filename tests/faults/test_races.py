@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.claims import Claim
 from rollflow.storage.errors import Conflict
+from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Cursor, GroupKey
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.rollout.scheduler import Beginning
 from tests.storage.test_stores import group, publish, staged
+from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -71,8 +72,7 @@ def scheduler(root: Path, number: int, _: int) -> str:
 
 def supervisor(root: Path, _: int, racer: int) -> str:
     """Claim the run."""
-    claim = Claim.take(LocalStore(root), f"racer {racer}", "here")
-    return str(claim.epoch)
+    return str(Log(LocalStore(root)).claim("supervisor", who=f"racer {racer}", cluster="here").claim)
 
 
 def test_two_learners_race_for_every_version(tmp_path: Path) -> None:
@@ -95,14 +95,16 @@ def test_two_schedulers_race_for_every_batch(tmp_path: Path) -> None:
 
 
 def test_of_all_supervisors_only_the_newest_goes_on(tmp_path: Path) -> None:
-    won = race(tmp_path, supervisor, ROUNDS // 2, racers=4)
-    epochs = sorted(int(epoch) for winners in won for epoch in winners)
-    assert epochs == list(range(len(epochs)))  # every claim has a number of its own
     store = LocalStore(tmp_path)
-    Claim(store, epochs[-1]).check()
-    for epoch in epochs[:-1]:
+    describe(store)
+    won = race(tmp_path, supervisor, ROUNDS // 2, racers=4)
+    claims = sorted(int(claim) for winners in won for claim in winners)
+    assert claims == list(range(1, 4 * (ROUNDS // 2) + 1))  # every claim is an entry of its own
+    log = Log(store)
+    Writer(log, "supervisor", claims[-1]).check()
+    for claim in claims[:-1]:
         with pytest.raises(Conflict, match="another supervisor"):
-            Claim(store, epoch).check()
+            Writer(log, "supervisor", claim).check()
 
 
 def settle_or_commit(root: Path, number: int, racer: int) -> str:

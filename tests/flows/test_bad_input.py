@@ -17,9 +17,11 @@ from rollflow.flows.home import attach_run
 from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.services import free_port
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects import open_store
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
+from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -164,8 +166,7 @@ def test_a_path_that_is_none(path: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_existing_run_id(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "home/store/runs/mine").mkdir(parents=True)
-    (tmp_path / "home/store/runs/mine/run.json").write_text("{}")
+    describe(open_store(str(tmp_path / "home/store/runs/mine")), "mine")
     sentence = refused(capsys, "run", RECIPE, "--run-id", "mine")
     assert sentence.startswith("run id 'mine' exists in ")
     assert "--run-id" in sentence

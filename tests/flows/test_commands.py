@@ -156,12 +156,12 @@ def test_inspect_a_trajectory(trained: RunContext, capsys: pytest.CaptureFixture
         (("inspect", "small", "4.7"), "prompt 4 has no attempt 7; it was issued as attempt 0, 1"),
         (("inspect", "small", "3.0.9"), "3.0 has samples 0 to 3; there is no sample 9"),
         (("inspect", "small", "v7"), "'v7' names neither a version (such as 7) nor a trajectory"),
-        (("inspect", "nobody"), "there is no run.json"),
+        (("inspect", "nobody"), "there is no such run"),
         (("replay", "small", "0"), "version 0 was not trained from a batch"),
         (("replay", "small", "6"), "version 6 is not published; run 'small' has versions 0 to 5"),
-        (("replay", "nobody"), "there is no run.json"),
+        (("replay", "nobody"), "there is no such run"),
         (("gc", "small", "--older-than", "soon"), "'soon' is not an age; write 90s, 30m, 1h or 2d"),
-        (("gc", "nobody"), "there is no run.json"),
+        (("gc", "nobody"), "there is no such run"),
     ],
 )
 def test_what_does_not_exist_gets_a_sentence(

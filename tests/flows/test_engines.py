@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +18,9 @@ from rollflow.storage.errors import StoreFailed
 from rollflow.storage.objects import open_store
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.tasks.rollout.actor import EVALUATION, engine_name
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import EvaluationConfig, RecoveryConfig, RunConfig, TimedEngineConfig
+from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -48,9 +48,7 @@ class Kept:
         recovery = RecoveryConfig(restarts=5, backoff_seconds=0.01)
         evaluation = EvaluationConfig(engine="own")
         config = RunConfig(engine=TimedEngineConfig(replicas=2), recovery=recovery, evaluation=evaluation)
-        described = {"format": FORMAT, "run_id": "kept", "config": config.model_dump(mode="json")}
-        described["policy"] = str(folder)
-        open_store(str(folder)).put("run.json", json.dumps(described).encode())
+        describe(open_store(str(folder)), "kept", config)
         self.context = RunContext(str(folder), folder / "cache")
         self.engines = Engines(self.context, print)
         self.scheduler = ray.remote(Joins).options(num_cpus=0).remote()

@@ -66,7 +66,7 @@ def test_what_cannot_be_exported_is_said(
     (tmp_path / "file").write_text("mine")
     new = tmp_path / "new"
     for arguments, words in (
-        (("nowhere", 1, new), "there is no run.json; check the run id"),
+        (("nowhere", 1, new), "there is no such run; check the run id"),
         (("small", 9, new), "version 9 is not published; run 'small' has versions 0 to 6"),
         (
             ("small", 1, new),

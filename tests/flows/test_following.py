@@ -24,8 +24,9 @@ from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import Unfinished
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
+from tests.support.described import describe
 
 RUNNING = SimpleNamespace(
     is_completed=lambda: False, is_crashed=lambda: False, is_failed=lambda: False, is_final=lambda: False
@@ -46,8 +47,7 @@ class Clock(SimpleNamespace):
 
 def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
-    described = {"format": FORMAT, "run_id": "long", "config": config.model_dump(mode="json")}
-    open_store(str(tmp_path)).put("run.json", json.dumps(described).encode())
+    describe(open_store(str(tmp_path)), "long", config)
     clock, crashes, answers = Clock(), list[str](), list[RunStatus | None]()
 
     def read(*_: Any) -> RunStatus | None:
@@ -139,9 +139,8 @@ def test_a_long_run_is_started_again_though_many_began_after_it(
 def patient(tmp_path: Path) -> RunContext:
     """A run whose store is waited for for three seconds."""
     config = {"store": {"patience_seconds": 3.0}}
-    body = {"format": FORMAT, "run_id": "run", "config": config, "created_at": 1.0, "prompts": [], "probe_tokens": []}
     context = RunContext(str(tmp_path / "runs/run"), tmp_path)
-    context.store.put("run.json", json.dumps(body).encode())
+    describe(context.store, "run", config)
     return context
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,9 @@ from rollflow.flows.upkeep import SERVER, Upkeep
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.objects import open_store
 from rollflow.storage.recoveries import Recovery
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig, TimedEngineConfig
+from tests.support.described import describe
 
 DAY = 24 * 3600.0
 DAYS = 31
@@ -54,8 +54,7 @@ def budget(days: Days) -> Budget:
 @pytest.fixture
 def context(tmp_path: Path) -> RunContext:
     config = RunConfig(engine=TimedEngineConfig(replicas=1))
-    described = {"format": FORMAT, "run_id": "long", "config": config.model_dump(mode="json")}
-    open_store(str(tmp_path)).put("run.json", json.dumps(described).encode())
+    describe(open_store(str(tmp_path)), "long", config)
     return RunContext(str(tmp_path), tmp_path / "cache")
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -14,8 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from rollflow.flows.cli import main
 from rollflow.flows.home import attach_run, context_of, find_run
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.entries import entry_path
 from rollflow.tasks.names import LONGEST, RecipeName, RunId, RunPlace
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
+from tests.support.described import describe
 
 RECIPE = "flows/recipes/arithmetic.toml"
 BAD = [
@@ -91,9 +91,8 @@ def test_a_good_one_stays_below_the_home_and_the_store(name: str, outside: Path)
     assert attach_run(context.uri + "/") == context
 
 
-def described(context: RunContext, **changes: Any) -> RunContext:
-    body = {"format": FORMAT, "run_id": "same", "config": {}, "created_at": 1.0, **changes}
-    context.store.create("run.json", json.dumps(body).encode())
+def described(context: RunContext, run_id: str = "same") -> RunContext:
+    describe(context.store, run_id)
     return context
 
 
@@ -109,8 +108,8 @@ def test_two_runs_of_one_name_share_no_key(outside: Path) -> None:
     third = described(context_of(str(outside / "one"), "other"))
     keys = {context.key for context in (first, second, third)}
     assert attach_run(f"{first.uri}/").key in keys
-    first.store.delete("run.json")
-    keys.add(described(context_of(str(outside / "one"), "same"), created_at=2.0).key)
+    first.store.delete(entry_path(0))
+    keys.add(described(context_of(str(outside / "one"), "same")).key)
     assert len(keys) == 4
     assert all(key.startswith("same-") for key in keys)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -33,8 +32,9 @@ from rollflow.flows.status import RunStatus
 from rollflow.flows.supervision import Budget, StageFailed
 from rollflow.flows.upkeep import RUNNER, SERVER, Upkeep
 from rollflow.storage.recoveries import Recovery, RecoveryLog
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
+from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.slow
@@ -62,14 +62,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     """A run that is prepared, with nothing but its description."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = context_of(str(tmp_path / "store"), f"run-{uuid.uuid4().hex[:6]}")
-    described = {
-        "format": FORMAT,
-        "run_id": context.uri.rpartition("/")[2],
-        "config": RunConfig.model_validate(CONFIG).model_dump(mode="json"),
-        "created_at": time.time(),
-        "probe_tokens": [],
-    }
-    context.store.create("run.json", json.dumps(described).encode())
+    describe(context.store, context.uri.rpartition("/")[2], RunConfig.model_validate(CONFIG))
     return context
 
 

@@ -19,8 +19,8 @@ from rollflow.storage.policies import Manifest, PolicyStore, Retention
 from rollflow.storage.records import Cursor, Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.storage.updates import Update, read_update, store_update
-from rollflow.tasks.run import FORMAT
 from rollflow.tasks.simulation.hardware import Hardware
+from tests.support.described import describe
 
 RECIPE = "flows/recipes/arithmetic.toml"
 SMALL = ("--set", "groups=8", "--set", "group_size=4", "--versions", "6")
@@ -167,8 +167,7 @@ def run(tmp_path: Path) -> Path:
     recipe = load_recipe(Path(RECIPE), ["groups=2", "group_size=4", "async_ratio=0", "versions=12"])
     path = tmp_path / "store" / "runs" / "recorded"
     store = open_store(str(path))
-    described = {"format": FORMAT, "run_id": "recorded", "config": recipe.model_dump(mode="json"), "probe_tokens": [1]}
-    store.put("run.json", json.dumps(described).encode())
+    describe(store, "recorded", recipe, probe_tokens=(1,))
     policies, batches = PolicyStore(store, Retention()), TrajectoryStore(store)
     step = GENERATION + REWARD + TRAIN + PAUSE
     for version in range(13):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,13 +14,14 @@ import ray
 from rollflow.flows import cluster
 from rollflow.flows.progress import Progress
 from rollflow.flows.supervision import Budget, Keeper, Pending, StageFailed, Ward
-from rollflow.storage.claims import Claim
 from rollflow.storage.errors import Conflict, StoreFailed, Unreachable
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import Manifest
 from rollflow.storage.recoveries import Recovery, RecoveryLog
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
+from tests.support.described import describe
 
 
 def test_the_first_restart_is_at_once_then_pauses_double() -> None:
@@ -57,15 +57,14 @@ def test_a_clock_that_steps_back_makes_no_nonsense_of_a_runs_pace(tmp_path: Path
 
 def test_the_newest_claim_holds(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    first = Claim.take(store, "flow run 1", "a:1")
+    describe(store)
+    first = Log(store).claim("supervisor", who="flow run 1", cluster="a:1")
     first.check()
-    second = Claim.take(store, "flow run 2", "b:1")
+    second = Log(store).claim("supervisor", who="flow run 2", cluster="b:1")
     with pytest.raises(Conflict, match="another supervisor now \\(flow run 2"):
         first.check()
     second.check()
-    newer = first.newer()
-    assert newer is not None
-    assert newer["cluster"] == "b:1"
+    assert first.log.state.claims["supervisor"].cluster == "b:1"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,8 +107,7 @@ def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any
     """Keep a worker with these lives; returns what its run returned."""
     (tmp_path / "lives").write_text(lives)
     config = RunConfig(recovery=RecoveryConfig(restarts=restarts, backoff_seconds=0.01))
-    described = {"format": FORMAT, "run_id": "kept", "config": config.model_dump(mode="json")}
-    open_store(str(tmp_path)).put("run.json", json.dumps(described).encode())
+    describe(open_store(str(tmp_path)), "kept", config)
     context = RunContext(str(tmp_path), tmp_path / "cache")
     options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
     ward = Ward(

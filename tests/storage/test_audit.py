@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, TrajectoryGroup
 from rollflow.storage.trajectories import BatchCommit, TrajectoryStore, commit_path
 from rollflow.tasks.clock import run_virtual
+from tests.support.described import change_config
 from tests.support.pipeline import Damage, Pipeline, damaged
 
 
@@ -214,10 +214,8 @@ def test_a_foreign_parent(run: MemoryStore) -> None:
 
 
 def test_the_bound_comes_from_storage(run: MemoryStore) -> None:
-    """A stricter run.json makes the same trajectories a violation: the audit recomputes, it does not believe."""
-    described = json.loads(run.get("run.json"))
-    described["config"]["async_ratio"] = 0.0
-    run.put("run.json", json.dumps(described).encode())
+    """A stricter config makes the same trajectories a violation: the audit recomputes, it does not believe."""
+    change_config(run, async_ratio=0.0)
     assert kinds(run) == {"stale"}
 
 

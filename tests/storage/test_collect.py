@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from moto.s3.models import s3_backends
 
 from rollflow.storage.collect import collect, orphans, store_clock, sweep
+from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.policies import Manifest, PolicyStore, Retention, manifest_path
+from tests.support.described import describe
 from tests.support.s3_server import s3_server, use
 
 RETENTIONS = st.builds(Retention, st.integers(1, 6), st.integers(1, 7), st.integers(1, 6))
@@ -113,7 +115,7 @@ def test_only_unnamed_objects_of_that_age_are_orphans(run: LocalStore) -> None:
     run.put("trajectories/00000000.json", b'{"file": "trajectories/00000000-named.arrow"}')
     run.put("trajectories/00000000.1.json", b'{"file": ""}')
     run.put("trajectories/voids/00000000.json", b'{"batch": 0}')
-    run.put("run.json", b"{}")
+    describe(run)
     before = set(run.list())
     for path in before - {new.path}:
         age(run, path, 2 * DAY)
@@ -129,7 +131,7 @@ def test_only_unnamed_objects_of_that_age_are_orphans(run: LocalStore) -> None:
 
 
 def test_what_killed_writers_left_goes_after_a_week_and_nothing_that_is_being_written(run: LocalStore) -> None:
-    run.put("run.json", b"{}")
+    describe(run)
     scratch = run.root / ".tmp"
     for name, days in (("a", 8), ("b", 6), ("c", 40)):
         (scratch / name).write_bytes(b"half")
@@ -143,7 +145,7 @@ def test_what_killed_writers_left_goes_after_a_week_and_nothing_that_is_being_wr
     assert [o.path for o in orphans(run, Retention(), 30 * DAY, store_clock(run))] == [".tmp/c"]
     assert sweep(run) == 8
     assert [path.name for path in scratch.iterdir()] == ["b"]
-    assert list(run.list()) == ["run.json"]
+    assert list(run.list()) == [entry_path(0)]
 
 
 def test_an_upload_that_nobody_ends_goes_and_a_live_one_beside_it_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:

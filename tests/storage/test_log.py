@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.errors import Conflict, Corrupt, Unreachable
+from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import (
@@ -27,6 +27,7 @@ from rollflow.storage.log.entries import (
     entry_path,
 )
 from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.repair import cures, repair
 from rollflow.storage.log.state import Deposed, Refused
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
@@ -488,3 +489,57 @@ def test_who_knows_no_role_appends_nothing(store: MemoryStore) -> None:
         supervisor.append(lambda state, _: RunCreated("x", {}, "", 1))
     with pytest.raises(Deposed):
         Writer(log, "learner", 0).append(lambda state, _: BatchVoided(0, 0, "never claimed"))
+
+
+# --- repair ----------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_log_needs_no_cure(store: MemoryStore) -> None:
+    train(store, 3)
+    assert cures(store) == []
+    with pytest.raises(Missing):
+        cures(MemoryStore(uuid.uuid4().hex))
+
+
+def test_what_a_segment_has_is_written_again(store: MemoryStore) -> None:
+    train(store, 6)
+    whole = entries(store)
+    store.put(entry_path(5), flipped(whole[5]))
+    store.delete(entry_path(9))
+    found = cures(store)
+    assert [cure.n for cure in found] == [5, 9]
+    assert all("write it again from its segment" in str(cure) for cure in found)
+    repair(store, found)
+    assert entries(store) == whole
+    assert cures(store) == []
+
+
+@pytest.mark.parametrize("how", ["altered", "forged"])
+def test_a_damaged_head_is_set_aside_once_a_person_agrees(store: MemoryStore, how: str) -> None:
+    _, scheduler, learner = train(store, 3)
+    scheduler.log.follow()
+    before = scheduler.log.state
+    n = scheduler.commit().n
+    data = store.get(entry_path(n))
+    forged = encode(replace(decode(data, n, store.get).entry, batch=99)).data
+    store.put(entry_path(n), flipped(data) if how == "altered" else forged)
+    (cure,) = cures(store)
+    assert str(cure).startswith(entry_path(n))
+    assert f"the log ends with entry {n - 1}" in str(cure)
+    with pytest.raises(Corrupt):
+        Log(store)
+    repair(store, [cure])
+    assert Log(store).state == before
+    assert store.exists(f"log_damaged/{n:010d}.json")
+    another = Scheduler(store, learner.log.state.newest_claim("supervisor"))
+    another.commit()
+    assert Log(store).state.next_batch == 4
+
+
+def test_damage_that_nothing_vouches_for_has_no_cure(store: MemoryStore) -> None:
+    train(store, 6)
+    for path in (*store.list("log_snapshots"), *store.list("log_segments")):
+        store.delete(path)
+    store.put(entry_path(5), flipped(store.get(entry_path(5))))
+    with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: there is no cure"):
+        cures(store)

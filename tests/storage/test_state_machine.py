@@ -7,7 +7,6 @@ that counts, and at the end the audit, from storage alone, must find every dispa
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
@@ -30,6 +29,7 @@ from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectorySt
 from rollflow.tasks.clock import VirtualClockLoop
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.rollout.scheduler import Beginning
+from tests.support.described import describe
 from tests.support.pipeline import Damage, StoredBatches, damaged
 
 GROUPS, ALPHA = 2, 4
@@ -112,8 +112,7 @@ class Run(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.store = MemoryStore(uuid.uuid4().hex)
-        config = {"async_ratio": ALPHA, "store": {"keep_last": 100, "keep_every": 10}}
-        self.store.put("run.json", json.dumps({"run_id": "test", "config": config}).encode())
+        describe(self.store, config={"async_ratio": ALPHA, "store": {"keep_last": 100, "keep_every": 10}})
         self.policies, self.batches = PolicyStore(self.store, Retention(100)), TrajectoryStore(self.store)
         self.runner = asyncio.Runner(loop_factory=VirtualClockLoop)
         self.committed: dict[tuple[int, int], bytes] = {}  # (number, edition) -> what was committed

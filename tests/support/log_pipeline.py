@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollflow.storage.channel import Source
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.batches import BatchLog, verify
-from rollflow.storage.log.entries import RunCreated, VersionPublished
+from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.state import RunState, Waiting
 from rollflow.storage.log.versions import VersionLog
@@ -41,13 +41,6 @@ class LoggedBatches:
 @dataclass
 class LogPipeline(Pipeline):
     """`Pipeline` on a log."""
-
-    def describe(self) -> None:
-        """Entry 0, once."""
-        if not self.store.exists("log/0000000000.json"):
-            kept = {"keep_last": self.keep_last, "keep_every": 10}
-            config = {"async_ratio": self.async_ratio, "group_size": self.group_size, "store": kept}
-            Log(self.store).create(RunCreated("test", config, "0" * 64, len(self.shares)))
 
     @property
     def state(self) -> RunState:

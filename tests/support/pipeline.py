@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from rollflow.storage.channel import Channel, Source
 from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention
 from rollflow.storage.records import Prompt
@@ -26,6 +26,7 @@ from rollflow.tasks.rollout.plan import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
 from rollflow.tasks.settings import Routing, TimedEngineConfig
+from tests.support.described import describe
 
 LOOK_SECONDS = 0.2  # how often a scheduler asks whether a batch was voided
 PATIENCE_SECONDS = 1e6
@@ -79,10 +80,10 @@ class Pipeline:
     scheduler: RolloutScheduler = field(init=False)
 
     def describe(self) -> None:
-        """Write `run.json` once."""
+        """Create the run once."""
         config = {"async_ratio": self.async_ratio, "store": {"keep_last": self.keep_last, "keep_every": 10}}
-        if not self.store.exists("run.json"):
-            self.store.put("run.json", json.dumps({"run_id": "test", "config": config}).encode())
+        if not self.store.exists(entry_path(0)):
+            describe(self.store, config={**config, "group_size": self.group_size}, sources=len(self.shares))
 
     async def run(self) -> None:
         """Train up to `versions`."""

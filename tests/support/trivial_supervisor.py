@@ -27,7 +27,7 @@ def post_training(config: dict[str, Any], run_id: str | None = None, storage: st
     """Count versions."""
     assert storage is not None
     context = attach_run(storage)
-    began, version = float(context.described["created_at"]), 0
+    began, version = context.created_at, 0
 
     def tell(phase: Phase) -> None:
         seconds, pid = time.time() - began, str(os.getpid())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import shutil
 import time
@@ -23,8 +22,9 @@ from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig, StoreConfig, TimedEngineConfig
+from tests.support.described import describe
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS
 
@@ -85,9 +85,8 @@ def test_what_engines_are_fetching_stays_however_far_the_learner_may_run_ahead_m
 ) -> None:
     """Batches were formed as far ahead as alpha lets them: an engine that found its version gone would have failed."""
     config = RunConfig(async_ratio=alpha, store=StoreConfig(keep_last=2))
-    described = {"format": FORMAT, "run_id": "ahead", "config": config.model_dump(mode="json")}
     context = RunContext(str(tmp_path), tmp_path / "cache")
-    context.store.put("run.json", json.dumps(described).encode())
+    describe(context.store, "ahead", config)
     fetched, retention = 11, context.policies().retention
     assert all(retention.keeps(fetched, latest) for latest in range(fetched, fetched + math.floor(alpha) + 1))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,9 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.rewards.actor import REWARD, RewardActor, RewardClient
 from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RewardConfig, RunConfig
+from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -52,9 +52,8 @@ def one_node() -> Iterator[None]:
 @pytest.fixture
 def context(tmp_path: Path) -> RunContext:
     config = RunConfig(reward=RewardConfig(deadline_seconds=250))
-    described = {"format": FORMAT, "run_id": "rewards", "config": config.model_dump(mode="json")}
     store = open_store(str(tmp_path / "run"))
-    store.put("run.json", json.dumps(described).encode())
+    describe(store, "rewards", config)
     store.put("policy/config.json", b"{}")
     return RunContext(str(tmp_path / "run"), tmp_path / "cache")
 

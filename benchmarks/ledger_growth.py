@@ -1,0 +1,308 @@
+"""What a long run costs: the same steps on the log of a run of 100 versions and of 100,000.
+
+    python -m benchmarks.ledger_growth [--largest N] [--json FILE]
+
+A run's log is made by its own fold (one batch, one version and one pruning after another, tiny objects), then each
+step is taken on it, in a local folder and in a store that answers each request after 30 ms (a model: objects in
+memory, names listed in pages of 1,000). The table has the median seconds of a step, its requests, and how many times
+longer it takes on the longest log than on that of 1,000 versions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Row, arguments, at_most, publish
+from rollflow.storage.errors import Conflict, Missing
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    Body,
+    Claimed,
+    Entry,
+    Group,
+    Pruned,
+    Role,
+    RunCreated,
+    VersionPublished,
+    Written,
+    encode,
+    entry_path,
+)
+from rollflow.storage.log.log import Attached, Log, Writer
+from rollflow.storage.log.snapshots import EVERY, segment_path, snapshot_path, to_bytes
+from rollflow.storage.log.state import RunState, apply, decide
+from rollflow.storage.log.versions import VersionLog
+from rollflow.storage.objects.base import Data, ObjectStore, Stat, pieces
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.records import StoredObject
+
+SIZES = (100, 1_000, 10_000, 100_000)
+LATENCY_SECONDS = 0.03
+PAGE = 1_000  # names in an answer
+GROUPS, SIZE = 32, 8
+TURNS = 7
+TIMES = 1.5  # how much longer a step may take on the longest log than on that of 1,000 versions
+
+
+class Counting(ObjectStore):
+    """Counts the requests of another store's user."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()
+
+
+class Distant(Counting):
+    """Objects in memory; each request takes its time."""
+
+    def __init__(self, seconds: float = LATENCY_SECONDS) -> None:
+        super().__init__()
+        self.objects: dict[str, bytes] = {}
+        self.names: list[str] = []
+        self.seconds = seconds
+
+    def fill(self, objects: dict[str, bytes]) -> None:
+        """Have these at once."""
+        self.objects |= objects
+        self.names = sorted(self.objects)
+
+    @property
+    def uri(self) -> str:
+        return f"distant://{id(self)}"
+
+    def child(self, prefix: str) -> ObjectStore:
+        raise NotImplementedError
+
+    def put(self, path: str, data: Data) -> str:
+        self._ask("PUT")
+        return self._write(path, data)
+
+    def create(self, path: str, data: Data) -> None:
+        self._ask("PUT")
+        if path in self.objects:
+            raise Conflict(f"{path} exists")
+        self._write(path, data)
+
+    def get(self, path: str) -> bytes:
+        self._ask("GET")
+        if path not in self.objects:
+            raise Missing(f"there is no object {path}")
+        return self.objects[path]
+
+    def fetch(self, path: str, file: Path) -> str:
+        raise NotImplementedError
+
+    def stat(self, path: str) -> Stat:
+        return Stat(len(self.get(path)), 0.0)
+
+    def exists(self, path: str) -> bool:
+        self._ask("HEAD")
+        return path in self.objects
+
+    def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
+        first = bisect_right(self.names, max(f"{prefix}/", after))
+        found = []
+        for name in self.names[first:]:
+            if not name.startswith(f"{prefix}/"):
+                break
+            found.append(name)
+        for _ in range(1 + len(found) // PAGE):
+            self._ask("LIST")
+        return iter(found)
+
+    def delete(self, path: str) -> None:
+        self._ask("DELETE")
+        if self.objects.pop(path, None) is not None:
+            self.names.remove(path)
+
+    def check(self) -> None:
+        pass
+
+    def _write(self, path: str, data: Data) -> str:
+        body = b"".join(pieces(data))
+        if path not in self.objects:
+            self.names.insert(bisect_right(self.names, path), path)
+        self.objects[path] = body
+        return ""
+
+    def _ask(self, method: str) -> None:
+        self.requests[method] += 1
+        time.sleep(self.seconds)
+
+
+@dataclass
+class Made:
+    """A log's objects, and the claims of its roles."""
+
+    objects: dict[str, bytes]
+    state: RunState
+    claims: dict[Role, int]
+
+
+def make(versions: int) -> Made:
+    """A log of so many versions."""
+    made, state, claims = {}, RunState(), dict[Role, int]()
+
+    def add(role: Role, body: Body) -> None:
+        nonlocal state
+        n = state.n + 1
+        claim = n if isinstance(body, Claimed) else claims.get(role, 0)
+        if isinstance(body, Claimed):
+            claims[role] = n
+        after = decide(state, n, role, claim, body)
+        head = (after.version, after.next_batch)
+        entry = Entry(n, state.sha256, uuid.uuid4().hex, role, claim, *head, float(n), body)
+        encoded = encode(entry)
+        made[entry_path(n)] = encoded.data
+        state = apply(state, Written(entry, encoded.sha256))
+        if n % EVERY == EVERY - 1:
+            made[segment_path(n)] = b"\n".join(made[entry_path(m)] for m in range(n + 1 - EVERY, n + 1))
+
+    snapshot = (-1, "")
+    add("creator", RunCreated("long", {"async_ratio": 1, "group_size": SIZE, "store": {}}, "0" * 64, 1))
+    add("supervisor", Claimed())
+    for role in ("scheduler", "learner"):
+        add(role, Claimed(under=1))
+    add("learner", version_of(0, None))
+    for version in range(1, versions + 1):
+        add("scheduler", batch_of(state))
+        add("learner", version_of(version, state.n))
+        if state.releasable:
+            add("learner", Pruned(tuple(state.releasable)))
+        if state.n // EVERY > snapshot[0] // EVERY:
+            snapshot = (state.n, state.sha256)
+            kept = snapshot_path(*snapshot), to_bytes(state)
+    made[kept[0]] = kept[1]
+    return Made(made, state, claims)
+
+
+def batch_of(state: RunState, file: StoredObject | None = None) -> BatchCommitted:
+    """The next batch: the next prompts, all started under the version before."""
+    number, first = state.next_batch, state.issued[0]
+    started = max(state.version - 1, 0)
+    groups = tuple(Group(prompt, 0, started, state.version, 600) for prompt in range(first, first + GROUPS))
+    stored = file or StoredObject(f"trajectories/{number:08d}-2-x.arrow", 100, "0" * 64)
+    return BatchCommitted(number, stored, GROUPS * SIZE, groups, tuple(range(first, first + GROUPS)))
+
+
+def version_of(number: int, batch: int | None) -> VersionPublished:
+    """A version with tiny objects."""
+    weights = StoredObject(f"policies/{number:08d}/3/weights/model.safetensors", 100, "0" * 64)
+    state = StoredObject(f"policies/{number:08d}/3/state/state.safetensors", 100, "1" * 64)
+    metrics = {f"metric_{one}": 0.25 for one in range(30)}
+    return VersionPublished(number, batch, (weights,), (state,), (-1.5,) * 32, metrics, "0.1.0")
+
+
+class Steps:
+    """What is done with a log, over and over."""
+
+    def __init__(self, run: ObjectStore, made: Made) -> None:
+        self.run, self.made = run, made
+        self.log = Log(run)
+        self.scheduler = Writer(self.log, "scheduler", made.claims["scheduler"])
+        self.learner = Writer(self.log, "learner", made.claims["learner"])
+        self.follower = Log(run)
+
+    def start(self) -> None:
+        """Any process: the newest snapshot and what follows it."""
+        Log(self.run)
+
+    def commit(self) -> None:
+        """The scheduler: a batch's file and its entry."""
+        number = self.log.state.next_batch
+        attached = Attached(f"trajectories/{number:08d}-2-{uuid.uuid4().hex[:8]}.arrow", b"x" * 100)
+        self.scheduler.append(batch_of, attached)
+
+    def publish(self) -> None:
+        """The learner: a version's entry (its two objects are two requests more)."""
+        version = self.log.state.version + 1
+        batch = self.log.state.waiting[version - 1].entry
+        self.learner.append(lambda state, _: version_of(version, batch))
+
+    def follow(self) -> None:
+        """Anybody: what the two have appended."""
+        self.follower.follow()
+
+    def old_version(self) -> None:
+        """Anybody: an old version, by bisection."""
+        VersionLog(self.log).find(self.made.state.version // 3)
+
+
+def measured(steps: Steps, requests: Counter[str] | None) -> dict[str, tuple[float, str]]:
+    """Step -> median seconds, and the requests of the last turn."""
+    work: dict[str, Callable[[], None]] = {
+        "start": steps.start,
+        "commit": steps.commit,
+        "publish": steps.publish,
+        "follow": steps.follow,
+        "find an old version": steps.old_version,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    asked: dict[str, str] = {}
+    for _ in range(TURNS):
+        for name, step in work.items():
+            steps.log.settle()
+            before = Counter(requests)
+            began = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - began)
+            counted = Counter(requests) - before
+            asked[name] = ", ".join(f"{count} {method}" for method, count in sorted(counted.items()))
+    return {name: (statistics.median(found), asked[name]) for name, found in seconds.items()}
+
+
+def written(made: Made, folder: Path) -> LocalStore:
+    """The log in a folder, without waiting for the disk."""
+    for path, data in made.objects.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    return LocalStore(folder)
+
+
+def rows(largest: int) -> Iterator[Row]:
+    """All of them."""
+    local: dict[int, dict[str, tuple[float, str]]] = {}
+    distant: dict[int, dict[str, tuple[float, str]]] = {}
+    sizes = [size for size in SIZES if size <= largest]
+    for size in sizes:
+        began = time.process_time()
+        made = make(size)
+        entries = made.state.n + 1
+        print(f"{size} versions, {entries} entries", file=sys.stderr)
+        yield Row(f"{size} versions", "entries", entries)
+        yield Row(f"{size} versions", "made and folded, entries/s of a core", entries / (time.process_time() - began))
+        yield Row(f"{size} versions", "snapshot, bytes", len(to_bytes(made.state)))
+        with tempfile.TemporaryDirectory() as folder:
+            local[size] = measured(Steps(written(made, Path(folder)), made), None)
+        far = Distant()
+        far.fill(made.objects)
+        distant[size] = measured(Steps(far, made), far.requests)
+    for where, found in (("folder", local), ("30 ms a request", distant)):
+        for name in found[sizes[0]]:
+            for size in sizes:
+                seconds, asked = found[size][name]
+                yield Row(f"{name}, {where}, {size} versions", asked or "ms", 1e3 * seconds)
+            if 1_000 in sizes:
+                ratio = found[sizes[-1]][name][0] / found[1_000][name][0]
+                yield at_most(f"{name}, {where}", f"{sizes[-1]} versions, times those of 1,000", ratio, TIMES)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = arguments(__doc__)
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="versions of the longest log")
+    options = parser.parse_args()
+    publish(list(rows(options.largest)), "the log of a long run", options.json)
+
+
+if __name__ == "__main__":
+    main()

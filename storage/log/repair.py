@@ -1,0 +1,100 @@
+"""Repair of a damaged log: what can be done, said before it is done.
+
+- An entry in the middle that is damaged or missing is written again from its segment, if the next entry's hash fits.
+- A damaged newest entry, for which nothing vouches, is set aside: the log ends before it. What it committed, if it was
+  one, has then not happened: a batch is formed again, a version trained again.
+- For anything else there is no cure: what follows the damage cannot be believed.
+
+Nobody may work on the run meanwhile. Nothing is lost by it: what is set aside stays in storage under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.entries import FOLDER, Written, decode, entry_path
+from rollflow.storage.log.snapshots import from_segment
+from rollflow.storage.log.state import Refused, RunState, apply
+from rollflow.storage.objects.base import ObjectStore
+
+ASIDE = "log_damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """One thing to do: write entry `n` again (`data`), or set it aside (None)."""
+
+    n: int
+    what: str  # is wrong
+    data: bytes | None = None
+
+    def __str__(self) -> str:
+        if self.data is not None:
+            return f"{self.what}: write it again from its segment"
+        lost = "what it committed has then not happened, and is done again"
+        return f"{self.what}: set it aside, so that the log ends with entry {self.n - 1}; {lost}"
+
+
+def cures(run: ObjectStore) -> list[Cure]:
+    """What would make the log whole; nothing where it is.
+
+    Raises:
+        Missing: there is no log.
+        Corrupt: there is damage without a cure.
+    """
+    last = max((n for path in run.list(FOLDER) if (n := _number(path)) is not None), default=None)
+    if last is None:
+        raise Missing(f"{run.uri} has no log")
+    found: list[Cure] = []
+    state = RunState()
+    for n in range(last + 1):
+        written, cure = _entry(run, n, last)
+        found += [cure] if cure else []
+        if written is None:
+            break
+        try:
+            state = apply(state, written)
+        except Refused as error:
+            what = f"{entry_path(n)} cannot stand where it stands ({error})"
+            if n < last:
+                raise Corrupt(f"{what}, and {last - n} entries follow it: there is no cure") from error
+            found.append(Cure(n, what))
+    return found
+
+
+def repair(run: ObjectStore, agreed: Sequence[Cure]) -> None:
+    """Do what a person has agreed to."""
+    for cure in agreed:
+        path = entry_path(cure.n)
+        if cure.data is not None:
+            run.put(path, cure.data)
+        else:
+            run.put(f"{ASIDE}/{cure.n:010d}.json", run.get(path))
+            run.delete(path)
+
+
+def _entry(run: ObjectStore, n: int, last: int) -> tuple[Written | None, Cure | None]:
+    """Entry `n`, and what it takes to have it; none where it is to be set aside."""
+    try:
+        return decode(run.get(entry_path(n)), n, run.get), None
+    except Missing:
+        what = f"{entry_path(n)} is missing"
+    except Corrupt as error:
+        what = str(error)
+    if n == last:
+        return None, Cure(n, what)
+    try:
+        data = from_segment(run, n)
+        written, after = decode(data, n, run.get), decode(run.get(entry_path(n + 1)), n + 1, run.get)
+    except (Missing, Corrupt) as error:
+        raise Corrupt(f"{what}, and {last - n} entries follow it: there is no cure ({error})") from error
+    if written.sha256 != after.entry.prev:
+        raise Corrupt(f"{what}, and its segment has another one: there is no cure")
+    return written, Cure(n, what, data)
+
+
+def _number(path: str) -> int | None:
+    name = path.removeprefix(f"{FOLDER}/").removesuffix(".json")
+    return int(name) if name.isdigit() else None

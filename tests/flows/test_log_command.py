@@ -1,0 +1,80 @@
+"""`rollflow log`: a line an entry, as words or as JSON."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollflow.flows.log import sentence, tell
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.entries import Entry, Pruned
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.records import DiscardReason
+from rollflow.tasks.run import RunContext
+from tests.support.described import describe
+from tests.support.log_actors import SIZE, Learner, Scheduler, Supervisor, entries
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RunContext:
+    """A run in which everything has happened that a log can tell."""
+    store = LocalStore(tmp_path / "run")
+    describe(store, config={"group_size": SIZE, "async_ratio": 2.0}, sources=2)
+    supervisor = Supervisor(store)
+    learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
+    learner.publish()
+    scheduler.log.follow()
+    scheduler.dispatch(0)
+    scheduler.discard(0, DiscardReason.FAILED)
+    scheduler.commit()
+    learner.log.follow()
+    learner.publish()
+    scheduler.log.follow()
+    scheduler.commit()
+    learner.log.follow()
+    learner.void(1)
+    return RunContext(str(tmp_path / "run"), tmp_path / "cache")
+
+
+def printed(context: RunContext, *, as_json: bool) -> list[str]:
+    console = Console(file=io.StringIO(), width=60)
+    tell(context, follow=False, as_json=as_json, console=console)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue().splitlines()
+
+
+def test_every_entry_is_a_line(context: RunContext) -> None:
+    lines = printed(context, as_json=False)
+    words = [
+        "run test created by rollflow (unknown)",
+        "claimed by a supervisor (process 0 on this machine)",
+        "claimed by a learner (process 0 on this machine)",
+        "claimed by a scheduler (process 0 on this machine)",
+        "version 0 published",
+        "batch 0 committed: 2 groups, 14 response tokens; discarded: 1 failed",
+        "version 1 published, trained on batch 0 (entry 5)",
+        "batch 1 committed: 2 groups, 14 response tokens",
+        "batch 1 voided (entry 7): damaged",
+    ]
+    assert len(lines) == len(words)
+    for n, (line, text) in enumerate(zip(lines, words, strict=True)):
+        assert line.endswith(text)
+        assert line.split()[2] == str(n)
+
+
+def test_as_json_it_is_the_log_itself(context: RunContext) -> None:
+    assert [line.encode() for line in printed(context, as_json=True)] == list(entries(context.store))
+
+
+def test_what_pruned_says() -> None:
+    pruned = Entry(9, "", "", "learner", 2, 1, 2, 0.0, Pruned(((0, "state"), (3, "weights"))))
+    assert sentence(pruned) == "pruned state of version 0, weights of version 3"
+
+
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such run"):
+        tell(RunContext(str(tmp_path / "none"), tmp_path / "cache"), follow=False, as_json=False)
