@@ -22,6 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
@@ -52,6 +53,7 @@ from rollflow.storage.records import StoredObject
 TRIES = 1_000  # of one append, lost to others' entries: a bound, not a schedule
 UNANSWERED = 20  # of them, where the store answers reads and no writes; each has taken the store's own patience
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before an append that no entry answers is tried again
+READERS = 16  # entries that are read at a time, where each is a request
 AHEAD = 256  # numbers behind a free one that are looked at, where a store cannot list from a name on
 
 Decide = Callable[[RunState, StoredObject | None], Body]
@@ -81,6 +83,7 @@ class Log:
         self._keeping: list[threading.Thread] = []
         self._state = newest_snapshot(run)
         self._due: RunState | None = None  # the newest state that a snapshot is still to be taken of
+        self._ahead = self._read_ahead()
         self.follow()
         while self._goes_on():
             self.follow()
@@ -112,7 +115,7 @@ class Log:
         """
         path = entry_path(n)
         try:
-            return self._decoded(self.run.get(path), n)
+            return self._decoded(self._ahead.pop(n) if n in self._ahead else self.run.get(path), n)
         except Missing:
             return None if n > self._state.n else self._healed(n, f"{path} is missing")
         except Corrupt as error:
@@ -230,22 +233,30 @@ class Log:
                 return self._decoded(data, n)
         raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
 
+    def _read_ahead(self) -> dict[int, bytes]:
+        """What follows the snapshot, several at a time, where each read is a request."""
+        if self._is_near:
+            return {}
+        paths = self.run.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
+        numbered = {int(name): path for path in paths if (name := path[len(FOLDER) + 1 : -len(".json")]).isdigit()}
+        with ThreadPoolExecutor(READERS) as readers:
+            return dict(zip(numbered, readers.map(self.run.get, numbered.values()), strict=True))
+
     def _goes_on(self) -> bool:
         """Whether there is an entry behind the end; then the one in between was written a moment ago, or is lost."""
         n = self._state.n + 1
-        beyond = self._first_after(n)
-        if beyond is None:
+        if self._is_near:  # to list a folder of a long run takes longer than some probes
+            beyond = next((m for m in range(n + 1, n + AHEAD) if self.run.exists(entry_path(m))), -1)
+        else:
+            beyond = min((m for m in self._ahead if m > n), default=-1)
+        if beyond <= n:
             return False
         self._fold(self.read(n) or self._healed(n, f"{entry_path(n)} is missing, {entry_path(beyond)} is there"))
         return True
 
-    def _first_after(self, n: int) -> int | None:
-        """An entry above `n`."""
-        if self.run.local_path(FOLDER) is not None:  # to list a folder of a long run takes longer than some probes
-            return next((m for m in range(n + 1, n + AHEAD) if self.run.exists(entry_path(m))), None)
-        names = self.run.list(FOLDER, after=entry_path(n))
-        found = (path.removeprefix(f"{FOLDER}/").removesuffix(".json") for path in names)
-        return next((int(name) for name in found if name.isdigit()), None)
+    @property
+    def _is_near(self) -> bool:
+        return self.run.local_path(FOLDER) is not None
 
     def _keep(self) -> None:
         """Take the snapshot that is due, beside whatever else is done."""
