@@ -1,6 +1,7 @@
 """The data plane against the plain way to move the same bytes: batches, the channel, serialisation, weights.
 
     batch commit        TrajectoryStore.commit (join, hash, write, name)     vs   durable write of the same file
+    on the log          BatchLog.commit (the same, and its entry's fold)     vs   durable write of the same file
     batch read          TrajectoryStore.read (checked) and open             vs   mmap and open, unchecked
     channel             RayChannel.put (of the committed file) + lease      vs   ray.put + ray.get
     serialisation       records -> Arrow file, Arrow file -> columns        vs   pickle, JSON lines, torch.save
@@ -29,7 +30,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,9 +39,12 @@ import torch
 
 from benchmarks.report import Row, arguments, at_least, publish
 from rollflow.storage.batch import TrajectoryBatch, packed
+from rollflow.storage.log.batches import BatchLog
+from rollflow.storage.log.entries import RunCreated, VersionPublished
+from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention
-from rollflow.storage.records import Cursor, Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Cursor, Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.learners.shards import from_files, to_files
 
@@ -139,6 +143,24 @@ def groups(count: int) -> tuple[TrajectoryGroup, ...]:
     )
 
 
+def new_log(folder: Path) -> tuple[BatchLog, Writer]:
+    """The log of a run with version 0, and its scheduler."""
+    log = Log(LocalStore(folder))
+    log.create(RunCreated("plane", {"async_ratio": 10**6, "group_size": GROUP_SIZE, "store": {}}, "", 1))
+    log.claim("supervisor")
+    weights = (StoredObject("policies/none", 0, ""),)
+    log.claim("learner").append(lambda state, _: VersionPublished(0, None, weights))
+    return BatchLog(log), log.claim("scheduler")
+
+
+def commit_logged(batches: BatchLog, writer: Writer, made: Sequence[TrajectoryGroup], numbers: Iterator[int]) -> None:
+    """Commit the groups as the next batch, under prompts that come next."""
+    number = next(numbers)
+    prompts = tuple(range(number * len(made), (number + 1) * len(made)))
+    renamed = tuple(replace(group, key=GroupKey(p, 0)) for group, p in zip(made, prompts, strict=True))
+    batches.commit(writer, StagedBatch(number, renamed, Cursor(), (), (), issued=prompts))
+
+
 def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
     """Commit and read of whole batches."""
     rows = []
@@ -152,10 +174,14 @@ def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
             store.commit(StagedBatch(next(number), made, Cursor((0,), (0,)), (), ()), async_ratio=10**6)
 
         write_synced(folder / "plain", [memoryview(data)])
-        fresh = (folder / f"plain-{size}-{turn}" for turn in range(turns + 1))  # a commit's file is a new one, too
+        fresh = (folder / f"plain-{size}-{turn}" for turn in range(2 * (turns + 1)))  # a commit's file is new, too
         plain = partial(lambda fresh, data: write_synced(next(fresh), [memoryview(data)]), fresh, data)
         found = ratio(commit, plain, turns, data.size)
         rows += rows_of(f"commit, {case}", found, "durable write", 0.7)
+
+        logged = partial(commit_logged, *new_log(folder / uuid.uuid4().hex), made, iter(range(10**6)))
+        found = ratio(logged, plain, turns, data.size)
+        rows += rows_of(f"commit on the log, {case}", found, "durable write", 0.7)
 
         def checked(store: TrajectoryStore = store) -> None:
             touch(TrajectoryBatch.from_bytes(store.read(0)[1]))

@@ -136,7 +136,8 @@ def packed(group: TrajectoryGroup) -> TrajectoryGroup:
     """The group with its rows as columns: made when it is complete, so that a commit only has to join them."""
     if group.packed is not None:
         return group
-    return replace(group, packed=Packed(parts_of([group], SCHEMA), group.started_version, group.response_tokens))
+    told = group.started_version, group.newest_version, group.response_tokens
+    return replace(group, packed=Packed(parts_of([group], SCHEMA), *told))
 
 
 def _trajectory(row: dict[str, object]) -> Trajectory:

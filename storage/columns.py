@@ -37,6 +37,7 @@ class Packed:
 
     parts: tuple[bytes, ...]
     started_version: int
+    newest_version: int
     response_tokens: int
 
 

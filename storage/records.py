@@ -159,6 +159,14 @@ class TrajectoryGroup:
         return min(t.started_version for t in self.trajectories)
 
     @property
+    def newest_version(self) -> int:
+        """The newest version that any of its tokens came from; the one it was started under, where there is none."""
+        if self.packed is not None:
+            return self.packed.newest_version
+        newest = max(max(t.versions, default=-1) for t in self.trajectories)
+        return max(newest, self.started_version)
+
+    @property
     def response_tokens(self) -> int:
         """Tokens the policy chose, over all trajectories."""
         if self.packed is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -129,13 +128,7 @@ def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
 
 def committed_group(group: TrajectoryGroup) -> Group:
     """What an entry says of a group."""
-    newest = max(newest_version(trajectory.versions) for trajectory in group.trajectories)
-    return Group(*group.key, group.started_version, max(newest, group.started_version), group.response_tokens)
-
-
-def newest_version(versions: Sequence[int]) -> int:
-    """Of a trajectory's tokens; -1 if the policy chose none."""
-    return max(versions, default=-1)
+    return Group(*group.key, group.started_version, group.newest_version, group.response_tokens)
 
 
 def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.storage.batch import packed
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log import snapshots
+from rollflow.storage.log.batches import committed_group
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -32,7 +34,15 @@ from rollflow.storage.log.state import Deposed, Refused
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
+from rollflow.storage.records import (
+    Discard,
+    DiscardReason,
+    Ending,
+    GroupKey,
+    StoredObject,
+    Trajectory,
+    TrajectoryGroup,
+)
 from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries
 
 
@@ -479,6 +489,18 @@ def test_an_entry_is_read_as_it_was_written() -> None:
     encoded = encode(entry)
     assert decode(encoded.data, 7, lambda path: b"").entry == entry
     assert json.loads(encoded.data)["body"]["discards"] == [[[4, 1], "stale", 2, 9]]
+
+
+def test_an_entry_has_the_oldest_start_and_the_newest_token_of_a_group() -> None:
+    def trajectory(sample: int, started: int, versions: tuple[int, ...]) -> Trajectory:
+        chosen = tuple(version >= 0 for version in versions)
+        quiet = (0.0,) * len(versions)
+        return Trajectory(sample, started, versions, chosen, quiet, versions, 1.0, "", Ending.STOP)
+
+    group = TrajectoryGroup(GroupKey(5, 1), "p", "d", (trajectory(0, 3, (-1, 3, 4, -1)), trajectory(1, 2, (-1, 2))))
+    assert committed_group(group) == committed_group(packed(group)) == Group(5, 1, 2, 4, 3)
+    silent = TrajectoryGroup(GroupKey(5, 1), "p", "d", (trajectory(0, 3, (-1,)),))
+    assert committed_group(silent) == committed_group(packed(silent)) == Group(5, 1, 3, 3, 0)
 
 
 def test_who_knows_no_role_appends_nothing(store: MemoryStore) -> None:
