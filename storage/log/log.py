@@ -42,7 +42,7 @@ from rollflow.storage.log.entries import (
 from rollflow.storage.log.snapshots import (
     from_segment,
     is_due,
-    keep_segment,
+    keep_segments,
     keep_snapshot,
     newest_snapshot,
 )
@@ -270,7 +270,7 @@ class Log:
         thread.start()
 
     def _seal(self, state: RunState) -> None:
-        keep_segment(self.run, state.n)
+        keep_segments(self.run, state.n)
         keep_snapshot(self.run, state)
 
 

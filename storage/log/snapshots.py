@@ -79,12 +79,12 @@ def keep_snapshot(run: ObjectStore, state: RunState) -> None:
             run.delete(old)
 
 
-def keep_segment(run: ObjectStore, n: int) -> None:
-    """Write the segment that entry `n` ends, unless it is there."""
+def keep_segments(run: ObjectStore, n: int) -> None:
+    """Write the segment that entry `n` ends, and those before it that a dead process left out."""
     with contextlib.suppress(RollflowError, OSError):
-        path = segment_path(n)
-        if not run.exists(path):
-            run.put(path, b"\n".join(run.get(entry_path(m)) for m in range(n + 1 - EVERY, n + 1)))
+        while n > 0 and not run.exists(segment_path(n)):
+            run.put(segment_path(n), b"\n".join(run.get(entry_path(m)) for m in range(n + 1 - EVERY, n + 1)))
+            n -= EVERY
 
 
 def from_segment(run: ObjectStore, n: int) -> bytes:

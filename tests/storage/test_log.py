@@ -430,11 +430,14 @@ def test_a_snapshot_that_cannot_be_trusted_is_as_good_as_none(
 
 
 def test_a_snapshot_that_was_not_written_is_taken_by_who_starts(store: MemoryStore) -> None:
-    train(store, 6)
-    for path in (*store.list("log_snapshots"), *store.list("log_segments")):
+    *_, learner = train(store, 6)
+    segments = list(store.list("log_segments"))
+    assert len(segments) == (learner.log.state.n + 1) // 4
+    for path in (*store.list("log_snapshots"), *segments):
         store.delete(path)
     Log(store).settle()
     assert list(store.list("log_snapshots"))
+    assert list(store.list("log_segments")) == segments
 
 
 def test_a_state_comes_back_from_a_snapshot_as_it_was(store: MemoryStore) -> None:
