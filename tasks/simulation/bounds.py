@@ -2,22 +2,25 @@
 
 N samples a step, mu and L the mean and longest generation, E epochs, mu_t a sample's training, K workers in all. A
 generation's seconds are those at full occupancy: with S slots, decoding at 1 / (1 + c (S - 1)); S samples share an
-engine, so one of them takes mu = seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs.
+engine, so one of them takes mu = seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is mu at the
+occupancy at which it is least: with c > 1 an engine does more one request at a time.
 
-    work-conserving      (N/K) (mu + E mu_t)                 whatever the schedule, if every GPU could do everything
+    work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L
     beta*             =  E N mu_t / (N mu + K L/(alpha+1) + E N mu_t)    best share of the GPUs for training
     T_async(beta*)   <=  (N/K) (mu + E mu_t) + L/(alpha+1)
     T_async(split)   <=  max((N/K_r) mu + L/(alpha+1), (N/K_t) E mu_t)   with K_r and K_t GPUs as the file splits them
     gain             <=  1 + K L / (N (mu + E mu_t))
 
-Rewards and the pauses of updates are not in it.
+Rewards and the pauses of updates are not in it, nor what reading the KV cache, a full one and prefill by length cost.
+With these, what no schedule passes is no less true; what the proposition guarantees is not (`Bounds.guaranteed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rollflow.tasks.settings import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
@@ -29,12 +32,14 @@ class Work:
 
     samples: int  # N
     mu: float
+    mu_least: float  # mu_0
     longest: float  # L
     mu_train: float  # E mu_t
     rollout_gpus: float  # K_r
     train_gpus: float  # K_t
     colocated: bool  # K_r and K_t are the same GPUs
     async_ratio: float  # alpha
+    whole: bool = True  # nothing costs time that is not in these numbers, but for rewards and updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +53,38 @@ class Bounds:
     asynchronous_split: float
     best_training_share: float
     largest_gain: float
+    guaranteed: bool  # whether the proposition's own bounds hold of this hardware
 
 
 def bounds_of(work: Work) -> Bounds:
     """Proposition 2."""
     gpus = work.rollout_gpus + (0.0 if work.colocated else work.train_gpus)
     rollout, train = work.samples * work.mu, work.samples * work.mu_train
-    conserving, waiting = (rollout + train) / gpus, work.longest / (work.async_ratio + 1.0)
+    least = work.samples * work.mu_least
+    full, waiting = (rollout + train) / gpus, work.longest / (work.async_ratio + 1.0)
     rolling, training = rollout / work.rollout_gpus, train / work.train_gpus
+    least_rolling = least / work.rollout_gpus
     return Bounds(
-        conserving=conserving,
-        conserving_split=rolling + training if work.colocated else max(rolling, training),
-        sync=conserving + work.longest,
-        asynchronous=conserving + waiting,
+        conserving=(least + train) / gpus,
+        conserving_split=least_rolling + training if work.colocated else max(least_rolling, training),
+        sync=full + work.longest,
+        asynchronous=full + waiting,
         asynchronous_split=rolling + waiting + training if work.colocated else max(rolling + waiting, training),
         best_training_share=train / (rollout + gpus * waiting + train),
-        largest_gain=1.0 + work.longest / conserving,
+        largest_gain=1.0 + work.longest / full,
+        guaranteed=work.whole,
     )
 
 
-def work_of(config: RunConfig, hardware: Hardware, lengths: Sequence[int], speeds: Sequence[float]) -> Work:
-    """The workload's numbers from drawn lengths (real tokens) and the engines' speeds."""
+def work_of(
+    config: RunConfig,
+    hardware: Hardware,
+    lengths: Sequence[int],
+    speeds: Sequence[float],
+    versions: Sequence[int] = (1,),
+) -> Work:
+    """The workload's numbers from drawn lengths (real tokens), the engines' speeds, and the versions that are trained,
+    where each has a measured time of its own."""
     engines, learner = hardware.engines, hardware.learner
     slots = engines.slots or config.engine.slots
     share = 1.0 + engines.slowing * (slots - 1)  # seconds a request takes for each it would take alone
@@ -77,14 +93,17 @@ def work_of(config: RunConfig, hardware: Hardware, lengths: Sequence[int], speed
         return (engines.prefill_seconds + tokens * engines.seconds_per_token) * share
 
     mean, samples = sum(lengths) / len(lengths), config.groups * config.group_size
-    per_step = hardware.train_seconds(1, samples, samples * mean)
+    per_step = fmean(hardware.train_seconds(version, samples, samples * mean) for version in versions)
+    mu = seconds(mean) * engines.gpus_per_engine / slots
     return Work(
         samples=samples,
-        mu=seconds(mean) * engines.gpus_per_engine / slots,
+        mu=mu,
+        mu_least=mu * min(1.0, slots / share),
         longest=seconds(max(lengths)) / min(speeds),
         mu_train=per_step * learner.gpus / samples,
         rollout_gpus=sum(speeds) * engines.gpus_per_engine,
         train_gpus=learner.gpus,
         colocated=learner.colocated,
         async_ratio=config.async_ratio,
+        whole=not (engines.reading or engines.kv_tokens or engines.prefill_seconds_per_token),
     )

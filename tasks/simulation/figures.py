@@ -139,7 +139,7 @@ def figures_of(records: Records, config: RunConfig, hardware: Hardware, versions
         staleness=dict(sorted(sum((formed.staleness for formed in counted), Counter[int]()).items())),
         tokens=_tokens(records, versions, grain),
         bias=bias,
-        bounds=bounds_of(work_of(config, hardware, population, speeds)),
+        bounds=bounds_of(work_of(config, hardware, population, speeds, range(warm + 1, versions + 1))),
         shares=_shares(records, warm, versions) if config.async_ratio == 0 else None,
         deaths=records.deaths,
         restarted=records.restarted,

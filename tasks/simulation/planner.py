@@ -58,10 +58,11 @@ class Planned:
     settled: bool  # larger ones need not be: no schedule could be faster by more than the tolerance
     simulations: int
     trajectories: int
+    limits: Limits = LIMITS
 
     @property
     def wider(self) -> Outcome | None:
-        """The fastest of a wider bound, at the depth of what is recommended and faster; None if there is none."""
+        """The fastest of a wider bound that keeps the limits, at the depth of what is recommended; None if none is faster."""
         one = self.recommended
         if one is None:
             return None
@@ -71,6 +72,7 @@ class Planned:
             if other.candidate.async_ratio > one.candidate.async_ratio
             and other.candidate.lead == one.candidate.lead
             and other.throughput > (1.0 + TIE) * one.throughput
+            and not other.marks(self.limits)
         ]
         return max(same, key=lambda other: other.throughput, default=None)
 
@@ -163,6 +165,7 @@ class _Search:
             settled=settled,
             simulations=len(self._known),
             trajectories=self._trajectories,
+            limits=self._limits,
         )
 
     def _check(self) -> None:

@@ -197,6 +197,7 @@ def test_what_a_wider_bound_would_bring_is_told(figures: Figures) -> None:
         return Planned(finals, narrow, narrow, narrow, (), True, 0, 0).wider
 
     assert planned(narrow, deep, wide) is wide  # what runs deeper is another matter
+    assert planned(narrow, replace(wide, bias=-0.3)) is None  # it passes a limit
     assert planned(narrow, deep) is None
     assert planned(narrow, replace(wide, figures=replace(figures, trajectories_per_second=100.5))) is None
 

@@ -125,8 +125,35 @@ def test_the_bound_holds_and_long_runs_come_near_the_work_that_there_is() -> Non
     assert figures.step_seconds <= bounds.conserving_split * 1.08
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"engines": {"count": 1, "slots": 8, "slowing": 3.0}},  # eight at a time are slower than one after another
+        {"learner": {"measured": (90.0, 10.0, 30.0, 10.0)}},  # the first step took longest
+        {"engines": {"count": 2, "slots": 8, "reading": 0.001, "kv_tokens": 900, "prefill_seconds_per_token": 0.01}},
+    ],
+)
+def test_no_step_is_below_what_no_schedule_passes(sections: dict[str, Any]) -> None:
+    machine = hardware(**sections)
+    for alpha, slots in ((0.0, 64), (2.0, 64), (2.0, 1)):
+        config = recipe(async_ratio=alpha, versions=24, rollout=RolloutConfig(depth=slots))
+        figures = simulate(config, machine).figures
+        assert figures.step_seconds >= 0.97 * figures.bounds.conserving_split
+    assert figures.bounds.guaranteed == ("reading" not in sections.get("engines", {}))
+
+
 def test_the_bounds_are_those_of_the_proposition() -> None:
-    work = Work(100, mu=2.0, longest=30.0, mu_train=1.0, rollout_gpus=6, train_gpus=4, colocated=False, async_ratio=2)
+    work = Work(
+        100,
+        mu=2.0,
+        mu_least=2.0,
+        longest=30.0,
+        mu_train=1.0,
+        rollout_gpus=6,
+        train_gpus=4,
+        colocated=False,
+        async_ratio=2,
+    )
     bounds = bounds_of(work)
     assert bounds.conserving == pytest.approx(100 * 3 / 10)
     assert bounds.sync == pytest.approx(30 + 30)
