@@ -62,7 +62,7 @@ class Planned:
 
     @property
     def wider(self) -> Outcome | None:
-        """The fastest of a wider bound that keeps the limits, at the depth of what is recommended; None if none is faster."""
+        """The fastest of a wider bound within the limits, at the depth of what is recommended; None: none is faster."""
         one = self.recommended
         if one is None:
             return None
