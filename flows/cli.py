@@ -101,6 +101,11 @@ def _storage_commands(commands: Any) -> None:
     log.add_argument("--json", action="store_true", help="the entries themselves, one a line")
     log.set_defaults(command=log_command)
 
+    repair = commands.add_parser("repair", help="what can be done about a damaged log")
+    _run_argument(repair, required=True)
+    repair.add_argument("--yes", action="store_true", help="do it")
+    repair.set_defaults(command=repair_command)
+
     export = commands.add_parser("export", help="write a version as a Hugging Face folder")
     _run_argument(export, required=True)
     export.add_argument("version", type=int)
@@ -402,6 +407,14 @@ def log_command(options: argparse.Namespace) -> int:
 
     tell(find_run(options.run, options.store), follow=options.follow, as_json=options.json)
     return OK
+
+
+def repair_command(options: argparse.Namespace) -> int:
+    """`rollflow repair RUN`."""
+    from rollflow.flows.home import find_run
+    from rollflow.flows.repair import repair_log
+
+    return OK if repair_log(find_run(options.run, options.store), agreed=options.yes) else FAILED
 
 
 def export_command(options: argparse.Namespace) -> int:

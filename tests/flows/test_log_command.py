@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rollflow.flows.cli import main
 from rollflow.flows.log import sentence, tell
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.entries import Entry, Pruned
+from rollflow.storage.log.entries import Entry, Pruned, entry_path
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import DiscardReason
 from rollflow.tasks.run import RunContext
@@ -73,6 +74,30 @@ def test_as_json_it_is_the_log_itself(context: RunContext) -> None:
 def test_what_pruned_says() -> None:
     pruned = Entry(9, "", "", "learner", 2, 1, 2, 0.0, Pruned(((0, "state"), (3, "weights"))))
     assert sentence(pruned) == "pruned state of version 0, weights of version 3"
+
+
+def test_a_damaged_log_is_mended_once_a_person_agrees(
+    context: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["repair", context.uri]) == 0
+    assert "is whole" in capsys.readouterr().out
+    path = entry_path(8)
+    whole = context.store.get(path)
+    context.store.put(path, whole[:-5])
+    assert main(["log", context.uri]) == 1
+    assert f"{path} is not an entry of a log" in capsys.readouterr().err
+    assert main(["repair", context.uri]) == 1
+    out = capsys.readouterr().out
+    assert "set it aside, so that the log ends with entry 7" in out
+    assert "nothing was changed" in out
+    assert context.store.get(path) == whole[:-5]
+    assert main(["repair", context.uri, "--yes"]) == 0
+    assert "can be resumed" in capsys.readouterr().out
+    assert main(["log", context.uri]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 8
+    assert main(["repair", f"{context.uri}-not"]) == 2
+    assert "there is no such run" in capsys.readouterr().err
 
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
