@@ -7,7 +7,9 @@ the batch at hand is handed back as stale: with batches in order it could only b
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from rollflow.storage.records import GroupKey, TrajectoryGroup
@@ -41,27 +43,32 @@ class TrajectoryBuffer:
     """Scored groups of one run. Freshness is per group: its oldest trajectory counts."""
 
     def __init__(self) -> None:
-        self._groups: list[Waiting] = []
+        self._groups: list[Waiting] = []  # by rank
 
     def __len__(self) -> int:
         return len(self._groups)
 
     @property
     def keys(self) -> tuple[GroupKey, ...]:
-        """What is waiting."""
+        """What is waiting, in the order of rank."""
         return tuple(waiting.group.key for waiting in self._groups)
 
     def add(self, group: TrajectoryGroup, issue: int = 0, *, awaited: bool = False) -> None:
         """Put a scored group in line; it was the `issue`-th to be started."""
-        self._groups.append(Waiting(Rank(group.started_version, not awaited, group.key), issue, group))
+        waiting = Waiting(Rank(group.started_version, not awaited, group.key), issue, group)
+        insort(self._groups, waiting, key=attrgetter("rank"))
 
     def before(self, issue: int) -> int:
         """How many of the groups were started before the `issue`-th."""
         return sum(waiting.issue < issue for waiting in self._groups)
 
-    def older(self, bound: float) -> list[Rank]:
-        """Of the groups that were started under an older version than `bound`."""
-        return [waiting.rank for waiting in self._groups if waiting.rank.started_version < bound]
+    def older(self, bound: float) -> int:
+        """How many of the groups were started under an older version than `bound`."""
+        return bisect_left(self._groups, bound, key=lambda waiting: waiting.rank.started_version)
+
+    def ahead_of(self, rank: Rank) -> int:
+        """How many of the groups go before one of this rank."""
+        return bisect_left(self._groups, rank, key=attrgetter("rank"))
 
     def take(self, count: int, oldest_allowed: float, *, in_order: bool = False) -> Taken:
         """Remove stale groups, then `count` groups if there are so many (else none of them).
@@ -70,10 +77,11 @@ class TrajectoryBuffer:
             in_order: take the first that were issued, whatever version they were started under. Within the batch they
                 stand as ever: at alpha = 0 the order of issue may depend on what was filtered when.
         """
-        stale = tuple(one.group for one in self._groups if one.rank.started_version < oldest_allowed)
-        fresh = [one for one in self._groups if one.rank.started_version >= oldest_allowed]
-        fresh.sort(key=lambda one: (one.issue, one.rank) if in_order else one.rank)
+        first = self.older(oldest_allowed)
+        stale, fresh = tuple(one.group for one in self._groups[:first]), self._groups[first:]
+        if in_order:
+            fresh.sort(key=lambda one: (one.issue, one.rank))
         taken = fresh[:count] if len(fresh) >= count else []
-        self._groups = fresh[len(taken) :]
+        self._groups = sorted(fresh[len(taken) :], key=attrgetter("rank"))
         chosen = sorted((one.group for one in taken), key=lambda group: (group.started_version, group.key))
         return Taken(tuple(chosen), stale)

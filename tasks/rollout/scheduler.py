@@ -24,9 +24,8 @@ were voided are formed again first.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -44,6 +43,9 @@ from rollflow.tasks.rollout.dispatch import Dispatch, Surroundings
 from rollflow.tasks.rollout.plan import Plan, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.rounds import Rounds
+from rollflow.tasks.rollout.starts import Starts
+
+FIRST = GroupKey(-1, -1)  # before every other
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +156,7 @@ class RolloutScheduler:
         self._generating = 0  # responses still to come, of all that run
         self._generated_all = asyncio.Event()
         self._wave_full = False  # batch mode: nothing starts until all that runs has ended
-        self._by_start: defaultdict[int, dict[Dispatch, None]] = defaultdict(
-            dict
-        )  # the running ones, by their oldest start
+        self._starts = Starts()
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
         self._published = proxy.version  # the newest there is: the learner is ready for the batch of this number
@@ -254,7 +254,7 @@ class RolloutScheduler:
         del self._running[dispatch.key]
         self._left_behind.discard(dispatch)
         if dispatch.started_version is not None:
-            self._by_start[dispatch.started_version].pop(dispatch, None)
+            self._starts.remove(dispatch.started_version, dispatch)
         self._freed(dispatch.unanswered)
         if isinstance(ended, TrajectoryGroup):
             self._scored(ended, dispatch)
@@ -279,9 +279,9 @@ class RolloutScheduler:
     def _note_start(self, dispatch: Dispatch, former: int | None) -> None:
         """It has started, or started again; one that waited so long that it would be for no batch is given up."""
         if former is not None:
-            self._by_start[former].pop(dispatch, None)
+            self._starts.remove(former, dispatch)
         if dispatch.started_version is not None and dispatch not in self._left_behind:
-            self._by_start[dispatch.started_version][dispatch] = None
+            self._starts.add(dispatch.started_version, dispatch)
             if self._unformed and dispatch.started_version < self._oldest_allowed(self._next[0]):
                 self._give_up(dispatch)
 
@@ -370,9 +370,8 @@ class RolloutScheduler:
         if self.plan.order == "started":
             first = next((d for d in self._running.values() if d not in self._left_behind), None)
             return first is not None and self.buffer.before(first.number) < self.plan.groups
-        bound = self._oldest_allowed(number + 1)
-        behind = self._started_before(bound)
-        if behind if number > self._published else self._has_room_for_awaited(behind, bound):
+        bound, learner_is_busy = self._oldest_allowed(number + 1), number > self._published
+        if self._starts.count(bound) if learner_is_busy else self._has_room_for_awaited(bound):
             return True
         if self.plan.at_bound == "drop" or self._missing:
             return False
@@ -382,20 +381,20 @@ class RolloutScheduler:
         """Whether this batch would take younger groups while more old ones run than the `later` batches hold that may
         still take those: some would be dropped in the end."""
         bound, groups = self._oldest_allowed(number + 1 + later), self.plan.groups
-        running = sum(len(found) for version, found in self._by_start.items() if version < bound)
-        return running > later * groups and len(self.buffer.older(bound)) < groups
+        return self._starts.count(bound) > later * groups and self.buffer.older(bound) < groups
 
-    def _has_room_for_awaited(self, running: list[Dispatch], bound: float) -> bool:
-        """Whether the batch would take one of these; more groups than it holds may have come to the bound at once."""
-        awaited = {Rank(v, False, d.key) for d in running if d.awaited and (v := d.started_version) is not None}
-        ready = self.buffer.older(bound) if awaited else []
-        if len(awaited) + len(ready) > self.plan.groups:
-            awaited &= set(heapq.nsmallest(self.plan.groups, (*awaited, *ready)))
-        return bool(awaited)
+    def _has_room_for_awaited(self, bound: float) -> bool:
+        """Whether the batch would take one that runs and is awaited, of those that were started before `bound`.
 
-    def _started_before(self, bound: float) -> list[Dispatch]:
-        """The running dispatches that were started under an older version than `bound`."""
-        return [d for version, found in self._by_start.items() if version < bound for d in found]
+        More groups than it holds may have come to the bound at once: the first awaited one by rank has room, or none.
+        It is asked after every group that ends, so that one is looked for only where its version does not tell.
+        """
+        groups, version = self.plan.groups, self._starts.oldest_awaited(bound)
+        if version is None or self.buffer.older(version) >= groups:
+            return False
+        if self.buffer.ahead_of(Rank(version, True, FIRST)) < groups:
+            return True
+        return self.buffer.ahead_of(Rank(version, False, self._starts.first_awaited(version))) < groups
 
     def _advance(self) -> None:
         """Go on to the next batch: the next one that is missing, or else a new one; drop what is too old for it."""
@@ -408,14 +407,13 @@ class RolloutScheduler:
         for group in self.buffer.take(0, bound).stale:
             self._drop(group)
         if self._unformed:
-            for dispatch in self._started_before(bound):
+            for dispatch in self._starts.before(bound):
                 self._give_up(dispatch)
-        self._by_start = defaultdict(dict, {v: found for v, found in self._by_start.items() if found})
         self._room.set()
 
     def _give_up(self, dispatch: Dispatch) -> None:
         assert dispatch.started_version is not None, "it was found by its start"
-        self._by_start[dispatch.started_version].pop(dispatch, None)
+        self._starts.remove(dispatch.started_version, dispatch)
         self._left_behind.add(dispatch)
         task = asyncio.create_task(dispatch.give_up(self._too_slow))
         self._aborts.add(task)

@@ -1,0 +1,47 @@
+"""The running dispatches by the policy version they were started under: what the scheduler asks after every group.
+
+Versions are few and dispatches many, so what is asked often costs as much as there are versions.
+"""
+
+from __future__ import annotations
+
+from rollflow.storage.records import GroupKey
+from rollflow.tasks.rollout.dispatch import Dispatch
+
+
+class Starts:
+    """Dispatches that run and were not given up."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, dict[Dispatch, None]] = {}  # in the order they were started
+        self._awaited: dict[int, int] = {}  # how many of them a batch waits for
+
+    def add(self, version: int, dispatch: Dispatch) -> None:
+        """It was started under this version."""
+        self._running.setdefault(version, {})[dispatch] = None
+        self._awaited[version] = self._awaited.get(version, 0) + dispatch.awaited
+
+    def remove(self, version: int, dispatch: Dispatch) -> None:
+        """It has ended, was started again or given up; one that is not there changes nothing."""
+        running = self._running.get(version, {})
+        if dispatch in running:
+            del running[dispatch]
+            self._awaited[version] -= dispatch.awaited
+            if not running:
+                del self._running[version], self._awaited[version]
+
+    def count(self, bound: float) -> int:
+        """How many were started under an older version than `bound`."""
+        return sum(len(running) for version, running in self._running.items() if version < bound)
+
+    def before(self, bound: float) -> list[Dispatch]:
+        """Those that were started under an older version than `bound`."""
+        return [dispatch for version, running in self._running.items() if version < bound for dispatch in running]
+
+    def oldest_awaited(self, bound: float) -> int | None:
+        """The oldest version before `bound` under which an awaited one was started."""
+        return min((version for version, count in self._awaited.items() if count and version < bound), default=None)
+
+    def first_awaited(self, version: int) -> GroupKey:
+        """Of those awaited ones that were started under this version, the first by key."""
+        return min(dispatch.key for dispatch in self._running[version] if dispatch.awaited)
