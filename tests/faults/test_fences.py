@@ -1,4 +1,4 @@
-"""Two supervisors for one run: the older one stops with `Conflict`, and the run loses nothing by it."""
+"""Two supervisors for one run: the older one learns that it was deposed, and stops, and the run loses nothing by it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "rollflow.flows.cli", "resume", old.policies.run.uri]
         new = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
         assert old.process.wait(HANG_SECONDS) == 1
-        assert "Conflict: this run has another supervisor now" in old.tail()
+        assert "Deposed: this run has another supervisor now" in old.tail()
         assert new.returncode == 0, new.stdout[-2000:] + new.stderr[-2000:]
     finally:
         kill_everything(tmp_path / "old")
