@@ -49,6 +49,7 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     VersionPublished: ("learner",),
     Pruned: ("learner",),
 }
+NOBODY = -1  # in the place of a claim's entry
 
 
 class Refused(Conflict):
@@ -153,8 +154,8 @@ class RunState:
         ]
 
     def newest_claim(self, role: Role) -> int:
-        """The entry by which `role` is claimed; -1 if it never was."""
-        return self.claims[role].entry if role in self.claims else -1
+        """The entry by which `role` is claimed; `NOBODY` if it never was."""
+        return self.claims[role].entry if role in self.claims else NOBODY
 
     def copy(self) -> RunState:
         """Another one to change."""
@@ -196,7 +197,7 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
     if isinstance(body, Claimed):
         _claim(after, role, claim, body)
         return after
-    if claim != state.newest_claim(role):
+    if role not in state.claims or claim != state.claims[role].entry:
         raise Deposed(f"the run has another {role} now: {_who(state, role)}; this one stops")
     match body:
         case BatchCommitted():
@@ -234,7 +235,7 @@ def _create(s: RunState, body: RunCreated) -> None:
 def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
     _need(claim == s.n, "a claim names itself")
     under = None if role == "supervisor" else s.newest_claim("supervisor")
-    if body.under != under:
+    if body.under != under or under == NOBODY:
         raise Deposed(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
