@@ -182,10 +182,10 @@ class Run(RuleBasedStateMachine):
         else:
             self.start(self.learners, lambda: Learner(self.store, claims[which]))
 
-    @rule(rounds=st.integers(1, 4))
-    def train(self, rounds: int) -> None:
+    @rule(ahead=st.integers(0, 2), rounds=st.integers(1, 4))
+    def train(self, ahead: int, rounds: int) -> None:
         """All goes as it should: whoever has the roles knows of everything."""
-        for what in ["commit", "publish"] * rounds:
+        for what in [*["commit"] * ahead, *["commit", "publish"] * rounds]:
             self.work([("publish" if self.model.latest < 0 else what, -1, True, 1)])
 
     @rule(fault=st.lists(st.sampled_from(["before", "after", "killed before", "killed after"]), max_size=2))
@@ -213,7 +213,7 @@ class Run(RuleBasedStateMachine):
                 st.sampled_from([True, True, False]),
                 st.integers(0, 8),
             ),
-            min_size=2,
+            min_size=3,
             max_size=8,
         )
     )
