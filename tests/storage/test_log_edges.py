@@ -1,0 +1,392 @@
+"""The edges of the log: the largest entry, what a retry waits and writes, which snapshots and segments are there."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rollflow.storage.errors import Conflict, Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.log import entries as entries_module
+from rollflow.storage.log import log as log_module
+from rollflow.storage.log import snapshots
+from rollflow.storage.log.entries import (
+    BatchVoided,
+    Body,
+    Claimed,
+    Entry,
+    Group,
+    Pruned,
+    Role,
+    VersionPublished,
+    decode,
+    encode,
+    entry_path,
+    opened,
+    sealed,
+)
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.state import Deposed, Refused, RunState
+from rollflow.storage.objects.base import Data, ObjectStore
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import GroupKey, StoredObject
+from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
+
+
+class Counting(MemoryStore):
+    """Counts its writes, by folder; writes that begin with `broken` fail in their way."""
+
+    writes: ClassVar[Counter[str]] = Counter()
+    broken: ClassVar[dict[str, list[Exception]]] = {}
+
+    def create(self, path: str, data: Data) -> None:
+        self.count(path)
+        super().create(path, data)
+
+    def put(self, path: str, data: Data) -> str:
+        self.count(path)
+        return super().put(path, data)
+
+    def count(self, path: str) -> None:
+        folder = path.partition("/")[0]
+        self.writes[folder] += 1
+        if self.broken.get(folder):
+            raise self.broken[folder].pop(0)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    monkeypatch.setattr(snapshots, "EVERY", 4)
+    monkeypatch.setattr(Counting, "writes", Counter())
+    monkeypatch.setattr(Counting, "broken", {})
+    return Counting(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Instead of waiting: how long it would have been, at the longest draw."""
+    found: list[float] = []
+    monkeypatch.setattr(log_module.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(log_module.time, "sleep", found.append)
+    return found
+
+
+def claims(store: ObjectStore, count: int) -> Log:
+    """A log with `count` entries, of which all but the first are claims."""
+    create_run(store)
+    log = Log(store)
+    for number in range(1, count):
+        log.claim("supervisor", who=f"supervisor {number}")
+    log.settle()
+    return log
+
+
+# --- what an entry is ---------------------------------------------------------------------------------------------
+
+FILE = StoredObject("weights", 3, "ab")
+
+
+def entry(body: Body, n: int = 7) -> Entry:
+    return Entry(n, "", "id", "learner", 3, 2, 4, 1.5, body)
+
+
+def test_an_entry_has_an_index_when_it_is_longer_than_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert entries_module.LARGEST == 256 * 1024
+    one = entry(VersionPublished(1, 5, (FILE,), (FILE,), metrics={"loss": 0.5}))
+    size = len(encode(one).data)
+    monkeypatch.setattr(entries_module, "LARGEST", size)
+    assert encode(one).index is None
+    monkeypatch.setattr(entries_module, "LARGEST", size - 1)
+    split = encode(one)
+    assert split.index is not None
+    assert split.index.path == f"log_index/{split.index.sha256}.json"
+    assert split.index.size == len(split.index_data)
+    assert json.loads(split.index_data).keys() == {"weights", "state", "probe"}
+    assert json.loads(split.data)["body"].keys() & {"weights", "state", "probe"} == set()
+    read = decode(split.data, 7, {split.index.path: split.index_data}.__getitem__)
+    assert (read.entry, read.sha256) == (one, split.sha256)
+
+
+def test_names_and_keys() -> None:
+    assert entry_path(41) == "log/0000000041.json"
+    assert Group(4, 1, 2, 3, 9).key == GroupKey(4, 1)
+    assert snapshots.snapshot_path(63, "0123456789abcdef" * 4) == "log_snapshots/0000000063-0123456789abcdef.json"
+    assert [snapshots.segment_path(n) for n in (0, 63, 64)] == [
+        "log_segments/0000000000.jsonl",
+        "log_segments/0000000000.jsonl",
+        "log_segments/0000000064.jsonl",
+    ]
+    assert [n for n in range(200) if snapshots.is_due(n)] == [63, 127, 191]
+
+
+def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
+    tree = opened(encode(entry(BatchVoided(1, 5, "damaged"))).data)
+    change(tree)
+    return sealed(tree)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "not an entry of a log"),
+        (b"[]", "not an entry of a log"),
+        (b"7", "not an entry of a log"),
+        (b"{}", "it was altered"),
+        (resealed(lambda tree: tree.update(n=8)), "is entry 8, under another name"),
+        (resealed(lambda tree: tree.pop("body")), "1 fields are wrong"),
+        (resealed(lambda tree: tree["body"].update(kind="promoted")), "1 fields are wrong"),
+        (resealed(lambda tree: tree.update(index={"path": "log_index/x"})), "its index log_index/x is missing"),
+        (resealed(lambda tree: tree.update(index="log_index/x")), "not an entry of a log"),
+    ],
+)
+def test_what_is_not_an_entry_is_corrupt(data: bytes, why: str) -> None:
+    with pytest.raises(Corrupt, match=why) as caught:
+        decode(data, 7, MemoryStore(uuid.uuid4().hex).get)
+    assert "log/0000000007.json" in str(caught.value)
+
+
+# --- appending ----------------------------------------------------------------------------------------------------
+
+
+def test_an_append_that_nobody_answers_waits_longer_each_time_and_ends(
+    store: Counting, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "TRIES", 11)
+    log = claims(store, 2)
+    monkeypatch.setitem(Counting.broken, "log", [Unreachable("no answer") for _ in range(99)])
+    with pytest.raises(Unreachable, match="an entry could not be appended in 11 tries: no answer"):
+        log.claim("supervisor")
+    assert pauses == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+    assert log.state.n == 1
+
+
+def test_a_pause_is_drawn_from_its_upper_half(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[float, float]] = []
+    monkeypatch.setattr(log_module.random, "uniform", lambda *ends: drawn.append(ends) or 0.0)
+    log = claims(store, 2)
+    monkeypatch.setitem(Counting.broken, "log", [Unreachable("no answer")])
+    log.claim("supervisor")
+    assert drawn == [(0.5, 1.0)]
+
+
+def test_after_an_entry_of_another_an_append_goes_on_at_once(store: Counting, pauses: list[float]) -> None:
+    log, other = claims(store, 2), Log(store)
+    for _ in range(5):
+        other.claim("supervisor")
+    assert log.claim("supervisor").claim == 7
+    assert pauses == []
+
+
+def test_who_is_refused_writes_nothing_and_is_not_asked_again(store: Counting, pauses: list[float]) -> None:
+    log, asked = claims(store, 2), 0
+
+    def body(state: RunState, _: StoredObject | None) -> Body:
+        nonlocal asked
+        asked += 1
+        return Pruned(((0, "weights"),))
+
+    learner = log.claim("learner", 1)
+    before = Counter(Counting.writes)
+    with pytest.raises(Refused, match="version 0 has no weights that can be pruned"):
+        learner.append(body)
+    assert (asked, pauses) == (1, [])
+    assert Counting.writes == before
+
+
+def test_data_is_written_once_whatever_becomes_of_the_entry(store: Counting, pauses: list[float]) -> None:
+    """Where the view was too old, where another was first, and where nobody answered."""
+    create_run(store)
+    supervisor = Supervisor(store)
+    learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
+    learner.publish()
+    scheduler.dispatch(0)  # under a version that its own log has not read of
+    scheduler.dispatch(0)
+    Counting.broken["log"] = [Unreachable("no answer"), Conflict("somebody was first"), Unreachable("no answer")]
+    scheduler.commit()
+    assert Counting.writes["trajectories"] == 1
+    (path,) = store.list("trajectories")
+    assert Log(store).state.waiting[0].file == StoredObject(
+        path, store.stat(path).size, store.put(path, store.get(path))
+    )
+
+
+def test_a_batch_that_is_refused_is_not_written(store: Counting) -> None:
+    create_run(store)
+    supervisor = Supervisor(store)
+    learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
+    learner.publish()
+    Scheduler(store, supervisor.writer.claim)
+    scheduler.log.follow()
+    with pytest.raises(Deposed):
+        scheduler.commit()
+    assert Counting.writes["trajectories"] == 0
+
+
+def test_a_claim_says_who_claims(store: Counting) -> None:
+    create_run(store)
+    log = Log(store)
+    writer = log.claim("supervisor", who="me", cluster="ours", host="here", process=4)
+    written = log.read(writer.claim)
+    assert written is not None
+    assert written.entry.body == Claimed(None, "me", "ours", "here", 4)
+    assert (written.entry.role, written.entry.claim, written.entry.n) == ("supervisor", 1, 1)
+    created = log.read(0)
+    assert created is not None
+    assert (created.entry.role, created.entry.claim, created.entry.prev) == ("creator", 0, "")
+
+
+# --- following ----------------------------------------------------------------------------------------------------
+
+
+def test_following_returns_what_is_new_in_order(store: Counting) -> None:
+    log, other = claims(store, 2), Log(store)
+    assert other.follow() == []
+    for _ in range(3):
+        log.claim("supervisor")
+    assert [written.entry.n for written in other.follow()] == [2, 3, 4]
+    assert other.follow() == []
+    assert other.state == log.state
+    assert other.read(5) is None
+    assert [other.read(n).sha256 for n in range(5)] == [log.read(n).sha256 for n in range(5)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("lost", [3, 4, 5])
+def test_a_missing_entry_is_read_from_its_segment_by_who_starts(
+    store: Counting, tmp_path: Path, local: bool, lost: int
+) -> None:
+    run = LocalStore(tmp_path) if local else store
+    newest = claims(run, 10).state
+    for path in list(run.list("log_snapshots")):
+        run.delete(path)
+    run.delete(entry_path(lost))
+    log = Log(run)
+    assert log.state == newest
+    written = log.read(lost)
+    assert written is not None
+    assert written.entry.n == lost
+    log.settle()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_stands_behind_a_hole_is_found_and_named(store: Counting, tmp_path: Path, local: bool) -> None:
+    run = LocalStore(tmp_path) if local else store
+    claims(run, 10)
+    for path in [*run.list("log_snapshots"), entry_path(8)]:
+        run.delete(path)
+    with pytest.raises(Corrupt, match=r"0000000008.json is missing, log/0000000009.json is there; no segment has it"):
+        Log(run)
+    run.delete(entry_path(9))
+    assert Log(run).state.n == 7
+    run.put("log/notes.txt", b"of a person")
+    assert Log(run).state.n == 7
+
+
+def test_a_local_log_is_looked_at_behind_its_end_as_far_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert log_module.AHEAD == 256
+    monkeypatch.setattr(log_module, "AHEAD", 4)
+    run = LocalStore(tmp_path)
+    claims(run, 3)
+    run.put(entry_path(7), b"too far")
+    assert Log(run).state.n == 2
+    run.put(entry_path(6), b"near enough")
+    with pytest.raises(Corrupt, match=r"0000000003.json is missing, log/0000000006.json is there"):
+        Log(run)
+
+
+def test_an_entry_that_was_altered_and_one_that_is_not_of_its_segment_are_not_healed(store: Counting) -> None:
+    log = claims(store, 10)
+    store.put(entry_path(5), store.get(entry_path(5))[:-1])
+    whole = log.read(5)
+    assert whole is not None
+    segment = store.get(snapshots.segment_path(5)).split(b"\n")
+    store.put(snapshots.segment_path(5), b"\n".join([segment[0], segment[2], *segment[2:]]))
+    with pytest.raises(Corrupt, match=r"0000000005.json .*; no segment has it: `rollflow repair`"):
+        log.read(5)
+
+
+# --- snapshots and segments ---------------------------------------------------------------------------------------
+
+
+def test_the_newest_snapshots_and_every_segment_are_there_and_verbatim(store: Counting) -> None:
+    log = claims(store, 22)
+    assert (snapshots.KEPT, len(entries(store))) == (3, 22)
+    hashes = [log.read(n).sha256 for n in (11, 15, 19)]  # type: ignore[union-attr]
+    names = [snapshots.snapshot_path(n, sha256) for n, sha256 in zip((11, 15, 19), hashes, strict=True)]
+    assert list(store.list("log_snapshots")) == names
+    assert [snapshots.from_bytes(store.get(name)).n for name in names] == [11, 15, 19]
+    assert list(store.list("log_segments")) == [f"log_segments/{n:010d}.jsonl" for n in range(0, 20, 4)]
+    assert [snapshots.from_segment(store, n) for n in range(20)] == list(entries(store))[:20]
+    with pytest.raises(Missing):
+        snapshots.from_segment(store, 20)
+
+
+def test_a_snapshot_is_taken_beside_the_append_by_a_thread_that_holds_up_no_exit(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool, int]] = []
+
+    def keep(run: ObjectStore, n: int) -> None:
+        thread = threading.current_thread()
+        seen.append((thread is threading.main_thread(), thread.daemon, n))
+
+    monkeypatch.setattr(log_module, "keep_segment", keep)
+    claims(store, 9)
+    assert seen == [(False, True, 3), (False, True, 7)]
+
+
+def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:
+    claims(store, 9)
+    store.put(snapshots.segment_path(0), b"first")
+    snapshots.keep_segment(store, 3)
+    assert store.get(snapshots.segment_path(0)) == b"first"
+    with pytest.raises(Missing, match="is cut"):
+        snapshots.from_segment(store, 2)
+
+
+def test_without_room_for_a_snapshot_the_run_goes_on(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("log_snapshots", "log_segments"):
+        monkeypatch.setitem(Counting.broken, folder, [StoreFailed("full"), StoreFailed("full")])
+    log = claims(store, 10)
+    assert list(store.list("log_snapshots")) == list(store.list("log_segments")) == []
+    assert Log(store).state == log.state
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"7", b"null", b'"text"', b"[]", b"{}", sealed({}), sealed({"fold": 1, "state": 3})]
+)
+def test_the_newest_snapshot_that_can_be_read_is_taken(store: Counting, junk: bytes) -> None:
+    newest = claims(store, 14).state
+    store.put("log_snapshots/notes.txt", b"of a person")
+    _, seventh, eleventh = (path for path in store.list("log_snapshots") if path.endswith(".json"))
+    assert snapshots.newest_snapshot(store).n == 11
+    store.put(eleventh, junk)
+    assert snapshots.newest_snapshot(store).n == 7
+    store.put(eleventh, store.get(seventh))  # a whole one, under the name of another
+    assert snapshots.newest_snapshot(store).n == 7
+    store.delete(entry_path(7))  # nothing says that it is of this log
+    assert snapshots.newest_snapshot(store).n == 3
+    assert Log(store).state == newest
+
+
+def test_a_log_without_entries_has_the_state_of_no_run(store: Counting) -> None:
+    state = Log(store).state
+    assert state == RunState()
+    assert (state.n, state.sha256, state.version, state.published, state.next_batch) == (-1, "", -1, -1, 0)
+
+
+ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")
+
+
+def test_a_role_that_nobody_has_is_nobodys(store: Counting) -> None:
+    state = claims(store, 3).state
+    assert [state.newest_claim(role) for role in ROLES] == [2, -1, -1]
