@@ -73,8 +73,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Instead of waiting: how long it would have been, at the longest draw."""
     found: list[float] = []
-    monkeypatch.setattr(log_module.random, "uniform", lambda low, high: high)
-    monkeypatch.setattr(log_module.time, "sleep", found.append)
+    monkeypatch.setattr("rollflow.storage.log.log.random.uniform", lambda low, high: high)
+    monkeypatch.setattr("rollflow.storage.log.log.time.sleep", found.append)
     return found
 
 
@@ -169,7 +169,12 @@ def test_an_append_that_nobody_answers_waits_longer_each_time_and_ends(
 
 def test_a_pause_is_drawn_from_its_upper_half(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[float, float]] = []
-    monkeypatch.setattr(log_module.random, "uniform", lambda *ends: drawn.append(ends) or 0.0)
+
+    def uniform(low: float, high: float) -> float:
+        drawn.append((low, high))
+        return 0.0
+
+    monkeypatch.setattr("rollflow.storage.log.log.random.uniform", uniform)
     log = claims(store, 2)
     monkeypatch.setitem(Counting.broken, "log", [Unreachable("no answer")])
     log.claim("supervisor")
@@ -382,6 +387,7 @@ def test_a_log_without_entries_has_the_state_of_no_run(store: Counting) -> None:
     state = Log(store).state
     assert state == RunState()
     assert (state.n, state.sha256, state.version, state.published, state.next_batch) == (-1, "", -1, -1, 0)
+    assert (state.alpha, state.group_size, state.voids) == (0, 1, 0)
 
 
 ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")

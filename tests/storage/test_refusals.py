@@ -12,7 +12,7 @@ import pytest
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Entry, Role, RunCreated, Written
 from rollflow.storage.log.retention import Retention
-from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld, apply, decide
+from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld, apply, decide, head
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
 from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
@@ -277,6 +277,7 @@ def test_an_entry_must_stand_where_it_stands(rich: Rich, change: dict[str, Any],
     entry = Entry(state.n + 1, state.sha256, "id", "supervisor", claim, 6, 9, 0.0, BODY.validate_python(body))
     after = apply(state, Written(entry, "its hash"))
     assert (after.n, after.sha256, after.version, after.next_batch) == (state.n + 1, "its hash", 6, 9)
+    assert head(entry) == (6, 9)
     before = snapshots.to_bytes(state)
     with pytest.raises(Refused, match=why):
         apply(state, Written(replace(entry, **change), "its hash"))
