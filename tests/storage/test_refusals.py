@@ -367,3 +367,15 @@ def test_a_group_is_as_old_as_alpha_allows_and_no_older(alpha: float, ahead: int
     else:
         with pytest.raises(TooOld):
             decided(state, entry)
+
+
+def test_a_group_of_before_the_first_version_is_refused_however_large_alpha_is() -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    create_run(store, 9)
+    supervisor = Supervisor(store)
+    learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
+    learner.publish()
+    scheduler.dispatch(-1)
+    scheduler.dispatch(-1)
+    with pytest.raises(Refused, match="tokens of versions that are not there"):
+        scheduler.commit()

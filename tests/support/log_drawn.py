@@ -38,10 +38,11 @@ def batches(model: Model) -> Iterator[Json]:
     issued = [model.position(source) * model.sources + source for source in range(model.sources)]
     keys = [*([key.prompt, key.attempt] for key in model.open), *([prompt, 0] for prompt in issued)]
     discards = [[key, "stale", 0, 5] for key in keys[:-2]]
-    for number in {*model.holes, model.formed}:
+    for number in [*model.holes, model.formed]:
         if number - model.latest <= model.alpha:
-            groups = [[*key, model.latest, model.latest, 7] for key in keys[-2:]]
-            yield batch(number, groups, issued, discards)
+            for count in (2, 1):
+                groups = [[*key, model.latest, model.latest, 7] for key in keys[-count:]]
+                yield batch(number, groups, issued, discards)
 
 
 def batch(number: int, groups: list[Any], issued: list[int], discards: list[Any]) -> Json:
