@@ -316,7 +316,7 @@ def test_a_role_that_nobody_claimed_appends_nothing() -> None:
             decided(created(CREATION), ("learner", claim, {"kind": "pruned", "objects": []}))
 
 
-def test_version_0_is_trained_on_nothing(rich: Rich) -> None:
+def test_version_0_is_trained_on_nothing_and_version_1_on_a_batch(rich: Rich) -> None:
     weights = [{"path": "w", "size": 1, "sha256": "0"}]
     state = created(CREATION)
     state = decided(state, ("supervisor", 1, {"kind": "claimed"}))
@@ -326,7 +326,11 @@ def test_version_0_is_trained_on_nothing(rich: Rich) -> None:
         decided(state, ("learner", 2, version | {"batch_entry": 0}))
     with pytest.raises(Refused, match="version 1 cannot follow version -1"):
         decided(state, ("learner", 2, version | {"number": 1}))
-    assert decided(state, ("learner", 2, version)).held == {0: {"weights": 3}}
+    state = decided(state, ("learner", 2, version))
+    assert state.held == {0: {"weights": 3}}
+    for entry in (None, 3):
+        with pytest.raises(Refused, match="version 1 was not trained on its batch"):
+            decided(state, ("learner", 2, version | {"number": 1, "batch_entry": entry}))
 
 
 @pytest.mark.parametrize(
