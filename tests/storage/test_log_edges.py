@@ -6,7 +6,7 @@ import json
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from rollflow.storage.log import entries as entries_module
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import (
+    BatchCommitted,
     BatchVoided,
     Body,
     Claimed,
@@ -32,7 +33,7 @@ from rollflow.storage.log.entries import (
     sealed,
 )
 from rollflow.storage.log.log import Log
-from rollflow.storage.log.state import Deposed, Refused, RunState
+from rollflow.storage.log.state import FOLD, Deposed, Refused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
@@ -112,6 +113,39 @@ def test_an_entry_has_an_index_when_it_is_longer_than_the_largest(monkeypatch: p
     assert json.loads(split.data)["body"].keys() & {"weights", "state", "probe"} == set()
     read = decode(split.data, 7, {split.index.path: split.index_data}.__getitem__)
     assert (read.entry, read.sha256) == (one, split.sha256)
+
+
+def test_an_entry_is_the_json_that_other_readers_know() -> None:
+    """Every field stands in it, also one that has its default: a reader of its own needs no defaults."""
+    tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (Group(4, 1, 2, 3, 9),), (8,)))).data)
+    tree.pop("seal")
+    assert tree == {
+        "n": 7,
+        "prev": "",
+        "id": "id",
+        "role": "learner",
+        "claim": 3,
+        "version": 2,
+        "batch": 4,
+        "at": 1.5,
+        "body": {
+            "number": 3,
+            "file": {"path": "weights", "size": 3, "sha256": "ab"},
+            "rows": 6,
+            "groups": [[4, 1, 2, 3, 9]],
+            "issued": [8],
+            "discards": [],
+            "surplus_tokens": 0,
+            "kind": "batch-committed",
+        },
+    }
+    claimed = {"under": None, "who": "", "cluster": "", "host": "", "process": 0, "kind": "claimed"}
+    assert json.loads(encode(entry(Claimed())).data)["body"] == claimed
+
+
+def test_a_figure_that_json_does_not_have_is_not_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode(entry(VersionPublished(1, 5, (FILE,), metrics={"loss": float("nan")})))
 
 
 def test_names_and_keys() -> None:
@@ -234,6 +268,20 @@ def test_a_batch_that_is_refused_is_not_written(store: Counting) -> None:
     assert Counting.writes["trajectories"] == 0
 
 
+def test_a_batch_that_another_entry_was_faster_than_is_written_on_a_local_disk(tmp_path: Path) -> None:
+    """There a name that is taken is seen before anything is written."""
+    run = LocalStore(tmp_path)
+    create_run(run)
+    supervisor = Supervisor(run)
+    learner, scheduler = Learner(run, supervisor.writer.claim), Scheduler(run, supervisor.writer.claim)
+    learner.publish()
+    scheduler.log.follow()
+    Supervisor(run)
+    scheduler.commit()
+    (path,) = run.list("trajectories")
+    assert Log(run).state.waiting[0].file.path == path
+
+
 def test_a_claim_says_who_claims(store: Counting) -> None:
     create_run(store)
     log = Log(store)
@@ -292,6 +340,31 @@ def test_what_stands_behind_a_hole_is_found_and_named(store: Counting, tmp_path:
     assert Log(run).state.n == 7
     run.put("log/notes.txt", b"of a person")
     assert Log(run).state.n == 7
+
+
+def test_who_starts_while_others_append_reads_what_they_append(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, listed = claims(store, 2), Counting.list
+
+    def busy(self: Counting, prefix: str = "", after: str = "") -> Iterator[str]:
+        if prefix == "log" and other.state.n == 1:
+            other.claim("supervisor")
+            other.claim("supervisor")
+        return listed(self, prefix, after)
+
+    monkeypatch.setattr(Counting, "list", busy)
+    assert Log(store).state == other.state
+    assert other.state.n == 3
+
+
+def test_the_only_entry_is_read_and_the_newest_one_must_stay(store: Counting) -> None:
+    create_run(store)
+    log = Log(store)
+    assert log.state.n == 0
+    store.delete(entry_path(0))
+    with pytest.raises(Corrupt, match=r"0000000000.json is missing"):
+        log.read(0)
 
 
 def test_a_local_log_is_looked_at_behind_its_end_as_far_as_it_says(
@@ -364,6 +437,17 @@ def test_without_room_for_a_snapshot_the_run_goes_on(store: Counting, monkeypatc
     log = claims(store, 10)
     assert list(store.list("log_snapshots")) == list(store.list("log_segments")) == []
     assert Log(store).state == log.state
+
+
+def test_a_snapshot_of_another_fold_is_not_read(store: Counting) -> None:
+    claims(store, 6)
+    (newest,) = store.list("log_snapshots")
+    tree = opened(store.get(newest))
+    assert tree["fold"] == FOLD
+    with pytest.raises(ValueError, match="another version's fold"):
+        snapshots.from_bytes(sealed(tree | {"fold": FOLD + 1}))
+    with pytest.raises(ValueError, match="it was altered"):
+        snapshots.from_bytes(json.dumps(tree).encode())
 
 
 @pytest.mark.parametrize(
