@@ -326,9 +326,24 @@ def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:
         snapshots.from_segment(store, 2)
 
 
+def test_a_segment_that_was_not_written_is_written_with_the_next_one(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where one of its entries is lost: that holds up no other."""
+    monkeypatch.setitem(Counting.broken, "log_segments", [StoreFailed("full") for _ in range(3)])
+    log = claims(store, 9)
+    assert list(store.list("log_segments")) == []
+    store.delete(entry_path(1))
+    for _ in range(4):
+        log.claim("supervisor")
+    log.settle()
+    assert list(store.list("log_segments")) == [snapshots.segment_path(n) for n in (4, 8)]
+    assert snapshots.from_segment(store, 5) == store.get(entry_path(5))
+
+
 def test_without_room_for_a_snapshot_the_run_goes_on(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("log_snapshots", "log_segments"):
-        monkeypatch.setitem(Counting.broken, folder, [StoreFailed("full"), StoreFailed("full")])
+        monkeypatch.setitem(Counting.broken, folder, [StoreFailed("full") for _ in range(9)])
     log = claims(store, 10)
     assert list(store.list("log_snapshots")) == list(store.list("log_segments")) == []
     assert Log(store).state == log.state
