@@ -182,7 +182,7 @@ class Run(RuleBasedStateMachine):
         else:
             self.start(self.learners, lambda: Learner(self.store, claims[which]))
 
-    @rule(ahead=st.integers(0, 2), rounds=st.integers(1, 4))
+    @rule(ahead=st.integers(0, 2), rounds=st.integers(1, 3))
     def train(self, ahead: int, rounds: int) -> None:
         """All goes as it should: whoever has the roles knows of everything."""
         for what in [*["commit"] * ahead, *["commit", "publish"] * rounds]:
@@ -294,7 +294,7 @@ class Run(RuleBasedStateMachine):
         self.model.check_story()
 
 
-Run.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+Run.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestRun = Run.TestCase
 
 
