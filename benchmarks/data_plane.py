@@ -148,8 +148,8 @@ def new_log(folder: Path) -> tuple[BatchLog, Writer]:
     log = Log(LocalStore(folder))
     log.create(RunCreated("plane", {"async_ratio": 10**6, "group_size": GROUP_SIZE, "store": {}}, "", 1))
     log.claim("supervisor")
-    weights = (StoredObject("policies/none", 0, ""),)
-    log.claim("learner").append(lambda state, _: VersionPublished(0, None, weights))
+    nothing = (StoredObject("policies/none", 0, ""),)
+    log.claim("learner").append(lambda state, _: VersionPublished(0, None, nothing, nothing))
     return BatchLog(log), log.claim("scheduler")
 
 

@@ -222,8 +222,8 @@ def sealed(tree: Mapping[str, Any]) -> bytes:
 
 def opened(data: bytes) -> dict[str, Any]:
     """What was sealed; ValueError if it was altered."""
-    tree: dict[str, Any] = json.loads(data)
-    if tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
+    tree: Any = json.loads(data)
+    if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
         raise ValueError("it was altered")
     return tree
 

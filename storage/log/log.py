@@ -185,6 +185,7 @@ class Log:
             encoded = self._encoded(draft, n, draft.stored)
             self.run.create(entry_path(n), encoded.data)
             return self._decoded(encoded.data, n)
+        self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))  # what is refused is not written
         made: list[tuple[StoredObject, Encoded]] = []
 
         def content(sha256: str) -> bytes:
@@ -194,22 +195,26 @@ class Log:
 
         try:
             self.run.create_naming(entry_path(n), content, attached.path, attached.data)
-        except Conflict:
-            if made:
+        except (Conflict, Unreachable) as error:
+            if made and (isinstance(error, Conflict) or not self._is_near):  # a disk that failed may not have it yet
                 draft.stored = made[0][0]
             raise
         return self._decoded(made[0][1].data, n)
 
     def _encoded(self, draft: _Draft, n: int, stored: StoredObject | None) -> Encoded:
+        """The bytes of entry `n`; its index object is there."""
+        encoded = encode(self._proposed(draft, n, stored))
+        if encoded.index is not None:
+            self.run.put(encoded.index.path, encoded.index_data)
+        return encoded
+
+    def _proposed(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
         """Entry `n` as the append would have it, once the fold agrees."""
         body = draft.body(self._state, stored)
         claim = n if draft.claim is None else draft.claim
         after = decide(self._state, n, draft.role, claim, body)
         head = (after.version, after.next_batch)
-        encoded = encode(Entry(n, self._state.sha256, draft.id, draft.role, claim, *head, time.time(), body))
-        if encoded.index is not None:
-            self.run.put(encoded.index.path, encoded.index_data)
-        return encoded
+        return Entry(n, self._state.sha256, draft.id, draft.role, claim, *head, time.time(), body)
 
     # --- reading ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from itertools import takewhile
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -80,11 +81,16 @@ def keep_snapshot(run: ObjectStore, state: RunState) -> None:
 
 
 def keep_segments(run: ObjectStore, n: int) -> None:
-    """Write the segment that entry `n` ends, and those before it that a dead process left out."""
+    """Write the segment that entry `n` ends, and those before it that nobody wrote."""
     with contextlib.suppress(RollflowError, OSError):
-        while n > 0 and not run.exists(segment_path(n)):
-            run.put(segment_path(n), b"\n".join(run.get(entry_path(m)) for m in range(n + 1 - EVERY, n + 1)))
-            n -= EVERY
+        missing = list(takewhile(lambda last: not run.exists(segment_path(last)), range(n, -1, -EVERY)))
+        for last in reversed(missing):
+            _write_segment(run, last)
+
+
+def _write_segment(run: ObjectStore, last: int) -> None:
+    with contextlib.suppress(RollflowError, OSError):
+        run.put(segment_path(last), b"\n".join(run.get(entry_path(m)) for m in range(last + 1 - EVERY, last + 1)))
 
 
 def from_segment(run: ObjectStore, n: int) -> bytes:

@@ -48,6 +48,7 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     VersionPublished: ("learner",),
     Pruned: ("learner",),
 }
+NOBODY = -1  # in the place of a claim's entry
 
 
 class Refused(Conflict):
@@ -152,8 +153,8 @@ class RunState:
         ]
 
     def newest_claim(self, role: Role) -> int:
-        """The entry by which `role` is claimed; -1 if it never was."""
-        return self.claims[role].entry if role in self.claims else -1
+        """The entry by which `role` is claimed; `NOBODY` if it never was."""
+        return self.claims[role].entry if role in self.claims else NOBODY
 
     def copy(self) -> RunState:
         """Another one to change."""
@@ -195,7 +196,7 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
     if isinstance(body, Claimed):
         _claim(after, role, claim, body)
         return after
-    if claim != state.newest_claim(role):
+    if role not in state.claims or claim != state.claims[role].entry:
         raise deposed(state, role)
     match body:
         case BatchCommitted():
@@ -234,7 +235,7 @@ def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
     _need(claim == s.n, "a claim names itself")
     newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
     elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
-    if body.under != under or elsewhere:
+    if body.under != under or under == NOBODY or elsewhere:
         raise Deposed(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
@@ -295,6 +296,8 @@ def _publish(s: RunState, body: VersionPublished) -> None:
         _need(batch is not None and batch.entry == body.batch_entry, f"version {number} was not trained on its batch")
         assert batch is not None
         _count_trained(s.totals, number - 1, batch)
+    stateful = bool(body.state) or not s.retention.stores_state(number)
+    _need(stateful, f"version {number} has no learner state, from which later ones are to be trained again")
     s.version, s.published = number, s.n
     s.held[number] = dict.fromkeys(KINDS if body.state else KINDS[:1], s.n)
     _forget_kept(s)

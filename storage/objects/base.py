@@ -110,7 +110,8 @@ class ObjectStore(ABC):
             file: a name that was never used before; a call that fails may leave something of it behind.
 
         Raises:
-            Conflict, StoreFailed: as `create`.
+            Conflict, StoreFailed: as `create`. Where `content` has answered, a Conflict leaves the whole `file` there
+                for good.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))

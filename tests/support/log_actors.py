@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -22,16 +23,45 @@ from rollflow.storage.log.entries import (
 from rollflow.storage.log.log import Attached, Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
+from rollflow.storage.records import (
+    Discard,
+    DiscardReason,
+    Ending,
+    GroupKey,
+    StoredObject,
+    Trajectory,
+    TrajectoryGroup,
+)
 
 SHARES = (2, 1)  # prompts of each source that are issued in turn
 GROUPS, SIZE = 2, 3
+TOKENS = 7  # of a group
 
 
 def create_run(store: ObjectStore, alpha: float = 2.0, **kept: int) -> None:
     """Entry 0."""
     config = {"async_ratio": alpha, "group_size": SIZE, "store": {"keep_last": 2, "keep_every": 4, **kept}}
     Log(store).create(RunCreated("test", config, "0" * 64, len(SHARES)))
+
+
+def trajectories(group: Group) -> TrajectoryGroup:
+    """What the log says of a group, as samples: the first one is the oldest."""
+    split = [TOKENS // SIZE + (place < TOKENS % SIZE) for place in range(SIZE)]
+    samples = tuple(
+        Trajectory(
+            sample,
+            group.newest if sample else group.started,
+            (1,) * (count + 1),
+            (False,) + (True,) * count,
+            (0.0,) + (-0.5,) * count,
+            (-1,) + (group.newest,) * count,
+            1.0,
+            "right",
+            Ending.STOP,
+        )
+        for sample, count in enumerate(split)
+    )
+    return TrajectoryGroup(group.key, f"p{group.prompt}", "test", samples)
 
 
 def stored(store: ObjectStore, path: str, data: bytes) -> StoredObject:
@@ -58,6 +88,7 @@ class Scheduler:
 
     store: ObjectStore
     under: int
+    arrow: bool = False  # whether its batches are real ones
     log: Log = field(init=False)
     writer: Writer = field(init=False)
 
@@ -89,10 +120,10 @@ class Scheduler:
         self.running.append((key, version))
         return key
 
-    def discard(self, place: int, reason: DiscardReason) -> None:
+    def discard(self, place: int, reason: DiscardReason, tokens: int = 5) -> None:
         """A group that runs is given up."""
         key, started = self.running.pop(place)
-        self.discards.append(Discard(key, reason, started, 5))
+        self.discards.append(Discard(key, reason, started, tokens))
         if reason.issued_again:
             self.waits.append(GroupKey(key.prompt, key.attempt + 1))
 
@@ -101,7 +132,7 @@ class Scheduler:
         """The number of the batch it forms next."""
         return self.holes[0] if self.holes else self.number
 
-    def commit(self) -> Entry:
+    def commit(self, surplus: int = 0) -> Entry:
         """Form a batch of the groups that are fresh enough; the others are stale."""
         number, state = self.next, self.log.state
         for place in reversed(range(len(self.running))):
@@ -110,14 +141,14 @@ class Scheduler:
         while len(self.running) < GROUPS:
             self.dispatch(state.version)
         taken = self.running[:GROUPS]
-        groups = tuple(Group(*key, started, max(started, state.version), 7) for key, started in taken)
-        data = f"batch {number} of {groups} {uuid.uuid4().hex}".encode()
+        groups = tuple(Group(*key, started, max(started, state.version), TOKENS) for key, started in taken)
+        data = self._file(number, groups)
         path = f"trajectories/{number:08d}-{self.writer.claim}-{uuid.uuid4().hex[:8]}.arrow"
         issued, discards = tuple(self.issued), tuple(self.discards)
 
         def body(state: RunState, file: StoredObject | None) -> Body:
             assert file is not None
-            return BatchCommitted(number, file, SIZE * GROUPS, groups, issued, discards)
+            return BatchCommitted(number, file, SIZE * GROUPS, groups, issued, discards, surplus)
 
         entry = self.writer.append(body, Attached(path, data))
         self.running = self.running[GROUPS:]
@@ -129,6 +160,11 @@ class Scheduler:
         if self.log.state.voids > self.voids:
             self.begin()
         return entry
+
+    def _file(self, number: int, groups: tuple[Group, ...]) -> bytes:
+        if self.arrow:
+            return bytes(TrajectoryBatch.from_groups([trajectories(group) for group in groups]).to_bytes())
+        return f"batch {number} of {groups} {uuid.uuid4().hex}".encode()
 
 
 @dataclass
@@ -150,18 +186,18 @@ class Learner:
         number = state.version + 1
         batch = state.waiting[number - 1].entry if number else None
         weights = self._object(number, "weights")
-        return self.writer.append(
-            lambda state, _: VersionPublished(number, batch, (weights,), (self._object(number, "state"),))
-        )
+        with_state = state.retention.stores_state(number)
+        states = (self._object(number, "state"),) if with_state else ()
+        return self.writer.append(lambda state, _: VersionPublished(number, batch, (weights,), states))
 
     def void(self, number: int) -> Entry:
         """A waiting batch is damaged."""
         entry = self.log.state.waiting[number].entry
         return self.writer.append(lambda state, _: BatchVoided(number, entry, "damaged"))
 
-    def prune(self) -> Entry:
-        """What nothing needs."""
-        objects = tuple(self.log.state.releasable)
+    def prune(self, most: int | None = None) -> Entry:
+        """What nothing needs, or the oldest of it."""
+        objects = tuple(self.log.state.releasable)[:most]
         return self.writer.append(lambda state, _: Pruned(objects))
 
     def _object(self, number: int, kind: str) -> StoredObject:

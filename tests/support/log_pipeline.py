@@ -97,10 +97,10 @@ class LogPipeline(Pipeline):
                 return waiting
 
     def _publish(self, version: int, record: Waiting | None) -> None:
-        files = {"weights/model.safetensors": f"weights {version}".encode()}
-        weights = self.version_log.stage(self.learning, version, files)
+        files = {name: f"{name} {version}".encode() for name in ("weights/model.safetensors", "state/rng.safetensors")}
+        weights, state = ((stored,) for stored in self.version_log.stage(self.learning, version, files))
         batch = None if record is None else record.entry
-        self.version_log.publish(self.learning, VersionPublished(version, batch, weights))
+        self.version_log.publish(self.learning, VersionPublished(version, batch, weights, state))
         self.version_log.prune(self.learning)
 
 

@@ -1,0 +1,124 @@
+"""An entry of the log as bytes: its JSON, its index object, and what is not an entry."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log import entries as entries_module
+from rollflow.storage.log import snapshots
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    BatchVoided,
+    Body,
+    Claimed,
+    Entry,
+    Group,
+    VersionPublished,
+    decode,
+    encode,
+    entry_path,
+    opened,
+    sealed,
+)
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import GroupKey, StoredObject
+
+FILE = StoredObject("weights", 3, "ab")
+
+
+def entry(body: Body, n: int = 7) -> Entry:
+    return Entry(n, "", "id", "learner", 3, 2, 4, 1.5, body)
+
+
+def test_an_entry_has_an_index_when_it_is_longer_than_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert entries_module.LARGEST == 256 * 1024
+    one = entry(VersionPublished(1, 5, (FILE,), (FILE,), metrics={"loss": 0.5}))
+    size = len(encode(one).data)
+    monkeypatch.setattr(entries_module, "LARGEST", size)
+    assert encode(one).index is None
+    monkeypatch.setattr(entries_module, "LARGEST", size - 1)
+    split = encode(one)
+    assert split.index is not None
+    assert split.index.path == f"log_index/{split.index.sha256}.json"
+    assert split.index.size == len(split.index_data)
+    assert json.loads(split.index_data).keys() == {"weights", "state", "probe"}
+    assert json.loads(split.data)["body"].keys() & {"weights", "state", "probe"} == set()
+    read = decode(split.data, 7, {split.index.path: split.index_data}.__getitem__)
+    assert (read.entry, read.sha256) == (one, split.sha256)
+
+
+def test_an_entry_is_the_json_that_other_readers_know() -> None:
+    """Every field stands in it, also one that has its default: a reader of its own needs no defaults."""
+    tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (Group(4, 1, 2, 3, 9),), (8,)))).data)
+    tree.pop("seal")
+    assert tree == {
+        "n": 7,
+        "prev": "",
+        "id": "id",
+        "role": "learner",
+        "claim": 3,
+        "version": 2,
+        "batch": 4,
+        "at": 1.5,
+        "body": {
+            "number": 3,
+            "file": {"path": "weights", "size": 3, "sha256": "ab"},
+            "rows": 6,
+            "groups": [[4, 1, 2, 3, 9]],
+            "issued": [8],
+            "discards": [],
+            "surplus_tokens": 0,
+            "kind": "batch-committed",
+        },
+    }
+    claimed = {"under": None, "who": "", "cluster": "", "host": "", "process": 0, "kind": "claimed"}
+    assert json.loads(encode(entry(Claimed())).data)["body"] == claimed
+
+
+def test_a_figure_that_json_does_not_have_is_not_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode(entry(VersionPublished(1, 5, (FILE,), metrics={"loss": float("nan")})))
+
+
+def test_names_and_keys() -> None:
+    assert entry_path(41) == "log/0000000041.json"
+    assert Group(4, 1, 2, 3, 9).key == GroupKey(4, 1)
+    assert snapshots.snapshot_path(63, "0123456789abcdef" * 4) == "log_snapshots/0000000063-0123456789abcdef.json"
+    assert [snapshots.segment_path(n) for n in (0, 63, 64)] == [
+        "log_segments/0000000000.jsonl",
+        "log_segments/0000000000.jsonl",
+        "log_segments/0000000064.jsonl",
+    ]
+    assert [n for n in range(200) if snapshots.is_due(n)] == [63, 127, 191]
+
+
+def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
+    tree = opened(encode(entry(BatchVoided(1, 5, "damaged"))).data)
+    change(tree)
+    return sealed(tree)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "not an entry of a log"),
+        (b"[]", "not an entry of a log"),
+        (b"7", "not an entry of a log"),
+        (b"{}", "it was altered"),
+        (resealed(lambda tree: tree.update(n=8)), "is entry 8, under another name"),
+        (resealed(lambda tree: tree.pop("body")), "1 fields are wrong"),
+        (resealed(lambda tree: tree["body"].update(kind="promoted")), "1 fields are wrong"),
+        (resealed(lambda tree: tree.update(index={"path": "log_index/x"})), "its index log_index/x is missing"),
+        (resealed(lambda tree: tree.update(index="log_index/x")), "not an entry of a log"),
+    ],
+)
+def test_what_is_not_an_entry_is_corrupt(data: bytes, why: str) -> None:
+    with pytest.raises(Corrupt, match=why) as caught:
+        decode(data, 7, MemoryStore(uuid.uuid4().hex).get)
+    assert "log/0000000007.json" in str(caught.value)

@@ -1,0 +1,307 @@
+"""The rules of the log: any number of writers, each with a view as old as chance has it, against a plain model.
+
+The model (`tests/support/log_model`) knows the entries alone and keeps all that ever happened. After every step the
+fold must say what it says; whoever is refused must be refused by it, too; and whatever entry is drawn, from legal ones
+by small changes, must be taken by both or by neither.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.log import entries as entries_module
+from rollflow.storage.log import log as log_module
+from rollflow.storage.log import snapshots
+from rollflow.storage.log.entries import Body, Entry, Role, decode, entry_path
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld, apply, decide
+from rollflow.storage.objects.base import Data
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import DiscardReason
+from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run
+from tests.support.log_drawn import BODY, Json, changed, legal
+from tests.support.log_model import Model
+
+Actor = Supervisor | Scheduler | Learner
+
+
+class Killed(BaseException):
+    """The process is gone, in the middle of a write."""
+
+
+class Lossy(MemoryStore):
+    """Its next writes of entries go as `faults` says: the answer is lost, or the writer is killed."""
+
+    faults: ClassVar[deque[str]] = deque()  # of the one store that there is at a time
+
+    def create(self, path: str, data: Data) -> None:
+        fault = self.faults.popleft() if self.faults and path.startswith("log/") else ""
+        if fault == "killed before":
+            raise Killed
+        if fault == "before":
+            raise Unreachable(f"{path}: not written")
+        super().create(path, data)
+        if fault == "after":
+            raise Unreachable(f"{path}: written, and the answer was lost")
+        if fault == "killed after":
+            raise Killed
+
+
+def same(one: RunState, other: RunState) -> bool:
+    """Equal, and what is open in the same order."""
+    return one == other and snapshots.to_bytes(one) == snapshots.to_bytes(other)
+
+
+class Run(RuleBasedStateMachine):
+    """One run's log, with up to three writers of each role. Those that were deposed go on until they notice."""
+
+    @initialize(
+        alpha=st.sampled_from([0, 0.5, 1, 2.5]),
+        keep_last=st.integers(1, 3),
+        keep_every=st.integers(1, 5),
+        state_every=st.integers(1, 3),
+        every=st.integers(2, 7),
+        largest=st.sampled_from([700, 1 << 18]),
+    )
+    def begin(self, alpha: float, keep_last: int, keep_every: int, state_every: int, every: int, largest: int) -> None:
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr(snapshots, "EVERY", every)
+        self.patched.setattr(entries_module, "LARGEST", largest)  # longer ones have an index object
+        self.patched.setattr(log_module, "FIRST_PAUSE", 0.0)
+        self.patched.setattr(log_module, "decide", self.asked)
+        Lossy.faults.clear()
+        self.store, self.model, self.states = Lossy(uuid.uuid4().hex), Model(), [RunState()]
+        self.last: tuple[RunState, Role, int, Body] | None = None
+        create_run(self.store, alpha, keep_last=keep_last, keep_every=keep_every, state_every=state_every)
+        self.supervisors: list[Supervisor] = []
+        self.schedulers: list[Scheduler] = []
+        self.learners: list[Learner] = []
+        self.learn()
+        for role in ("supervisor", "learner", "scheduler"):
+            self.claim(role, 0)
+        self.act(self.learners, 0, lambda learner: learner.publish())
+
+    def teardown(self) -> None:
+        if hasattr(self, "patched"):
+            Lossy.faults.clear()
+            try:
+                self.whole()
+            finally:
+                self.patched.undo()
+
+    @property
+    def actors(self) -> list[Actor]:
+        return [*self.supervisors, *self.schedulers, *self.learners]
+
+    # --- what is looked at after each step --------------------------------------------------------------------
+
+    def asked(self, state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
+        """The fold is asked whether an entry may follow; the last one is remembered."""
+        self.last = (state, role, claim, body)
+        return decide(state, n, role, claim, body)
+
+    def learn(self) -> None:
+        """The model and a fold of our own read what was appended; they must agree on it."""
+        while self.store.exists(entry_path(len(self.model.entries))):
+            n, state = len(self.model.entries), self.states[-1]
+            data = self.store.get(entry_path(n))
+            self.model.take(data, self.store.get)
+            before = snapshots.to_bytes(state)
+            self.states.append(apply(state, decode(data, n, self.store.get)))
+            assert snapshots.to_bytes(state) == before, "apply changed its argument"
+            self.model.compare(self.states[-1])
+        for actor in self.actors:
+            assert same(actor.log.state, self.states[actor.log.state.n + 1])
+
+    def act(self, actors: list[Any], which: int, step: Callable[[Any], Entry | None]) -> None:
+        """One of `actors` appends; whoever is deposed goes, and so does who is killed."""
+        actor, count = actors[which % len(actors)], len(self.model.entries)
+        try:
+            self.appended(actor.writer.role, step(actor), count)
+        except Refused as refusal:
+            self.refused(refusal, count)
+            if isinstance(refusal, Deposed):
+                actors.remove(actor)
+        except Killed:
+            actors.remove(actor)
+        self.learn()
+
+    def appended(self, role: Role, entry: Entry | None, count: int) -> None:
+        """What an append returns is the newest entry, and the only one that it made."""
+        self.learn()
+        if entry is not None:
+            assert len(self.model.entries) == count + 1 == entry.n + 1
+            assert (self.model.entries[-1]["id"], self.model.entries[-1]["role"]) == (entry.id, role)
+
+    def refused(self, refusal: Refused, count: int) -> None:
+        """The model refuses the same, at the newest entry; and nothing was appended."""
+        assert not self.store.exists(entry_path(count))
+        assert self.last is not None
+        state, role, claim, body = self.last
+        assert state.n == count - 1, "who is refused has read everything"
+        why = self.model.why_not(role, claim, BODY.dump_python(body, mode="json"))
+        assert why, f"refused without need: {refusal}"
+        assert isinstance(refusal, Deposed) == (why in ("deposed", "under an old supervisor"))
+        assert isinstance(refusal, TooOld) == (why == "stale")
+
+    # --- roles come and go ------------------------------------------------------------------------------------
+
+    def start(self, actors: list[Any], make: Callable[[], Actor]) -> None:
+        for actor in self.actors:
+            actor.log.settle()  # snapshots are there or not, but not just now
+        count = len(self.model.entries)
+        try:
+            actor = make()
+        except Refused as refusal:
+            self.refused(refusal, count)
+        except Killed:
+            pass
+        else:
+            actors.append(actor)
+            del actors[:-3]
+        self.learn()
+
+    @rule(role=st.sampled_from(["supervisor", "scheduler", "learner"]), which=st.sampled_from([-1, -1, 0]))
+    def claim(self, role: str, which: int) -> None:
+        """A role is started, by the newest supervisor or by one that was deposed."""
+        claims = [entry["n"] for entry in self.model.entries if entry["role"] == "supervisor"]
+        if role == "supervisor" or not claims:
+            self.start(self.supervisors, lambda: Supervisor(self.store))
+        elif role == "scheduler":
+            self.start(self.schedulers, lambda: Scheduler(self.store, claims[which]))
+        else:
+            self.start(self.learners, lambda: Learner(self.store, claims[which]))
+
+    @rule(ahead=st.integers(0, 2), rounds=st.integers(1, 3))
+    def train(self, ahead: int, rounds: int) -> None:
+        """All goes as it should: whoever has the roles knows of everything."""
+        for what in [*["commit"] * ahead, *["commit", "publish"] * rounds]:
+            self.work([("publish" if self.model.latest < 0 else what, -1, True, 1)])
+
+    @rule(fault=st.lists(st.sampled_from(["before", "after", "killed before", "killed after"]), max_size=2))
+    def fail(self, fault: list[str]) -> None:
+        """What happens to the next writes of an entry."""
+        Lossy.faults.clear()
+        Lossy.faults.extend(fault)
+
+    @rule(which=st.integers(0, 8))
+    def follow(self, which: int) -> None:
+        if self.actors:
+            actor = self.actors[which % len(self.actors)]
+            actor.log.follow()
+            assert same(actor.log.state, self.states[-1])
+            newest = self.model.claims[actor.writer.role]["n"]
+            assert actor.writer.valid() == (actor.writer.claim == newest)
+
+    # --- roles work -------------------------------------------------------------------------------------------
+
+    @rule(
+        work=st.lists(
+            st.tuples(
+                st.sampled_from(["dispatch", "commit", "commit", "publish", "publish", "void", "prune"]),
+                st.sampled_from([-1, -1, -1, 0, 1]),
+                st.sampled_from([True, True, False]),
+                st.integers(0, 8),
+            ),
+            min_size=3,
+            max_size=8,
+        )
+    )
+    def work(self, work: list[tuple[str, int, bool, int]]) -> None:
+        """Whoever does it may have read the log just now, or a while ago."""
+        for what, which, fresh, drawn in work:
+            actors: list[Any] = self.schedulers if what in ("dispatch", "commit") else self.learners
+            if not actors:
+                self.claim("scheduler" if actors is self.schedulers else "learner", -1)
+            elif fresh:
+                actors[which % len(actors)].log.follow()
+            if actors:
+                self.act(actors, which, partial(getattr(self, what), drawn=drawn))
+
+    def dispatch(self, scheduler: Scheduler, drawn: int) -> None:
+        """Groups are issued under the version that it knows of; some are given up, and perhaps run again."""
+        if scheduler.log.state.version < 0:
+            return
+        for _ in range(1 + drawn % 4):
+            scheduler.dispatch(scheduler.log.state.version)
+        for step in range(drawn, drawn + drawn % 4):
+            if scheduler.running:
+                reason = list(DiscardReason)[step % len(DiscardReason)]
+                scheduler.discard(step % len(scheduler.running), reason, 5 * (step % 2))
+
+    def commit(self, scheduler: Scheduler, drawn: int) -> Entry | None:
+        """A batch, in most cases one that is not too far ahead."""
+        state = scheduler.log.state
+        if state.version < 0 or (drawn and scheduler.next > state.version + state.alpha):
+            return None
+        return scheduler.commit(drawn)
+
+    def publish(self, learner: Learner, drawn: int) -> Entry | None:
+        """What it trained on waits in the state that it has read, which may be an old one."""
+        state = learner.log.state
+        return learner.publish() if state.version < 0 or state.version in state.waiting else None
+
+    def void(self, learner: Learner, drawn: int) -> Entry | None:
+        """Any batch that waits as far as the learner knows, also one behind others."""
+        waiting = list(learner.log.state.waiting)
+        return learner.void(waiting[drawn % len(waiting)]) if waiting else None
+
+    def prune(self, learner: Learner, drawn: int) -> Entry | None:
+        """Something of what nothing needs, and seldom nothing."""
+        return learner.prune(drawn) if learner.log.state.releasable or not drawn else None
+
+    # --- entries that nobody would write ----------------------------------------------------------------------
+
+    @rule(data=st.data(), times=st.integers(1, 5))
+    def draw(self, data: st.DataObject, times: int) -> None:
+        """Entries are drawn, by small changes of legal ones: the fold takes what the model takes, and nothing else."""
+        state = self.states[-1]
+        before = snapshots.to_bytes(state)
+        for _ in range(times):
+            role, claim, body = data.draw(st.sampled_from(list(legal(self.model))))
+            for _ in range(data.draw(st.sampled_from([0, 1, 1, 2]))):
+                role, claim, body = changed(data.draw, self.model, role, claim, body)
+            why, said = self.model.why_not(role, claim, body), refusal(state, role, claim, body)
+            assert bool(why) == bool(said), f"{body}: the model says {why!r}, the fold {said!r}"
+        assert snapshots.to_bytes(state) == before
+
+    # --- the whole log ----------------------------------------------------------------------------------------
+
+    @rule()
+    def whole(self) -> None:
+        """From the first entry, from snapshots, and by having followed: the same; and the story is sound."""
+        for actor in self.actors:
+            actor.log.follow()
+            actor.log.settle()
+        bare = MemoryStore(uuid.uuid4().hex)
+        for prefix in ("log", "log_index"):
+            for path in self.store.list(prefix):
+                bare.put(path, self.store.get(path))
+        for state in (Log(bare).state, Log(self.store).state, *(actor.log.state for actor in self.actors)):
+            assert same(state, self.states[-1])
+        for state, entry in zip(self.states[1:], self.model.entries, strict=True):
+            assert (state.version, state.next_batch) == (entry["version"], entry["batch"])
+        self.model.check_story()
+
+
+Run.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestRun = Run.TestCase
+
+
+def refusal(state: RunState, role: Role, claim: int, body: Json) -> str:
+    """Why the fold does not take an entry; "" if it does."""
+    try:
+        decide(state, state.n + 1, role, claim, BODY.validate_python(body))
+    except Refused as error:
+        return str(error)
+    return ""

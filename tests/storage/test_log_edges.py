@@ -1,0 +1,392 @@
+"""The edges of the log: what a retry waits and writes, what stands behind a hole, which snapshots are there."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from rollflow.storage.errors import Conflict, Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.log import log as log_module
+from rollflow.storage.log import snapshots
+from rollflow.storage.log.entries import (
+    Body,
+    Claimed,
+    Pruned,
+    Role,
+    entry_path,
+    opened,
+    sealed,
+)
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.state import FOLD, Deposed, Refused, RunState
+from rollflow.storage.objects.base import Data, ObjectStore
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import StoredObject
+from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
+
+
+class Counting(MemoryStore):
+    """Counts its writes, by folder; writes that begin with `broken` fail in their way."""
+
+    writes: ClassVar[Counter[str]] = Counter()
+    broken: ClassVar[dict[str, list[Exception]]] = {}
+
+    def create(self, path: str, data: Data) -> None:
+        self.count(path)
+        super().create(path, data)
+
+    def put(self, path: str, data: Data) -> str:
+        self.count(path)
+        return super().put(path, data)
+
+    def count(self, path: str) -> None:
+        folder = path.partition("/")[0]
+        self.writes[folder] += 1
+        if self.broken.get(folder):
+            raise self.broken[folder].pop(0)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    monkeypatch.setattr(snapshots, "EVERY", 4)
+    monkeypatch.setattr(Counting, "writes", Counter())
+    monkeypatch.setattr(Counting, "broken", {})
+    return Counting(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Instead of waiting: how long it would have been, at the longest draw."""
+    found: list[float] = []
+    monkeypatch.setattr("rollflow.storage.log.log.random.uniform", lambda low, high: high)
+    monkeypatch.setattr("rollflow.storage.log.log.time.sleep", found.append)
+    return found
+
+
+def claims(store: ObjectStore, count: int) -> Log:
+    """A log with `count` entries, of which all but the first are claims."""
+    create_run(store)
+    log = Log(store)
+    for number in range(1, count):
+        log.claim("supervisor", who=f"supervisor {number}")
+    log.settle()
+    return log
+
+
+# --- appending ----------------------------------------------------------------------------------------------------
+
+
+def test_an_append_that_nobody_answers_waits_longer_each_time_and_ends(
+    store: Counting, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "TRIES", 11)
+    log = claims(store, 2)
+    monkeypatch.setitem(Counting.broken, "log", [Unreachable("no answer") for _ in range(99)])
+    with pytest.raises(Unreachable, match="an entry could not be appended in 11 tries: no answer"):
+        log.claim("supervisor")
+    assert pauses == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+    assert log.state.n == 1
+
+
+def test_a_pause_is_drawn_from_its_upper_half(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        drawn.append((low, high))
+        return 0.0
+
+    monkeypatch.setattr("rollflow.storage.log.log.random.uniform", uniform)
+    log = claims(store, 2)
+    monkeypatch.setitem(Counting.broken, "log", [Unreachable("no answer")])
+    log.claim("supervisor")
+    assert drawn == [(0.5, 1.0)]
+
+
+def test_after_an_entry_of_another_an_append_goes_on_at_once(store: Counting, pauses: list[float]) -> None:
+    log, other = claims(store, 2), Log(store)
+    for _ in range(5):
+        other.claim("supervisor")
+    assert log.claim("supervisor").claim == 7
+    assert pauses == []
+
+
+def test_who_is_refused_writes_nothing_and_is_not_asked_again(store: Counting, pauses: list[float]) -> None:
+    log, asked = claims(store, 2), 0
+
+    def body(state: RunState, _: StoredObject | None) -> Body:
+        nonlocal asked
+        asked += 1
+        return Pruned(((0, "weights"),))
+
+    learner = log.claim("learner", 1)
+    before = Counter(Counting.writes)
+    with pytest.raises(Refused, match="version 0 has no weights that can be pruned"):
+        learner.append(body)
+    assert (asked, pauses) == (1, [])
+    assert Counting.writes == before
+
+
+def test_data_is_written_once_whatever_becomes_of_the_entry(store: Counting, pauses: list[float]) -> None:
+    """Where the view was too old, where another was first, and where nobody answered."""
+    create_run(store)
+    supervisor = Supervisor(store)
+    learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
+    learner.publish()
+    scheduler.dispatch(0)  # under a version that its own log has not read of
+    scheduler.dispatch(0)
+    Counting.broken["log"] = [Unreachable("no answer"), Conflict("somebody was first"), Unreachable("no answer")]
+    scheduler.commit()
+    assert Counting.writes["trajectories"] == 1
+    (path,) = store.list("trajectories")
+    assert Log(store).state.waiting[0].file == StoredObject(
+        path, store.stat(path).size, store.put(path, store.get(path))
+    )
+
+
+def test_a_batch_that_is_refused_is_not_written(store: Counting) -> None:
+    create_run(store)
+    supervisor = Supervisor(store)
+    learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
+    learner.publish()
+    Scheduler(store, supervisor.writer.claim)
+    scheduler.log.follow()
+    with pytest.raises(Deposed):
+        scheduler.commit()
+    assert Counting.writes["trajectories"] == 0
+
+
+def test_a_batch_that_another_entry_was_faster_than_is_written_on_a_local_disk(tmp_path: Path) -> None:
+    """There a name that is taken is seen before anything is written."""
+    run = LocalStore(tmp_path)
+    create_run(run)
+    supervisor = Supervisor(run)
+    learner, scheduler = Learner(run, supervisor.writer.claim), Scheduler(run, supervisor.writer.claim)
+    learner.publish()
+    scheduler.log.follow()
+    Supervisor(run)
+    scheduler.commit()
+    (path,) = run.list("trajectories")
+    assert Log(run).state.waiting[0].file.path == path
+
+
+def test_a_claim_says_who_claims(store: Counting) -> None:
+    create_run(store)
+    log = Log(store)
+    writer = log.claim("supervisor", who="me", cluster="ours", host="here", process=4)
+    written = log.read(writer.claim)
+    assert written is not None
+    assert written.entry.body == Claimed(None, "me", "ours", "here", 4)
+    assert (written.entry.role, written.entry.claim, written.entry.n) == ("supervisor", 1, 1)
+    created = log.read(0)
+    assert created is not None
+    assert (created.entry.role, created.entry.claim, created.entry.prev) == ("creator", 0, "")
+
+
+# --- following ----------------------------------------------------------------------------------------------------
+
+
+def test_following_returns_what_is_new_in_order(store: Counting) -> None:
+    log, other = claims(store, 2), Log(store)
+    assert other.follow() == []
+    for _ in range(3):
+        log.claim("supervisor")
+    assert [written.entry.n for written in other.follow()] == [2, 3, 4]
+    assert other.follow() == []
+    assert other.state == log.state
+    assert other.read(5) is None
+    assert [other.read(n).sha256 for n in range(5)] == [log.read(n).sha256 for n in range(5)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("lost", [3, 4, 5])
+def test_a_missing_entry_is_read_from_its_segment_by_who_starts(
+    store: Counting, tmp_path: Path, local: bool, lost: int
+) -> None:
+    run = LocalStore(tmp_path) if local else store
+    newest = claims(run, 10).state
+    for path in list(run.list("log_snapshots")):
+        run.delete(path)
+    run.delete(entry_path(lost))
+    log = Log(run)
+    assert log.state == newest
+    written = log.read(lost)
+    assert written is not None
+    assert written.entry.n == lost
+    log.settle()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_stands_behind_a_hole_is_found_and_named(store: Counting, tmp_path: Path, local: bool) -> None:
+    run = LocalStore(tmp_path) if local else store
+    claims(run, 10)
+    for path in [*run.list("log_snapshots"), entry_path(8)]:
+        run.delete(path)
+    with pytest.raises(Corrupt, match=r"0000000008.json is missing, log/0000000009.json is there; no segment has it"):
+        Log(run)
+    run.delete(entry_path(9))
+    assert Log(run).state.n == 7
+    run.put("log/notes.txt", b"of a person")
+    assert Log(run).state.n == 7
+
+
+def test_who_starts_while_others_append_reads_what_they_append(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, listed = claims(store, 1), Counting.list
+
+    def busy(self: Counting, prefix: str = "", after: str = "") -> Iterator[str]:
+        if prefix == "log" and other.state.n == 0:
+            other.claim("supervisor")
+            other.claim("supervisor")
+        return listed(self, prefix, after)
+
+    monkeypatch.setattr(Counting, "list", busy)
+    assert Log(store).state == other.state
+    assert other.state.n == 2  # and no segment has any of them
+
+
+def test_the_only_entry_is_read_and_the_newest_one_must_stay(store: Counting) -> None:
+    create_run(store)
+    log = Log(store)
+    assert log.state.n == 0
+    store.delete(entry_path(0))
+    with pytest.raises(Corrupt, match=r"0000000000.json is missing"):
+        log.read(0)
+
+
+def test_a_local_log_is_looked_at_behind_its_end_as_far_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert log_module.AHEAD == 256
+    monkeypatch.setattr(log_module, "AHEAD", 4)
+    run = LocalStore(tmp_path)
+    claims(run, 3)
+    run.put(entry_path(7), b"too far")
+    assert Log(run).state.n == 2
+    run.put(entry_path(6), b"near enough")
+    with pytest.raises(Corrupt, match=r"0000000003.json is missing, log/0000000006.json is there"):
+        Log(run)
+
+
+def test_an_entry_that_was_altered_and_one_that_is_not_of_its_segment_are_not_healed(store: Counting) -> None:
+    log = claims(store, 10)
+    store.put(entry_path(5), store.get(entry_path(5))[:-1])
+    whole = log.read(5)
+    assert whole is not None
+    segment = store.get(snapshots.segment_path(5)).split(b"\n")
+    store.put(snapshots.segment_path(5), b"\n".join([segment[0], segment[2], *segment[2:]]))
+    with pytest.raises(Corrupt, match=r"0000000005.json .*; no segment has it: `rollflow repair`"):
+        log.read(5)
+
+
+# --- snapshots and segments ---------------------------------------------------------------------------------------
+
+
+def test_the_newest_snapshots_and_every_segment_are_there_and_verbatim(store: Counting) -> None:
+    log = claims(store, 22)
+    assert (snapshots.KEPT, len(entries(store))) == (3, 22)
+    hashes = [log.read(n).sha256 for n in (11, 15, 19)]  # type: ignore[union-attr]
+    names = [snapshots.snapshot_path(n, sha256) for n, sha256 in zip((11, 15, 19), hashes, strict=True)]
+    assert list(store.list("log_snapshots")) == names
+    assert [snapshots.from_bytes(store.get(name)).n for name in names] == [11, 15, 19]
+    assert list(store.list("log_segments")) == [f"log_segments/{n:010d}.jsonl" for n in range(0, 20, 4)]
+    assert [snapshots.from_segment(store, n) for n in range(20)] == list(entries(store))[:20]
+    with pytest.raises(Missing):
+        snapshots.from_segment(store, 20)
+
+
+def test_a_snapshot_is_taken_beside_the_append_by_a_thread_that_holds_up_no_exit(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool, int]] = []
+
+    def keep(run: ObjectStore, n: int) -> None:
+        thread = threading.current_thread()
+        seen.append((thread is threading.main_thread(), thread.daemon, n))
+
+    monkeypatch.setattr(log_module, "keep_segments", keep)
+    claims(store, 9)
+    assert seen == [(False, True, 3), (False, True, 7)]
+
+
+def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:
+    claims(store, 9)
+    store.put(snapshots.segment_path(0), b"first")
+    snapshots.keep_segments(store, 3)
+    assert store.get(snapshots.segment_path(0)) == b"first"
+    with pytest.raises(Missing, match="is cut"):
+        snapshots.from_segment(store, 2)
+
+
+def test_a_segment_that_was_not_written_is_written_with_the_next_one(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where one of its entries is lost: that holds up no other."""
+    monkeypatch.setitem(Counting.broken, "log_segments", [StoreFailed("full") for _ in range(3)])
+    log = claims(store, 9)
+    assert list(store.list("log_segments")) == []
+    store.delete(entry_path(1))
+    for _ in range(4):
+        log.claim("supervisor")
+    log.settle()
+    assert list(store.list("log_segments")) == [snapshots.segment_path(n) for n in (4, 8)]
+    assert snapshots.from_segment(store, 5) == store.get(entry_path(5))
+
+
+def test_without_room_for_a_snapshot_the_run_goes_on(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("log_snapshots", "log_segments"):
+        monkeypatch.setitem(Counting.broken, folder, [StoreFailed("full") for _ in range(9)])
+    log = claims(store, 10)
+    assert list(store.list("log_snapshots")) == list(store.list("log_segments")) == []
+    assert Log(store).state == log.state
+
+
+def test_a_snapshot_of_another_fold_is_not_read(store: Counting) -> None:
+    claims(store, 6)
+    (newest,) = store.list("log_snapshots")
+    tree = opened(store.get(newest))
+    assert tree["fold"] == FOLD
+    with pytest.raises(ValueError, match="another version's fold"):
+        snapshots.from_bytes(sealed(tree | {"fold": FOLD + 1}))
+    with pytest.raises(ValueError, match="it was altered"):
+        snapshots.from_bytes(json.dumps(tree).encode())
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"7", b"null", b'"text"', b"[]", b"{}", sealed({}), sealed({"fold": 1, "state": 3})]
+)
+def test_the_newest_snapshot_that_can_be_read_is_taken(store: Counting, junk: bytes) -> None:
+    newest = claims(store, 14).state
+    store.put("log_snapshots/notes.txt", b"of a person")
+    _, seventh, eleventh = (path for path in store.list("log_snapshots") if path.endswith(".json"))
+    assert snapshots.newest_snapshot(store).n == 11
+    store.put(eleventh, junk)
+    assert snapshots.newest_snapshot(store).n == 7
+    store.put(eleventh, store.get(seventh))  # a whole one, under the name of another
+    assert snapshots.newest_snapshot(store).n == 7
+    store.delete(entry_path(7))  # nothing says that it is of this log
+    assert snapshots.newest_snapshot(store).n == 3
+    assert Log(store).state == newest
+
+
+def test_a_log_without_entries_has_the_state_of_no_run(store: Counting) -> None:
+    state = Log(store).state
+    assert state == RunState()
+    assert (state.n, state.sha256, state.version, state.published, state.next_batch) == (-1, "", -1, -1, 0)
+    assert (state.alpha, state.group_size, state.voids) == (0, 1, 0)
+
+
+ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")
+
+
+def test_a_role_that_nobody_has_is_nobodys(store: Counting) -> None:
+    state = claims(store, 3).state
+    assert [state.newest_claim(role) for role in ROLES] == [2, -1, -1]

@@ -1,0 +1,63 @@
+"""What must stay of a run, against its definition: for all rules that are small enough to be tried out."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+
+from rollflow.storage.log.retention import KINDS, Retention
+
+LONG = 30  # versions
+RULES = [Retention(*rules) for rules in product((1, 2, 3, 5), (1, 2, 3, 4, 7), (1, 2, 3, 5))]
+
+
+def kept(rules: Retention, latest: int) -> set[int]:
+    """The versions whose weights a person may count on."""
+    newest = set(range(max(0, latest - rules.keep_last + 1), latest + 1))
+    return newest | set(range(0, latest + 1, rules.keep_every))
+
+
+def bases(rules: Retention, latest: int) -> set[int]:
+    """From where every kept version can be trained again: the newest one before it that stored its state."""
+    return {max(range(0, version, rules.state_every)) for version in kept(rules, latest) if version}
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_what_is_needed_is_what_is_kept_and_what_that_is_trained_again_from(rules: Retention) -> None:
+    for latest in range(LONG):
+        versions = range(latest + 1)
+        states = bases(rules, latest) | {0, latest}
+        assert {v for v in versions if rules.keeps(v, latest)} == kept(rules, latest)
+        assert {v for v in versions if rules.needed("weights", v, latest)} == kept(rules, latest) | states
+        assert {v for v in versions if rules.needed("state", v, latest)} == states
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_a_version_is_trained_again_from_the_newest_state_at_or_before_it(rules: Retention) -> None:
+    for version in range(LONG):
+        stored = [v for v in range(version + 1) if rules.stores_state(v)]
+        assert stored == list(range(0, version + 1, rules.state_every))
+        assert rules.base(version) == stored[-1]
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_everything_is_released_once_within_the_window_or_never(rules: Retention) -> None:
+    needed = [
+        {(v, kind) for v in range(latest + 1) for kind in KINDS if rules.needed(kind, v, latest)}
+        for latest in range(LONG)
+    ]
+    gone: set[tuple[int, str]] = set()
+    for latest, (before, now) in enumerate(pairwise(needed), start=1):
+        released = rules.released(latest)
+        assert released == sorted(set(released), key=lambda one: (one[0], KINDS.index(one[1])))
+        assert set(released) == before - now
+        assert not gone & now, "once not needed, never needed again"
+        assert all(latest - version <= rules.window for version, _ in released)
+        gone |= before - now
+
+
+def test_by_default_five_versions_stay_and_every_tenth_and_every_state_is_stored() -> None:
+    assert Retention() == Retention(keep_last=5, keep_every=10, state_every=1)
+    assert [v for v in range(31) if Retention().needed("weights", v, 30)] == [0, 9, 10, 19, 20, 25, 26, 27, 28, 29, 30]
+    assert [v for v in range(31) if Retention().needed("state", v, 30)] == [0, 9, 19, 25, 26, 27, 28, 29, 30]

@@ -1,0 +1,293 @@
+"""A reader of sixty lines that knows nothing of rollflow proves alpha and exactly once from a run's folder alone."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log import entries as entries_module
+from rollflow.storage.log.entries import entry_path, sealed
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.records import DiscardReason
+from tests.support import own_reader
+from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run
+from tests.support.own_reader import violations
+
+ALPHA = 2.5
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run at alpha 2.5 with discards of each reason, a voided batch that was formed again, and one that waits."""
+    run = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(entries_module, "LARGEST", 1_000)  # of a batch that gives up many, the lists lie elsewhere
+        write(LocalStore(run))
+    return run
+
+
+def write(store: LocalStore) -> None:
+    create_run(store, ALPHA)
+    supervisor = Supervisor(store)
+    scheduler, learner = Scheduler(store, supervisor.writer.claim, arrow=True), Learner(store, supervisor.writer.claim)
+    learner.publish()
+    for number in range(7):
+        scheduler.log.follow()
+        for reason in list(DiscardReason)[:number] * number:
+            scheduler.dispatch(scheduler.log.state.version)
+            scheduler.discard(-1, reason)
+        scheduler.commit()
+        learner.log.follow()
+        if number == 3:
+            learner.void(3)
+            scheduler.log.follow()
+            scheduler.begin()
+            scheduler.commit()
+            learner.log.follow()
+        if number != 5:
+            learner.publish()
+            learner.prune()
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy to plant a fault in."""
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def tree(run: Path, n: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / entry_path(n)).read_bytes())
+    found.pop("seal")
+    return found
+
+
+def numbers(run: Path, kind: str) -> list[int]:
+    """The entries of a kind, without those whose lists lie elsewhere."""
+    found = (tree(run, n) for n in range(len(list((run / "log").iterdir()))))
+    return [one["n"] for one in found if one["body"]["kind"] == kind and "index" not in one]
+
+
+def forge(run: Path, n: int, change: Callable[[Any], None]) -> None:
+    """Entry `n` with another body, and a chain of hashes that fits again: as whoever writes the whole log could."""
+    one = tree(run, n)
+    change(one["body"])
+    data = sealed(one)
+    (run / entry_path(n)).write_bytes(data)
+    for following in range(n + 1, len(list((run / "log").iterdir()))):
+        data = sealed(tree(run, following) | {"prev": hashlib.sha256(data).hexdigest()})
+        (run / entry_path(following)).write_bytes(data)
+
+
+def test_it_is_short_and_knows_nothing_of_rollflow() -> None:
+    source = Path(own_reader.__file__).read_text()
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert names == {"json", "hashlib", "pathlib", "typing", "pyarrow"}
+    assert len(source.splitlines()) <= 60
+
+
+def test_a_run_that_went_well_has_no_violation(run: Path) -> None:
+    assert violations(run) == []
+    assert list((run / "log_index").iterdir())
+    assert numbers(run, "batch-voided")
+
+
+# --- faults: of the log -------------------------------------------------------------------------------------------
+
+
+def test_alpha_that_was_altered_in_the_config_is_found(run: Path) -> None:
+    path = run / entry_path(0)
+    path.write_bytes(path.read_bytes().replace(b'"async_ratio":2.5', b'"async_ratio":9.5'))
+    assert violations(run) == ["0: it was altered", "1: it does not follow"]
+
+
+def test_alpha_that_was_altered_and_sealed_again_is_found(run: Path) -> None:
+    one = tree(run, 0)
+    one["body"]["config"]["async_ratio"] = 9.5
+    (run / entry_path(0)).write_bytes(sealed(one))
+    assert violations(run) == ["1: it does not follow"]
+
+
+def test_a_run_that_is_said_to_be_of_another_alpha_is_found_by_what_it_trained_on(run: Path) -> None:
+    """With a chain that fits: some batch was started earlier than no asynchrony allows."""
+    forge(run, 0, lambda body: body["config"].update(async_ratio=0))
+    found = violations(run)
+    assert found
+    assert all(why.endswith("is stale") for why in found)
+
+
+def test_a_missing_entry_is_found(run: Path) -> None:
+    (run / entry_path(5)).unlink()
+    assert violations(run)[0] == "5: it does not follow"
+
+
+def test_entries_that_were_swapped_are_found(run: Path) -> None:
+    one, other = run / entry_path(5), run / entry_path(6)
+    swapped = other.read_bytes(), one.read_bytes()
+    one.write_bytes(swapped[0])
+    other.write_bytes(swapped[1])
+    assert {"5: it does not follow", "6: it does not follow"} <= set(violations(run))
+
+
+def test_an_entry_that_was_inserted_is_found(run: Path) -> None:
+    newest = len(list((run / "log").iterdir())) - 1
+    for n in reversed(range(5, newest + 1)):
+        (run / entry_path(n)).rename(run / entry_path(n + 1))
+    (run / entry_path(5)).write_bytes((run / entry_path(4)).read_bytes())
+    assert "5: it does not follow" in violations(run)
+
+
+def test_a_newest_entry_that_was_altered_is_found(run: Path) -> None:
+    path = run / entry_path(len(list((run / "log").iterdir())) - 1)
+    path.write_bytes(path.read_bytes().replace(b'"role":"', b'"role":"x'))
+    assert len(violations(run)) == 1
+
+
+def test_an_index_that_was_altered_is_found(run: Path) -> None:
+    path = next((run / "log_index").iterdir())
+    path.write_bytes(path.read_bytes() + b" ")
+    (found,) = violations(run)
+    assert found.endswith(": its index was altered")
+
+
+# --- faults: what the log says ------------------------------------------------------------------------------------
+
+
+def test_a_stale_group_is_found(run: Path) -> None:
+    n = numbers(run, "batch-committed")[-1]
+    number, oldest = tree(run, n)["body"]["number"], 0
+
+    def older(body: Any) -> None:
+        body["groups"][0][2] = oldest
+
+    assert number - oldest > ALPHA
+    prompt, attempt, *_ = tree(run, n)["body"]["groups"][0]
+    forge(run, n, older)
+    assert violations(run) == [f"{n}: ({prompt}, {attempt}) is stale"]
+
+
+def test_a_group_twice_in_a_batch_is_found(run: Path) -> None:
+    n = numbers(run, "batch-committed")[0]
+    forge(run, n, lambda body: body["groups"].append(body["groups"][0]))
+    found = violations(run)
+    assert f"{n}: (0, 0) is in a batch, and was in a batch" in found
+    assert "batch 0: its rows are not those of its groups" in found
+
+
+def test_a_group_in_two_batches_is_found(run: Path) -> None:
+    first, second = numbers(run, "batch-committed")[:2]
+    (prompt, attempt, *_), *_ = tree(run, first)["body"]["groups"]
+    forge(run, second, lambda body: body["groups"].__setitem__(0, [prompt, attempt, 1, 1, 7]))
+    found = violations(run)
+    assert f"{second}: ({prompt}, {attempt}) is in a batch, and was trained" not in found
+    assert f"{second}: ({prompt}, {attempt}) is in a batch, and was in a batch" in found
+    assert any(why.endswith(f"prompt {prompt} is trained on again") for why in found)
+
+
+def test_a_prompt_that_is_trained_on_again_under_another_attempt_is_found(run: Path) -> None:
+    first, second = numbers(run, "batch-committed")[:2]
+    (prompt, attempt, *_), *_ = tree(run, first)["body"]["groups"]
+    forge(run, second, lambda body: body["groups"].__setitem__(0, [prompt, attempt + 1, 1, 1, 7]))
+    found = violations(run)
+    assert f"{second}: ({prompt}, {attempt + 1}) is in a batch, and was None" in found
+    assert any(why.endswith(f"prompt {prompt} is trained on again") for why in found)
+
+
+def test_a_dispatch_with_two_fates_is_found(run: Path) -> None:
+    n = numbers(run, "batch-committed")[0]
+    forge(run, n, lambda body: body["discards"].append([body["groups"][0][:2], "stale", 0, 3]))
+    assert f"{n}: (0, 0) is in a batch, and was stale" in violations(run)
+
+
+def test_a_prompt_that_was_issued_twice_is_found(run: Path) -> None:
+    first, second = numbers(run, "batch-committed")[:2]
+    prompt = tree(run, first)["body"]["issued"][0]
+    forge(run, second, lambda body: body["issued"].append(prompt))
+    assert f"{second}: ({prompt}, 0) is open, and was in a batch" in violations(run)
+
+
+def test_a_void_of_what_was_trained_on_is_found(run: Path) -> None:
+    (n,) = numbers(run, "batch-voided")
+    forge(run, n, lambda body: body.update(number=1))
+    assert violations(run)
+
+
+def test_a_version_that_was_trained_on_another_batch_is_found(run: Path) -> None:
+    n = numbers(run, "version-published")[2]
+    other = numbers(run, "batch-committed")[0]
+    forge(run, n, lambda body: body.update(batch_entry=other))
+    assert violations(run) == [f"{n}: not of the batch before"]
+
+
+def test_a_version_that_was_trained_on_nothing_is_found(run: Path) -> None:
+    n = numbers(run, "version-published")[2]
+    forge(run, n, lambda body: body.update(batch_entry=None))
+    assert violations(run) == [f"{n}: not of the batch before"]
+
+
+def test_a_version_that_was_passed_over_is_found(run: Path) -> None:
+    n = numbers(run, "version-published")[-1]
+    forge(run, n, lambda body: body.update(number=body["number"] + 1))
+    assert f"{n}: not of the batch before" in violations(run)
+
+
+# --- faults: what the batches' files say --------------------------------------------------------------------------
+
+
+def with_rows(run: Path, change: Callable[[TrajectoryBatch], TrajectoryBatch]) -> int:
+    """The newest batch with other rows than its entry says, under a hash that fits; returns its number."""
+    n = numbers(run, "batch-committed")[-1]
+    path = run / tree(run, n)["body"]["file"]["path"]
+    data = bytes(change(TrajectoryBatch.from_bytes(path.read_bytes())).to_bytes())
+    path.write_bytes(data)
+    forge(run, n, lambda body: body["file"].update(size=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    return int(tree(run, n)["body"]["number"])
+
+
+def test_one_sample_that_is_older_than_its_group_says_is_found(run: Path) -> None:
+    def older(batch: TrajectoryBatch) -> TrajectoryBatch:
+        first, *others = batch.groups()
+        *fresh, last = first.trajectories
+        return TrajectoryBatch.from_groups(
+            [replace(first, trajectories=(*fresh, replace(last, started_version=0)), packed=None), *others]
+        )
+
+    number = with_rows(run, older)
+    assert violations(run) == [f"batch {number}: a row is stale"]
+
+
+def test_a_group_with_fewer_samples_than_it_should_have_is_found(run: Path) -> None:
+    number = with_rows(run, lambda batch: TrajectoryBatch(batch.table.slice(1)))
+    assert violations(run) == [f"batch {number}: its rows are not those of its groups"]
+
+
+def test_a_batch_file_that_was_altered_is_found(run: Path) -> None:
+    n = numbers(run, "batch-committed")[-1]
+    path = run / tree(run, n)["body"]["file"]["path"]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert violations(run) == [f"batch {tree(run, n)['body']['number']}: it is not the file that was committed"]
+
+
+def test_batches_that_are_no_arrow_files_are_proved_by_their_groups(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    create_run(store, ALPHA)
+    supervisor = Supervisor(store)
+    scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
+    learner.publish()
+    scheduler.log.follow()
+    scheduler.commit()
+    assert violations(tmp_path) == []
+    n = numbers(tmp_path, "batch-committed")[0]
+    forge(tmp_path, n, lambda body: body["groups"][0].__setitem__(2, -3))
+    assert violations(tmp_path) == [f"{n}: (0, 0) is stale"]

@@ -1,0 +1,144 @@
+"""Entries that may follow what a model has seen, as JSON, and small changes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from rollflow.storage.log.entries import Body, Role
+from rollflow.storage.records import DiscardReason
+from tests.support.log_model import Model
+
+BODY: TypeAdapter[Body] = TypeAdapter(Body)
+Json = dict[str, Any]
+
+
+def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
+    """Entries that may follow, of every kind that one may."""
+    n, claims = len(model.entries), {role: entry["n"] for role, entry in model.claims.items()}
+    yield "supervisor", n, dump({"kind": "claimed"})
+    if "supervisor" in claims:
+        for role in ("scheduler", "learner"):
+            yield role, n, dump({"kind": "claimed", "under": claims["supervisor"]})
+    if "scheduler" in claims and model.latest >= 0:
+        yield from (("scheduler", claims["scheduler"], body) for body in batches(model))
+    for number, entry in model.waiting.items():
+        body = dump({"kind": "batch-voided", "number": number, "entry": entry["n"], "why": "damaged"})
+        yield from ((role, claims[role], body) for role in ("scheduler", "learner") if role in claims)
+    if "learner" in claims:
+        yield from (("learner", claims["learner"], body) for body in versions(model))
+        yield "learner", claims["learner"], dump({"kind": "pruned", "objects": sorted(model.may_be_pruned())})
+
+
+def batches(model: Model) -> Iterator[Json]:
+    """Batches for every number that is to be formed: of what is open, and of two prompts more."""
+    issued = [model.position(source) * model.sources + source for source in range(model.sources)]
+    keys = [*([key.prompt, key.attempt] for key in model.open), *([prompt, 0] for prompt in issued)]
+    discards = [[key, "stale", 0, 5] for key in keys[:-2]]
+    for number in [*model.holes, model.formed]:
+        if number - model.latest <= model.alpha:
+            for count in (2, 1):
+                groups = [[*key, model.latest, model.latest, 7] for key in keys[-count:]]
+                yield batch(number, groups, issued, discards)
+
+
+def batch(number: int, groups: list[Any], issued: list[int], discards: list[Any]) -> Json:
+    """A batch as JSON."""
+    file = {"path": "trajectories/drawn", "size": 1, "sha256": "0"}
+    lists = {"groups": groups, "issued": issued, "discards": discards}
+    return dump({"kind": "batch-committed", "number": number, "file": file, "rows": 3 * len(groups), **lists})
+
+
+def versions(model: Model) -> Iterator[Json]:
+    """The next version, where its batch is there."""
+    weights = [{"path": "weights", "size": 1, "sha256": "0"}]
+    number = model.latest + 1
+    entry = model.alive[number - 1]["n"] if number - 1 in model.alive else None
+    if number == 0 or entry is not None:
+        body = {
+            "kind": "version-published",
+            "number": number,
+            "batch_entry": entry,
+            "weights": weights,
+            "state": weights,
+        }
+        yield dump(body)
+
+
+def dump(body: Json) -> Json:
+    """A body with all its fields."""
+    whole: Json = BODY.dump_python(BODY.validate_python(body), mode="json")
+    return whole
+
+
+def changed(draw: Any, model: Model, role: Role, claim: int, body: Json) -> tuple[Role, int, Json]:
+    """One small change."""
+    what = draw(st.sampled_from(["role", "claim", "body", "body", "body", "body"]))
+    if what == "role":
+        return draw(st.sampled_from(["creator", "supervisor", "scheduler", "learner"])), claim, body
+    if what == "claim":
+        return role, claim + draw(st.sampled_from([-1, 1])), body
+    name = draw(st.sampled_from(sorted(body.keys() - {"kind", "file", "why", "who", "cluster", "host"})))
+    return role, claim, body | {name: moved(draw, model, name, body[name])}
+
+
+def moved(draw: Any, model: Model, name: str, value: Any) -> Any:
+    """Another value of the same type."""
+    step = draw(st.sampled_from([-3, -2, -1, 1, 2]))
+    if value is None or isinstance(value, int):
+        return (
+            draw(st.sampled_from([None, 0, 1]))
+            if value is None and name != "rows"
+            else nulled(draw, name, value + step)
+        )
+    if not isinstance(value, list):
+        return value
+    how = draw(st.sampled_from(["drop", "twice", "swap", "step"])) if value else "add"
+    if how == "add":
+        return added(draw, model, name)
+    place = draw(st.integers(0, len(value) - 1))
+    one, rest = value[place], [*value[:place], *value[place + 1 :]]
+    match how:
+        case "drop":
+            return rest
+        case "twice":
+            return [*value, one]
+        case "swap":
+            return [*rest, one]
+    return [*value[:place], stepped(draw, one, step), *value[place + 1 :]]
+
+
+def nulled(draw: Any, name: str, value: int) -> int | None:
+    return draw(st.sampled_from([value, value, None])) if name in ("under", "batch_entry") else value
+
+
+def stepped(draw: Any, one: Any, step: int) -> Any:
+    """A list's element, with one of its numbers moved, or with another reason or kind."""
+    if isinstance(one, int):
+        return one + step
+    if isinstance(one, dict):
+        return one
+    if isinstance(one[-1], str):  # of what is pruned
+        return (
+            [one[0] + step, one[1]] if draw(st.booleans()) else [one[0], "state" if one[1] == "weights" else "weights"]
+        )
+    if isinstance(one[0], list):  # a discard
+        if draw(st.booleans()):
+            return [stepped(draw, one[0], step), *one[1:]]
+        return [one[0], draw(st.sampled_from(list(DiscardReason))).value, *one[2:]]
+    place = draw(st.integers(0, min(3, len(one) - 1)))
+    return [*one[:place], one[place] + step, *one[place + 1 :]]
+
+
+def added(draw: Any, model: Model, name: str) -> Any:
+    """Something in an empty list."""
+    if name == "objects":
+        return [[draw(st.integers(-1, model.latest + 1)), draw(st.sampled_from(["weights", "state"]))]]
+    if name == "issued":
+        return [draw(st.integers(0, 9))]
+    if name == "discards":
+        return [[[draw(st.integers(0, 9)), 0], "failed", 0, 0]]
+    return []

@@ -1,0 +1,324 @@
+"""A run's log as a plain model: all that ever happened, and rules that look at nothing but that.
+
+It shares no code with the fold. It reads entries as JSON, keeps every dispatch's fate for ever, and says of any entry
+whether it may follow. Slow, and it grows: for tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollflow.storage.log.state import RunState
+from rollflow.storage.records import DiscardReason, GroupKey
+
+Json = Mapping[str, Any]
+WRITERS = {
+    "run-created": {"creator"},
+    "claimed": {"supervisor", "scheduler", "learner"},
+    "batch-committed": {"scheduler"},
+    "batch-voided": {"scheduler", "learner"},
+    "version-published": {"learner"},
+    "pruned": {"learner"},
+}
+LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
+
+
+class Illegal(Exception):
+    """An entry may not follow."""
+
+
+def need(holds: bool, why: str) -> None:
+    """The word that every rule here is written with."""
+    if not holds:
+        raise Illegal(why)
+
+
+@dataclass
+class Model:
+    """Everything that the entries so far have said."""
+
+    entries: list[Json] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=lambda: [""])  # of the entries, behind that of none
+    claims: dict[str, Json] = field(default_factory=dict)  # role -> its newest claim, as an entry
+    fates: dict[GroupKey, str] = field(default_factory=dict)  # every dispatch, in the order of issue
+    tokens: dict[GroupKey, int] = field(default_factory=dict)  # of those with a fate
+    slow: Counter[int] = field(default_factory=Counter)  # prompt -> its dispatches that were left behind
+    alive: dict[int, Json] = field(default_factory=dict)  # batch number -> its entry, until that is voided
+    formed: int = 0  # batches that were ever formed, by number
+    voids: int = 0
+    versions: list[Json] = field(default_factory=list)  # the entries that published them
+    pruned: list[tuple[int, str]] = field(default_factory=list)
+
+    # --- what was created -------------------------------------------------------------------------------------
+
+    @property
+    def created(self) -> Json:
+        body: Json = self.entries[0]["body"]
+        return body
+
+    @property
+    def alpha(self) -> float:
+        return float(self.created["config"]["async_ratio"])
+
+    @property
+    def sources(self) -> int:
+        return int(self.created["sources"])
+
+    @property
+    def latest(self) -> int:
+        """The newest version; -1: none."""
+        return len(self.versions) - 1
+
+    # --- what follows from the whole story --------------------------------------------------------------------
+
+    @property
+    def open(self) -> list[GroupKey]:
+        return [key for key, fate in self.fates.items() if fate == "open"]
+
+    @property
+    def waiting(self) -> dict[int, Json]:
+        return {number: entry for number, entry in self.alive.items() if number >= self.latest}
+
+    @property
+    def holes(self) -> list[int]:
+        return [number for number in range(self.formed) if number not in self.alive]
+
+    def position(self, source: int) -> int:
+        """How many prompts of a source were ever issued."""
+        return sum(1 for key in self.fates if key.attempt == 0 and key.prompt % self.sources == source)
+
+    def filtered(self, source: int) -> int:
+        return sum(1 for key, fate in self.fates.items() if fate == "filtered" and key.prompt % self.sources == source)
+
+    def stored(self) -> set[tuple[int, str]]:
+        """What was published, by version and kind."""
+        kinds = ("weights", "state")
+        return {(v, kind) for v, entry in enumerate(self.versions) for kind in kinds if entry["body"][kind]}
+
+    def needed(self) -> set[tuple[int, str]]:
+        """What must be there: kept versions, all that alpha still lets a group have started under, and the bases."""
+        config, latest = (
+            {"keep_last": 5, "keep_every": 10, "state_every": 1} | self.created["config"]["store"],
+            self.latest,
+        )
+        kept = {v for v in range(latest + 1) if v > latest - config["keep_last"] or v % config["keep_every"] == 0}
+        kept |= {v for v in range(latest + 1) if v >= latest - math.floor(self.alpha)}
+        every = config["state_every"]
+        bases = {max(b for b in range(v) if b % every == 0) for v in kept if v > 0}
+        states = bases | {0, latest}
+        return {(v, "weights") for v in kept | states} | {(v, "state") for v in states}
+
+    def may_be_pruned(self) -> set[tuple[int, str]]:
+        """What is there and not needed."""
+        return self.stored() - self.needed() - set(self.pruned)
+
+    # --- one more entry ---------------------------------------------------------------------------------------
+
+    def why_not(self, role: str, claim: int, body: Json) -> str:
+        """Why `body` may not follow; "" if it may."""
+        try:
+            self._check(role, claim, body)
+        except Illegal as why:
+            return str(why)
+        return ""
+
+    def take(self, data: bytes, read: Callable[[str], bytes]) -> None:
+        """The next entry as it lies in the store."""
+        tree = json.loads(data)
+        body = tree["body"] | (json.loads(read(tree["index"]["path"])) if "index" in tree else {})
+        tree["body"] = body
+        need(tree["n"] == len(self.entries), "its number")
+        need(tree["prev"] == self.hashes[-1], "its chain")
+        self._check(tree["role"], tree["claim"], body)
+        self.entries.append(tree)
+        self.hashes.append(hashlib.sha256(data).hexdigest())
+        self._keep(tree, body)
+        need((tree["version"], tree["batch"]) == (self.latest, self.formed), "what it says of itself")
+
+    def _check(self, role: str, claim: int, body: Json) -> None:
+        kind, n = body["kind"], len(self.entries)
+        need(role in WRITERS[kind], "a role that does not write this")
+        if kind == "run-created":
+            need(n == 0 and body["sources"] > 0, "not a creation")
+            return
+        need(n > 0, "nothing was created")
+        if kind == "claimed":
+            newest = self.claims.get("supervisor")
+            need(claim == n, "claims another entry")
+            if role == "supervisor":
+                need(body["under"] is None, "a supervisor under another")
+            else:
+                need(newest is not None and body["under"] == newest["n"], "under an old supervisor")
+            return
+        need(role in self.claims and claim == self.claims[role]["n"], "deposed")
+        {
+            "batch-committed": self._commit,
+            "batch-voided": self._void,
+            "version-published": self._publish,
+            "pruned": self._prune,
+        }[kind](body)
+
+    def _commit(self, body: Json) -> None:
+        number = body["number"]
+        need(number == self.formed or number in self.holes, "not a number to form")
+        need(bool(body["groups"]), "no groups")
+        need(body["rows"] == len(body["groups"]) * self.created["config"]["group_size"], "rows")
+        trial = Model(self.entries, fates=dict(self.fates))
+        trial.settle(body, "batch")
+        for *_, started, newest, _ in body["groups"]:
+            need(number - started <= self.alpha, "stale")
+            need(0 <= started <= newest <= self.latest, "versions of the future")
+
+    def settle(self, body: Json, fate: str) -> None:
+        """The fates that a commit says, one after the other."""
+        for prompt in body["issued"]:
+            place, source = divmod(prompt, self.sources)
+            need(prompt >= 0 and place == self.position(source), "out of its source's order")
+            self.fates[GroupKey(prompt, 0)] = "open"
+        for key, reason, _, tokens in body["discards"]:
+            self._end(GroupKey(*key), reason, tokens)
+        for prompt, attempt, *_, tokens in body["groups"]:
+            self._end(GroupKey(prompt, attempt), fate, tokens)
+
+    def _end(self, key: GroupKey, fate: str, tokens: int) -> None:
+        need(self.fates.get(key) == "open", f"{key} is not open")
+        self.fates[key], self.tokens[key] = fate, tokens
+        if fate in LEFT_BEHIND and tokens > 0:
+            self.slow[key.prompt] += 1
+        if fate not in ("filtered", "batch"):
+            self._again(key)
+
+    def _again(self, key: GroupKey) -> None:
+        following = GroupKey(key.prompt, key.attempt + 1)
+        need(following not in self.fates, f"{following} twice")
+        self.fates[following] = "open"
+
+    def _void(self, body: Json) -> None:
+        there = self.waiting.get(body["number"])
+        need(there is not None and there["n"] == body["entry"], "does not wait")
+
+    def _publish(self, body: Json) -> None:
+        number = body["number"]
+        need(number == self.latest + 1 and bool(body["weights"]), "not the next version, or nothing")
+        there = self.alive.get(number - 1)
+        need((there["n"] if there is not None else None) == body["batch_entry"], "not of its batch")
+        need(number == 0 or there is not None, "of no batch")
+        every = self.created["config"]["store"].get("state_every", 1)
+        need(number % every > 0 or bool(body["state"]), "no state where one is stored")
+
+    def _prune(self, body: Json) -> None:
+        objects = [(version, kind) for version, kind in body["objects"]]
+        need(len(objects) == len(set(objects)), "twice in one")
+        need(set(objects) <= self.may_be_pruned(), "needed, or not there")
+
+    def _keep(self, entry: Json, body: Json) -> None:
+        match body["kind"]:
+            case "claimed":
+                self.claims[entry["role"]] = entry
+            case "batch-committed":
+                self.settle(body, "batch")
+                self.alive[body["number"]] = entry
+                self.formed = max(self.formed, body["number"] + 1)
+            case "batch-voided":
+                self.voids += 1
+                for prompt, attempt, *_ in self.alive.pop(body["number"])["body"]["groups"]:
+                    self.fates[GroupKey(prompt, attempt)] = "corrupt"
+                    self._again(GroupKey(prompt, attempt))
+            case "version-published":
+                self.versions.append(entry)
+                for prompt, attempt, *_ in self.trained_on(self.latest):
+                    self.fates[GroupKey(prompt, attempt)] = "trained"
+            case "pruned":
+                self.pruned += [(version, kind) for version, kind in body["objects"]]
+
+    def trained_on(self, version: int) -> list[list[int]]:
+        """The groups of a version's batch."""
+        groups: list[list[int]] = self.alive[version - 1]["body"]["groups"] if version else []
+        return groups
+
+    # --- against the fold -------------------------------------------------------------------------------------
+
+    def compare(self, state: RunState) -> None:
+        """A state of the fold at this very entry says the same."""
+        assert (state.n, state.sha256) == (len(self.entries) - 1, self.hashes[-1])
+        if not self.entries:
+            return
+        self._compare_head(state)
+        self._compare_dispatches(state)
+        self._compare_totals(state)
+        self._compare_retention(state)
+
+    def _compare_head(self, state: RunState) -> None:
+        assert (state.run_id, state.alpha) == (self.created["run_id"], self.alpha)
+        assert state.group_size == self.created["config"]["group_size"]
+        assert (state.version, state.next_batch, state.voids) == (self.latest, self.formed, self.voids)
+        assert state.published == (self.versions[-1]["n"] if self.versions else -1)
+        assert state.holes == self.holes
+        names = ("under", "who", "cluster", "host", "process")
+        claims = {role: (e["n"], *(e["body"][name] for name in names)) for role, e in self.claims.items()}
+        found = {r: (c.entry, c.under, c.who, c.cluster, c.host, c.process) for r, c in state.claims.items()}
+        assert found == claims
+        for role in ("supervisor", "scheduler", "learner"):
+            assert state.newest_claim(role) == (self.claims[role]["n"] if role in self.claims else -1)
+
+    def _compare_dispatches(self, state: RunState) -> None:
+        assert state.in_flight == tuple(self.open)
+        assert list(state.open) == [key.prompt for key in self.open]
+        assert state.cursor.issued == tuple(map(self.position, range(self.sources)))
+        assert state.cursor.filtered == tuple(map(self.filtered, range(self.sources)))
+        assert state.behind == self.left_behind([key.prompt for key in self.open])
+        assert state.waiting.keys() == self.waiting.keys()
+        for number, entry in self.waiting.items():
+            batch, body = state.waiting[number], entry["body"]
+            assert (batch.entry, batch.rows, batch.surplus_tokens) == (entry["n"], body["rows"], body["surplus_tokens"])
+            assert {"path": batch.file.path, "size": batch.file.size, "sha256": batch.file.sha256} == body["file"]
+            assert [list(group) for group in batch.groups] == body["groups"]
+            assert batch.behind == self.left_behind([group[0] for group in body["groups"]])
+
+    def left_behind(self, prompts: list[int]) -> dict[int, int]:
+        return {prompt: self.slow[prompt] for prompt in prompts if self.slow[prompt]}
+
+    def _compare_totals(self, state: RunState) -> None:
+        ended = {key: fate for key, fate in self.fates.items() if fate not in ("open", "batch")}
+        tokens: Counter[str] = Counter()
+        for key, fate in ended.items():
+            tokens[fate] += self.tokens[key]
+        trained = [self.alive[number]["body"] for number in range(self.latest)]
+        totals = state.totals
+        assert totals.groups == Counter(ended.values())
+        assert totals.tokens == tokens
+        assert totals.staleness == Counter(body["number"] - group[2] for body in trained for group in body["groups"])
+        assert all(0 <= aged <= self.alpha or aged < 0 for aged in totals.staleness)
+        assert totals.rows == sum(body["rows"] for body in trained)
+        assert totals.surplus_tokens == sum(body["surplus_tokens"] for body in trained)
+
+    def _compare_retention(self, state: RunState) -> None:
+        assert sorted(state.releasable) == sorted(self.may_be_pruned())
+        assert all(state.held[version][kind] == self.versions[version]["n"] for version, kind in state.releasable)
+        left = len(state.held) - len({version for version, _ in self.may_be_pruned()})
+        assert left <= state.retention.window + 1, "what is held does not grow"
+
+    def check_story(self) -> None:
+        """What must be true of a whole log, said once more and more plainly."""
+        for prompt in {key.prompt for key in self.fates}:
+            fates = [fate for key, fate in sorted(self.fates.items()) if key.prompt == prompt]
+            attempts = sorted(key.attempt for key in self.fates if key.prompt == prompt)
+            assert attempts == list(range(len(attempts)))
+            assert all(DiscardReason(fate).issued_again for fate in fates[:-1])
+            assert fates[-1] in ("open", "batch", "trained", "filtered")
+        for source in range(self.sources):
+            places = [
+                k.prompt // self.sources for k in self.fates if k.attempt == 0 and k.prompt % self.sources == source
+            ]
+            assert places == list(range(len(places)))
+        for number in range(self.latest):
+            assert self.versions[number + 1]["body"]["batch_entry"] == self.alive[number]["n"]
+        assert len(self.pruned) == len(set(self.pruned))
+        assert not self.needed() & self.stored() & set(self.pruned)
+        assert len({entry["id"] for entry in self.entries}) == len(self.entries)
