@@ -163,13 +163,18 @@ def of_kind(store: ObjectStore, kind: type) -> list[Entry]:
 
 
 def committed(store: ObjectStore, number: int) -> Entry:
-    """The entry of batch `number`."""
-    return next(entry for entry in of_kind(store, BatchCommitted) if entry.body.number == number)  # type: ignore[union-attr]
+    """The newest entry of batch `number`."""
+    return [entry for entry in of_kind(store, BatchCommitted) if _number(entry) == number][-1]
 
 
 def published(store: ObjectStore, number: int) -> Entry:
     """The entry of version `number`."""
-    return next(entry for entry in of_kind(store, VersionPublished) if entry.body.number == number)  # type: ignore[union-attr]
+    return [entry for entry in of_kind(store, VersionPublished) if _number(entry) == number][-1]
+
+
+def _number(entry: Entry) -> int:
+    assert isinstance(entry.body, BatchCommitted | VersionPublished)
+    return entry.body.number
 
 
 def forget(store: ObjectStore) -> None:
