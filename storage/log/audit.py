@@ -121,7 +121,7 @@ class _Audit:
             raise Corrupt(f"{self.run.uri}: {self.report.violations[0].what}; nothing is known of this run")
 
     def _note(self, written: Written, counts: bool, looking: Looking) -> None:
-        """What an entry says of objects; `counts` is whether it is one of the run's history."""
+        """What an entry says of objects, which `counts` if it is to be believed."""
         entry, n = written.entry, written.entry.n
         self._hear(n, written.sha256)
         self.latest = max(self.latest, entry.version)

@@ -62,7 +62,7 @@ def entries(
                     ahead.clear()
             yield n, found
             n = found.end if isinstance(found, Hole) else n + 1
-            wide = min(AT_ONCE, 2 * wide)
+            wide = min(AT_ONCE, wide + 1)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -23,7 +23,8 @@ from rollflow.storage.log.state import Refused, RunState, TooOld, apply, decide,
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
-MOST = 20  # refused entries that are named: one may be the cause of all that follow
+MOST = 5  # entries that are named of those that were passed over: what is wrong with one may stop all behind it
+REFUSALS = (Refused, KeyError, TypeError, ValueError)  # those but the first by what no role would write
 
 
 @dataclass(slots=True)
@@ -33,18 +34,17 @@ class Refold:
     run: ObjectStore
     state: RunState
     add: Callable[[ViolationKind, str, str], None]
-    lost: bool = False
-    refused: int = 0
+    lost: bool = False  # an entry that the state depends on cannot be read
+    sound: bool = True  # all that was read could be folded; what was damaged and is healed could
+    _passed_over: list[int] = field(default_factory=list)
     _broken: list[int] = field(default_factory=list)  # entries that name another one before them
     _unlinked: bool = False  # nothing is known of the hash that the next entry must name
 
-    @property
-    def sound(self) -> bool:
-        """Whether all was folded; what was damaged and healed was."""
-        return not (self.lost or self.refused or self._broken)
-
     def over(self, found: Iterable[tuple[int, bytes | Hole | Corrupt]]) -> Iterator[tuple[Written, bytes, bool]]:
-        """Entries that can be read, as parsed and as bytes, and whether they count."""
+        """Entries that can be read, as parsed and as bytes, and whether they are to be believed.
+
+        The first one that is passed over is not. Behind it a refusal says nothing: it may be what was missed.
+        """
         for n, one in found:
             if isinstance(one, Hole):
                 self.add("gap", entry_path(n), str(one))
@@ -68,9 +68,11 @@ class Refold:
             own = n + 1 in self._broken or n == self.state.n
             what = f"entry {n} follows another entry {n - 1} than the one that is there"
             self.add("altered", entry_path(n if own else n - 1), what if own else f"{what}: this one")
-        if self.refused > MOST:
-            what = f"{self.refused} entries are refused, of which {MOST} are named"
-            self.add("lineage", entry_path(self.state.n), what)
+        if len(self._passed_over) > MOST:
+            what = (
+                f"{len(self._passed_over)} entries are refused, of which the first {MOST} are named; this is the last"
+            )
+            self.add("lineage", entry_path(self._passed_over[-1]), what)
 
     def _parse(self, n: int, found: bytes | Corrupt) -> Written:
         if isinstance(found, Corrupt):
@@ -88,35 +90,39 @@ class Refold:
 
     def _lose(self, hole: Hole) -> None:
         self.state = replace(self.state, n=hole.end - 1)
-        self.lost = self._unlinked = True
+        self.lost, self.sound, self._unlinked = True, False, True
 
     def _fold(self, written: Written) -> bool:
-        """Fold an entry, if it can be; returns whether it counts."""
+        """Fold an entry, if it can be; returns whether it is to be believed."""
         entry = written.entry
         if self._unlinked:
             self.state, self._unlinked = replace(self.state, sha256=entry.prev), False
-        try:
-            if not self.lost:
+        if not self.lost:
+            try:
                 self.state = apply(self.state, written)
                 return True
-        except (Refused, KeyError, TypeError, ValueError):
-            pass
+            except REFUSALS:
+                self.sound = False
         if entry.prev != self.state.sha256:
             self._broken.append(entry.n)
-        after = None if self.lost else self._folded_nevertheless(entry)
+        missed = bool(self._passed_over)
+        after = self.state if self.lost else self._folded_nevertheless(entry)
         self.state = replace(after or self.state, n=entry.n, sha256=written.sha256)
-        return after is not None or self.lost
+        return after is not None or missed
 
     def _folded_nevertheless(self, entry: Entry) -> RunState | None:
+        """The state after an entry that was refused for what can be overlooked; None: it is passed over."""
         state, where = self.state, entry_path(entry.n)
         try:
             after = decide(state, entry.n, entry.role, entry.claim, entry.body)
-        except (Refused, KeyError, TypeError, ValueError) as error:
-            self.refused += 1
-            kind = _kind(state, entry, error)
-            if self.refused <= MOST:
-                self.add(kind, where, f"it cannot stand where it stands: {error}")
-            return _as_if_fresh(state, entry) if kind == "stale" else None
+        except REFUSALS as error:
+            kind, what = _kind(state, entry, error), f"it cannot stand where it stands: {error}"
+            fresh = _as_if_fresh(state, entry) if kind == "stale" else None
+            if fresh is None:
+                self._passed_over.append(entry.n)
+            if len(self._passed_over) <= MOST:
+                self.add(kind, where, what)
+            return fresh
         if head(entry) != (after.version, after.next_batch):
             what = f"it says version and batch {head(entry)}, and means {(after.version, after.next_batch)}"
             self.add("lineage", where, what)

@@ -25,13 +25,14 @@ from rollflow.storage.log.entries import (
     entry_path,
 )
 from rollflow.storage.log.log import Log
+from rollflow.storage.log.refold import MOST
 from rollflow.storage.log.report import SPANS, AuditReport, Rows
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, StoredObject, TrajectoryGroup
-from rollflow.tasks.settings import RunConfig
-from tests.support.log_actors import Scheduler, Supervisor
+from rollflow.tasks.settings import ReasoningGymPrompts, RunConfig
+from tests.support.log_actors import GROUPS, Scheduler, Supervisor
 from tests.support.log_runs import (
     DOMAINS,
     Actors,
@@ -49,7 +50,7 @@ from tests.support.log_runs import (
     sha256_of,
 )
 
-VERSIONS = 6
+VERSIONS, ALPHA = 6, 3.0
 
 
 @pytest.fixture
@@ -65,13 +66,28 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(store: MemoryStore) -> MemoryStore:
-    """Six versions and a batch that waits, trained one ahead; nothing but its entries tells what its log was."""
-    actors = Actors.begin(store)
-    actors.ahead()
-    actors.train(VERSIONS)
+    """As `lagging`; nothing but its entries tells what its log was."""
+    lagging(store)
     assert audit(store).clean
     forget(store)
     return store
+
+
+def lagging(store: ObjectStore) -> Actors:
+    """Six versions and a batch that waits, formed one ahead; groups are committed a version after they were started."""
+    actors = Actors.begin(store, alpha=ALPHA)
+    actors.ahead()
+    started(actors, 0)
+    for version in range(VERSIONS):
+        started(actors, version)
+        actors.train()
+    return actors
+
+
+def started(actors: Actors, version: int) -> None:
+    """A batch's groups run."""
+    for _ in range(GROUPS):
+        actors.scheduler.dispatch(version)
 
 
 def found(run: ObjectStore) -> set[tuple[str, str]]:
@@ -99,20 +115,19 @@ def weights_of(run: ObjectStore, version: int) -> str:
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_a_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_path: Path) -> None:
     run: ObjectStore = store if where == "memory" else LocalStore(tmp_path)
-    actors = Actors.begin(run)
+    actors = lagging(run)
+    actors.scheduler.dispatch(VERSIONS)
+    actors.scheduler.discard(2, DiscardReason.FILTERED)
     actors.ahead()
-    actors.scheduler.dispatch(0)
-    actors.scheduler.discard(0, DiscardReason.FILTERED)
-    actors.train(VERSIONS)
     report = audit(run)
     assert report.violations == []
-    assert (report.run, report.async_ratio, report.versions, report.entries) == ("test", 2.0, 6, len(read(run)))
+    assert (report.run, report.async_ratio, report.versions, report.entries) == ("test", ALPHA, 6, len(read(run)))
     assert report.trajectories == VERSIONS * 2 * G
-    # of four samples of a group of batches 1 to 5, three were started one version before the last one's
-    assert report.staleness == {0: 8 + 5 * 2, 1: 5 * 6} or report.staleness.total() == 48
+    # batch 0 is trained on at 0, batch 1 at 1, of batches 2 to 5 three samples of four at 2, and the fourth at 1
+    assert report.staleness == {0: 8, 1: 8 + 4 * 2, 2: 4 * 6}
     assert report.staleness_by_version[1] == {0: 8}
     assert report.domains == {DOMAINS[0]: 8, DOMAINS[1]: 4}
-    assert report.fates == {"trained": 12, "committed, waiting": 2, "discarded: filtered": 1}
+    assert report.fates == {"trained": 12, "committed, waiting": 4, "discarded: filtered": 1}
     assert (report.trained_tokens, report.discarded_tokens, report.surplus_tokens) == (12 * 10, 5, VERSIONS * 3)
     kept = sum(path.startswith(("policies", "trajectories")) for path in run.list())
     assert report.objects == kept
@@ -143,14 +158,9 @@ def test_no_run_there(store: MemoryStore) -> None:
 
 def test_the_hash_of_a_real_config_is_that_of_what_the_log_holds(store: MemoryStore) -> None:
     """As JSON comes back, the config has the hash that the settings gave it."""
-    config = RunConfig.model_validate(
-        {
-            "prompts": [{"kind": "reasoning-gym", "families": ["leg_counting"], "share": 1 / 3}],
-            "policy": {"cold_start": {}},
-            "engine": {"kind": "transformers", "max_new_tokens": 16},
-            "async_ratio": 0.1 + 0.2,
-        }
-    )
+    options = {"min_digits": 2, "rate": 1e-30, "names": ["ä", "b"]}
+    prompts = (ReasoningGymPrompts(share=1 / 3), ReasoningGymPrompts(family="basic_arithmetic", options=options))
+    config = RunConfig(async_ratio=0.1 + 0.2, prompts=prompts)
     Log(store).create(RunCreated("real", config.model_dump(mode="json"), config.sha256(), 1))
     assert audit(store).violations == []
 
@@ -183,7 +193,8 @@ def test_one_sample_more(run: MemoryStore) -> None:
         made = groups[0].trajectories
         return [replace(groups[0], trajectories=(*made, replace(made[0], sample=4))), groups[1]]
 
-    assert found(run) == {("altered", rebatched(run, 3, more))}
+    path = rebatched(run, 3, more)
+    assert found(run) == {("altered", path)}
 
 
 def test_of_surplus_responses_any_four_are_a_group(store: MemoryStore) -> None:
@@ -217,22 +228,23 @@ def test_false_counts_and_versions_in_an_entry(run: MemoryStore, false: Callable
 
 
 def test_a_false_started_version_in_a_file(run: MemoryStore) -> None:
-    """Later than the tokens that it has; and later than its entry says."""
-    path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=3)])
+    """Later than its tokens, and than its entry says; then earlier than that."""
+    path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     assert found(run) == {("lineage", path), ("stale", path)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=0)])
-    assert found(run) == {("lineage", path), ("stale", path)}
+    assert found(run) == {("lineage", path)}
 
 
 def test_a_false_started_version_in_file_and_entry(run: MemoryStore) -> None:
     """Both say the same; the tokens are older."""
-    path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=3)])
-    changed(
-        run,
-        committed(run, 3).n,
-        lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(started=3))),
-    )
+    path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
+    changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
     assert found(run) == {("stale", path)}
+
+
+def said(body: BatchCommitted, **change: int) -> Group:
+    """The second group of a commit, with something else said of it."""
+    return body.groups[1]._replace(**change)
 
 
 def of_all(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
@@ -249,11 +261,7 @@ def test_tokens_of_a_version_that_did_not_exist(run: MemoryStore) -> None:
     assert committed(run, 3).version == 2
     path = rebatched(run, 3, later)
     assert found(run) == {("lineage", path), ("stale", path)}
-    changed(
-        run,
-        committed(run, 3).n,
-        lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(newest=4))),
-    )
+    changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, newest=4))))
     assert found(run) == {("stale", path), ("stale", entry_path(committed(run, 3).n))}
 
 
@@ -327,7 +335,7 @@ def other_alpha(body: RunCreated, alpha: float) -> RunCreated:
 def test_alpha_edited_in_the_config(run: MemoryStore) -> None:
     body = read(run)[0].body
     assert isinstance(body, RunCreated)
-    resealed(run, 0, body=other_alpha(body, 9.0))
+    resealed(run, 0, body=other_alpha(body, 3.5))
     assert found(run) == {("altered", entry_path(0))}
     whats = [violation.what for violation in audit(run).violations]
     assert whats == [
@@ -337,7 +345,7 @@ def test_alpha_edited_in_the_config(run: MemoryStore) -> None:
 
 
 def test_alpha_edited_and_chained_anew(run: MemoryStore) -> None:
-    changed(run, 0, lambda body: other_alpha(body, 9.0))
+    changed(run, 0, lambda body: other_alpha(body, 3.5))
     assert found(run) == {("altered", entry_path(0))}
 
 
@@ -362,6 +370,7 @@ def test_a_prepared_object_that_is_not_there(store: MemoryStore) -> None:
     pin = {"kept": kept.path, "size": kept.size, "sha256": kept.sha256}
     changed(store, 0, lambda body: replace(body, prompts=(pin, {"kept": ""}), policy=(policy,)))
     assert found(store) == set()
+    forget(store)
     store.delete(kept.path)
     store.put(policy.path, b"[]")
     assert found(store) == {("missing", kept.path), ("altered", policy.path)}
@@ -393,9 +402,10 @@ def test_what_retention_needs_is_gone_and_nobody_has_pruned_it(store: MemoryStor
     Actors.begin(store).train(9, prune=False)
     forget(store)
     state = Log(store).state
-    assert not state.retention.needed("weights", 6, 9)
-    store.delete(weights_of(store, 6))  # not needed: it may be gone
+    assert [v for v in range(10) if not state.retention.needed("weights", v, 9)] == [1, 2, 5]
+    store.delete(weights_of(store, 1))  # not needed: it may be gone
     assert found(store) == set()
+    forget(store)
     store.put(weights_of(store, 5), b"something else")  # not needed, but there
     store.delete(weights_of(store, 4))  # kept for good
     assert found(store) == {("altered", weights_of(store, 5)), ("missing", weights_of(store, 4))}
@@ -483,7 +493,7 @@ def test_swapped_and_resealed_entries(run: MemoryStore) -> None:
     entries = read(run)
     for n, other in ((5, 6), (6, 5)):
         resealed(run, n, **{name: getattr(entries[other], name) for name in ("id", "role", "claim", "body")})
-    assert found(run) >= {("altered", entry_path(5)), ("altered", entry_path(6))}
+    assert found(run) >= {("gap", entry_path(5)), ("altered", entry_path(6))}  # batch 1 before batch 0
 
 
 def test_swapped_entries_in_a_new_chain(run: MemoryStore) -> None:
@@ -493,11 +503,11 @@ def test_swapped_entries_in_a_new_chain(run: MemoryStore) -> None:
     after = published(run, 3).n
     entries[n], entries[after] = entries[after], entries[n]
     rewritten(run, entries)
-    assert ("lineage", entry_path(n)) in found(run)
+    assert ("gap", entry_path(n)) in found(run)
 
 
 def test_an_inserted_commit_of_groups_that_have_their_fates(run: MemoryStore) -> None:
-    again = committed(run, 2)
+    again = committed(run, VERSIONS)
     assert isinstance(again.body, BatchCommitted)
     at = len(read(run))
     state = Log(run).state
@@ -525,6 +535,30 @@ def test_an_inserted_commit_that_skips_a_prompt_or_a_number(run: MemoryStore) ->
     rewritten(run, read(run)[:at])
     inserted(run, at, replace(skipping, body=replace(body, number=state.next_batch + 1)))
     assert ("gap", entry_path(at)) in found(run)
+
+
+def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
+    run: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without version 1 there is none that can follow."""
+    monkeypatch.setattr("rollflow.storage.log.refold.MOST", 3)
+    n = published(run, 1).n
+    rewritten(run, [one for one in read(run) if one.n != n])
+    violations = audit(run).violations
+    named = [violation for violation in violations if violation.what.startswith("it cannot stand where it stands")]
+    [last] = [violation for violation in violations if "refused entries, of which 3 are named" in violation.what]
+    assert len(named) == 3
+    assert (last.kind, last.where) == ("lineage", entry_path(published(run, VERSIONS).n))
+    assert {violation.where[:4] for violation in violations} == {"log/"}  # what was pruned is not missed
+
+
+def test_each_commit_that_is_too_old_is_named(store: MemoryStore) -> None:
+    """They stop nothing that follows."""
+    lagging(store)
+    changed(store, 0, lambda body: other_alpha(body, 0.5))
+    stale = {where for kind, where in found(store) if (kind, where[:4]) == ("stale", "log/")}
+    assert stale == {entry_path(committed(store, number).n) for number in range(1, VERSIONS + 1)}
+    assert len(stale) > MOST
 
 
 def test_an_inserted_version(run: MemoryStore) -> None:
@@ -585,10 +619,11 @@ def test_an_index_object(store: MemoryStore, how: str, kind: str) -> None:
     assert found(store) == set()
     forget(store)
     [index] = store.list("log_index")
+    path = entry_path(committed(store, 0).n)
     store.put(index, b"{}")
     if how == "gone":
         store.delete(index)
-    assert found(store) == {(kind, entry_path(committed(store, 0).n))}
+    assert found(store) == {(kind, path)}
 
 
 # --- a log that others have seen otherwise ---------------------------------------------------------------------
@@ -692,7 +727,7 @@ def watched(store: MemoryStore) -> Watched:
 def test_a_run_that_prunes_while_it_is_read(store: MemoryStore, watched: Watched) -> None:
     """What was needed when the log was read is pruned and gone when it is looked for."""
     actors = Actors.begin(store).train(3)
-    gone = weights_of(store, 3)
+    gone = weights_of(store, 2)
 
     def before(path: str) -> None:
         if path == gone and store.exists(gone):
@@ -701,7 +736,7 @@ def test_a_run_that_prunes_while_it_is_read(store: MemoryStore, watched: Watched
             assert not store.exists(gone)
 
     WATCHING[watched.name] = before
-    assert Log(store).state.retention.needed("weights", 3, 3)
+    assert Log(store).state.retention.needed("weights", 2, 3)
     report = audit(watched)
     assert (report.violations, report.versions) == ([], 3)
     report = audit(watched)
