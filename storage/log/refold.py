@@ -23,7 +23,7 @@ from rollflow.storage.log.state import Refused, RunState, TooOld, apply, decide,
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
-MOST = 5  # entries that are named of those that were passed over: what is wrong with one may stop all behind it
+MOST = 5  # refused entries that are named from the first on that is passed over: it may be the cause of all others
 REFUSALS = (Refused, KeyError, TypeError, ValueError)  # those but the first by what no role would write
 
 
@@ -36,7 +36,7 @@ class Refold:
     add: Callable[[ViolationKind, str, str], None]
     lost: bool = False  # an entry that the state depends on cannot be read
     sound: bool = True  # all that was read could be folded; what was damaged and is healed could
-    _passed_over: list[int] = field(default_factory=list)
+    _refused: list[int] = field(default_factory=list)  # the first entry that is passed over, and those behind it
     _broken: list[int] = field(default_factory=list)  # entries that name another one before them
     _unlinked: bool = False  # nothing is known of the hash that the next entry must name
 
@@ -68,11 +68,9 @@ class Refold:
             own = n + 1 in self._broken or n == self.state.n
             what = f"entry {n} follows another entry {n - 1} than the one that is there"
             self.add("altered", entry_path(n if own else n - 1), what if own else f"{what}: this one")
-        if len(self._passed_over) > MOST:
-            what = (
-                f"{len(self._passed_over)} entries are refused, of which the first {MOST} are named; this is the last"
-            )
-            self.add("lineage", entry_path(self._passed_over[-1]), what)
+        if len(self._refused) > MOST:
+            count, last = len(self._refused), self._refused[-1]
+            self.add("lineage", entry_path(last), f"the last of {count} refused entries, of which {MOST} are named")
 
     def _parse(self, n: int, found: bytes | Corrupt) -> Written:
         if isinstance(found, Corrupt):
@@ -105,7 +103,7 @@ class Refold:
                 self.sound = False
         if entry.prev != self.state.sha256:
             self._broken.append(entry.n)
-        missed = bool(self._passed_over)
+        missed = bool(self._refused)
         after = self.state if self.lost else self._folded_nevertheless(entry)
         self.state = replace(after or self.state, n=entry.n, sha256=written.sha256)
         return after is not None or missed
@@ -118,9 +116,9 @@ class Refold:
         except REFUSALS as error:
             kind, what = _kind(state, entry, error), f"it cannot stand where it stands: {error}"
             fresh = _as_if_fresh(state, entry) if kind == "stale" else None
-            if fresh is None:
-                self._passed_over.append(entry.n)
-            if len(self._passed_over) <= MOST:
+            if fresh is None or self._refused:
+                self._refused.append(entry.n)
+            if len(self._refused) <= MOST:
                 self.add(kind, where, what)
             return fresh
         if head(entry) != (after.version, after.next_batch):
