@@ -52,7 +52,7 @@ def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: R
         yield "altered", "columns of different lengths in one trajectory"
         return
     tokens = _Tokens.of(batch)
-    if not samples:
+    if not samples and body.groups:
         yield from _sums(batch, body, tokens)
     yield from _values(batch, tokens, version)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.audit_table import print_report
-from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Corrupt, Missing, Unreachable
 from rollflow.storage.log import audits, snapshots
 from rollflow.storage.log.audit import Progress, audit
 from rollflow.storage.log.entries import (
@@ -547,7 +548,12 @@ def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
     violations = audit(run).violations
     named = [violation for violation in violations if violation.what.startswith("it cannot stand where it stands")]
     [last] = [violation for violation in violations if "refused entries, of which 3 are named" in violation.what]
-    assert [violation.kind for violation in named] == ["stale", "gap", "stale", "gap"]  # the first one is not passed over
+    assert [violation.kind for violation in named] == [
+        "stale",
+        "gap",
+        "stale",
+        "gap",
+    ]  # the first one is not passed over
     assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
     assert {violation.where[:4] for violation in violations} == {"log/"}  # what was pruned is not missed
 
@@ -624,6 +630,23 @@ def test_an_index_object(store: MemoryStore, how: str, kind: str) -> None:
     if how == "gone":
         store.delete(index)
     assert found(store) == {(kind, path)}
+
+
+def test_behind_a_lost_entry_it_is_still_known_what_retention_needs(run: MemoryStore) -> None:
+    gap, newest = entry_path(published(run, 1).n), weights_of(run, VERSIONS)
+    run.delete(gap)
+    run.delete(newest)
+    assert found(run) == {("gap", gap), ("missing", newest)}
+
+
+def test_an_empty_batch(run: MemoryStore) -> None:
+    """Its entry and its file agree; the fold refuses it."""
+    entry = committed(run, VERSIONS)
+    path = file_of(run, VERSIONS)
+    data = TrajectoryBatch.from_groups([]).to_bytes().to_pybytes()
+    file = StoredObject(path, len(data), run.put(path, data))
+    changed(run, entry.n, lambda body: replace(body, file=file, groups=(), rows=0))
+    assert found(run) == {("lineage", entry_path(entry.n))}
 
 
 # --- a log that others have seen otherwise ---------------------------------------------------------------------
@@ -780,6 +803,50 @@ def test_an_object_that_is_put_back_while_the_audit_runs(store: MemoryStore, wat
     WATCHING[watched.name] = before
     report = audit(watched)
     assert (report.violations, report.trajectories) == ([], 2 * 2 * G)
+
+
+def test_an_entry_that_is_written_while_its_neighbours_are_read_is_no_gap(store: MemoryStore, watched: Watched) -> None:
+    """It was not there when it was asked for, the one behind it was: it is asked for again."""
+    Actors.begin(store).train(4)
+    forget(store)
+    missed: list[str] = []
+
+    def before(path: str) -> None:
+        if path == entry_path(7) and not missed:
+            missed.append(path)
+            raise Missing(path)
+
+    WATCHING[watched.name] = before
+    report = audit(watched)
+    assert (report.violations, report.versions, len(missed)) == ([], 4, 1)
+
+
+@pytest.mark.parametrize("what", ["weights", "entry"])
+def test_what_cannot_be_read_now_is_no_violation(store: MemoryStore, watched: Watched, what: str) -> None:
+    Actors.begin(store).train(2)
+    path = entry_path(5) if what == "entry" else weights_of(store, 2)
+
+    def before(found: str) -> None:
+        if found == path:
+            raise Unreachable(path)
+
+    WATCHING[watched.name] = before
+    with pytest.raises(Unreachable):
+        audit(watched)
+    assert list(store.list("audits")) == []
+
+
+@pytest.mark.parametrize("what", ["weights", "entry", "batch"])
+def test_what_a_store_reads_wrong_time_and_again_is_altered(store: MemoryStore, watched: Watched, what: str) -> None:
+    Actors.begin(store).train(2)
+    path = {"entry": entry_path(5), "weights": weights_of(store, 2), "batch": file_of(store, 1)}[what]
+
+    def before(found: str) -> None:
+        if found == path:
+            raise Corrupt(f"{path}: its bytes are not those that were written")
+
+    WATCHING[watched.name] = before
+    assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
 
 
 def test_audits_beside_a_run_that_goes_on_accuse_nobody(store: MemoryStore) -> None:
