@@ -143,4 +143,4 @@ def _read(log: Log, last: int) -> Iterator[Written]:
             numbers = range(first, min(first + AT_ONCE, last + 1))
             yield from pool.map(lambda n: _there(log, n), numbers)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from rollflow.storage.log.log import AHEAD
 from rollflow.storage.log.snapshots import from_segment
 from rollflow.storage.objects.base import ObjectStore
 
+NAME = re.compile(rf"{FOLDER}/([0-9]{{10}})\.json")
 AT_ONCE = 32  # reads; fewer at first, so that who reads the end of a log asks for little beyond it
 
 
@@ -64,15 +66,15 @@ def entries(
             n = found.end if isinstance(found, Hole) else n + 1
             wide = min(AT_ONCE, wide + 1)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
     """The number of the first entry behind entry `n`; None if there is none. See `entries`."""
     if run.local_path(FOLDER) is not None and not to_the_last:
         return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)
-    names = (path.removeprefix(f"{FOLDER}/").removesuffix(".json") for path in run.list(FOLDER, after=entry_path(n)))
-    return next((int(name) for name in names if name.isdigit()), None)
+    names = (NAME.fullmatch(path) for path in run.list(FOLDER, after=entry_path(n)))
+    return next((int(name[1]) for name in names if name), None)
 
 
 def healed(run: ObjectStore, hole: Hole) -> list[bytes] | None:

@@ -466,6 +466,12 @@ def test_a_long_hole_on_a_folder_is_found_by_a_deep_audit(tmp_path: Path, monkey
     assert [(v.kind, v.where) for v in audit(store, deep=True).violations] == [("gap", entry_path(6))]
 
 
+@pytest.mark.parametrize("name", ["99", "notes", "0000000099.json~", "²", "00000000099"])
+def test_what_is_no_entry_by_its_name_is_none(run: MemoryStore, name: str) -> None:
+    run.put(f"log/{name}.json", b"?")
+    assert found(run) == set()
+
+
 def test_an_entry_altered_and_resealed(run: MemoryStore) -> None:
     n = committed(run, 2).n
     resealed(run, n, at=0.0)
