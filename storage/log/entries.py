@@ -168,6 +168,12 @@ def entry_path(n: int) -> str:
     return f"{FOLDER}/{n:010d}.json"
 
 
+def entry_number(path: str) -> int | None:
+    """The number of the entry that lies at `path`; None if it is no entry's name."""
+    name = path.removeprefix(f"{FOLDER}/").removesuffix(".json")
+    return int(name) if name.isdecimal() and path == entry_path(int(name)) else None
+
+
 def encode(entry: Entry) -> Encoded:
     """The bytes of an entry."""
     tree = _ENTRY.dump_python(entry, mode="json")

@@ -36,6 +36,7 @@ from rollflow.storage.log.entries import (
     Written,
     decode,
     encode,
+    entry_number,
     entry_path,
 )
 from rollflow.storage.log.snapshots import (
@@ -224,9 +225,8 @@ class Log:
         """An entry above `n`."""
         if self.run.local_path(FOLDER) is not None:  # to list a folder of a long run takes longer than some probes
             return next((m for m in range(n + 1, n + AHEAD) if self.run.exists(entry_path(m))), None)
-        names = self.run.list(FOLDER, after=entry_path(n))
-        found = (path.removeprefix(f"{FOLDER}/").removesuffix(".json") for path in names)
-        return next((int(name) for name in found if name.isdigit()), None)
+        numbers = map(entry_number, self.run.list(FOLDER, after=entry_path(n)))
+        return next((number for number in numbers if number is not None), None)
 
     def _keep(self) -> None:
         """Take the snapshot that is due, beside whatever else is done."""

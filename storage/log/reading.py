@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import FOLDER, entry_path, opened
+from rollflow.storage.log.entries import FOLDER, entry_number, entry_path, opened
 from rollflow.storage.log.log import AHEAD
 from rollflow.storage.log.snapshots import from_segment
 from rollflow.storage.objects.base import ObjectStore
 
-NAME = re.compile(rf"{FOLDER}/([0-9]{{10}})\.json")
 AT_ONCE = 32  # reads; fewer at first, so that who reads the end of a log asks for little beyond it
 
 
@@ -73,8 +71,8 @@ def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
     """The number of the first entry behind entry `n`; None if there is none. See `entries`."""
     if run.local_path(FOLDER) is not None and not to_the_last:
         return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)
-    names = (NAME.fullmatch(path) for path in run.list(FOLDER, after=entry_path(n)))
-    return next((int(name[1]) for name in names if name), None)
+    numbers = map(entry_number, run.list(FOLDER, after=entry_path(n)))
+    return next((number for number in numbers if number is not None), None)
 
 
 def healed(run: ObjectStore, hole: Hole) -> list[bytes] | None:

@@ -24,7 +24,13 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
 MOST = 5  # refused entries that are named from the first on that is passed over: it may be the cause of all others
-REFUSALS = (Refused, KeyError, TypeError, ValueError, ArithmeticError)  # those but the first by what no role would write
+REFUSALS = (
+    Refused,
+    KeyError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+)  # those but the first by what no role would write
 
 
 @dataclass(slots=True)

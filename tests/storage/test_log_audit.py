@@ -470,6 +470,7 @@ def test_a_long_hole_on_a_folder_is_found_by_a_deep_audit(tmp_path: Path, monkey
 def test_what_is_no_entry_by_its_name_is_none(run: MemoryStore, name: str) -> None:
     run.put(f"log/{name}.json", b"?")
     assert found(run) == set()
+    assert Log(run).state.version == VERSIONS
 
 
 def test_an_entry_altered_and_resealed(run: MemoryStore) -> None:
