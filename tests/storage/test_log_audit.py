@@ -656,6 +656,29 @@ def test_an_empty_batch(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(entry.n))}
 
 
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_whatever_object_is_damaged_is_named(run: MemoryStore, how: str) -> None:
+    """But for the newest entry, when it is gone, and nobody else has seen it."""
+    newest = len(read(run)) - 1
+    for path in list(run.list()):
+        data = run.get(path)
+        if how == "gone":
+            run.delete(path)
+        else:
+            run.put(path, data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+        if path == entry_path(0):
+            with pytest.raises(Corrupt, match=path):
+                audit(run, deep=True)
+        else:
+            kind = "altered" if how == "flipped" else "gap" if path.startswith("log/") else "missing"
+            unseen = (how, path) == ("gone", entry_path(newest))
+            assert {(v.kind, v.where) for v in audit(run, deep=True).violations} == (
+                set() if unseen else {(kind, path)}
+            )
+        run.put(path, data)
+        forget(run)
+
+
 # --- a log that others have seen otherwise ---------------------------------------------------------------------
 
 
