@@ -80,8 +80,8 @@ class _Audit:
     def __init__(self, run: ObjectStore, *, deep: bool, progress: Callable[[Progress], None] | None) -> None:
         self.run, self.deep, self.progress = run, deep, progress
         snapshots = audits.snapshots(run)  # before the log is read: what they were made of is there
-        newest, others = audits.newest(run)
-        self.witnesses = {witness.n: witness for witness in [*snapshots, *others]}
+        newest, self.others = audits.newest(run)
+        self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = Audited() if deep else newest
         self.begun_at = begun.state.n
         self.report = replace(begun.report, since=self.begun_at + 1)
@@ -102,9 +102,14 @@ class _Audit:
         self.fold.close()
         self._hear_the_others()
         self.report.close(self.fold.state)
+        self._leave_word()
+        return self.report
+
+    def _leave_word(self) -> None:
+        if not self.report.clean and self.deep:
+            audits.withdraw(self.run, self.others)
         if self.report.clean and self.fold.state.n > self.begun_at:
             audits.keep(self.run, Audited(self.fold.state, self.report, self.rows, self.responses))
-        return self.report
 
     # --- entries ------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
     audits/<n>.json     sealed: the state after entry n, what was counted up to there, the rows of waiting batches
 
-Only an audit that found nothing wrong leaves one: what was wrong once is looked at again. The next audit begins with
-the newest one whose entry n is still the very one. One whose entry n is another one, or is not there any more, bears
-witness that the log was written anew, or cut; so do snapshots, whose names hold the hash of their entry.
+Only an audit that found nothing wrong leaves one, and a deep one that found something takes those back that were there:
+what was wrong once is looked at again. The next audit begins with the newest one whose entry n is still the very one.
+One whose entry n is another one, or is not there any more, bears witness that the log was written anew, or cut; so do
+snapshots, whose names hold the hash of their entry.
 """
 
 from __future__ import annotations
@@ -60,6 +61,13 @@ def keep(run: ObjectStore, audited: Audited) -> None:
         run.put(audit_path(audited.state.n), sealed(tree))
         for old in sorted(run.list(AUDITS))[:-KEPT]:
             run.delete(old)
+
+
+def withdraw(run: ObjectStore, others: list[Witness]) -> None:
+    """Remove the audits that vouch for what was found wrong; those that saw another log bear witness on."""
+    with contextlib.suppress(RollflowError, OSError):
+        for path in set(run.list(AUDITS)) - {other.path for other in others}:
+            run.delete(path)
 
 
 def newest(run: ObjectStore) -> tuple[Audited, list[Witness]]:

@@ -407,6 +407,10 @@ def test_what_retention_needs_is_gone_and_nobody_has_pruned_it(store: MemoryStor
     store.delete(weights_of(store, 1))  # not needed: it may be gone
     assert found(store) == set()
     forget(store)
+    kept = [path for path in store.list() if path.startswith(("policies", "trajectories"))]
+    report = audit(store, deep=True)
+    assert (report.objects, report.bytes) == (len(kept), sum(len(store.get(path)) for path in kept))
+    forget(store)
     store.put(weights_of(store, 5), b"something else")  # not needed, but there
     store.delete(weights_of(store, 4))  # kept for good
     assert found(store) == {("altered", weights_of(store, 5)), ("missing", weights_of(store, 4))}
@@ -446,6 +450,24 @@ def test_a_damaged_entry(store: MemoryStore, how: str, segments: bool) -> None:
 
 def file_of_last(run: ObjectStore) -> str:
     return max(path for path in run.list("trajectories"))
+
+
+def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore) -> None:
+    lagging(store)
+    for n in (6, 7, 8, 9):
+        store.delete(entry_path(n))
+    assert found(store) == {("gap", entry_path(6))}
+    assert audit(store).versions == VERSIONS
+    store.put("log_segments/0000000004.jsonl", b"cut")
+    assert found(store) == {("gap", entry_path(6))}
+    assert audit(store).versions == 0
+
+
+def test_two_missing_entries_are_both_named(run: MemoryStore) -> None:
+    run.delete(entry_path(5))
+    run.delete(entry_path(6))
+    what = "log/0000000005.json to log/0000000006.json missing, log/0000000007.json is there"
+    assert [violation.what for violation in audit(run).violations] == [what]
 
 
 def test_several_missing_entries_are_one_gap(run: MemoryStore) -> None:
@@ -976,9 +998,13 @@ def test_a_deep_audit_reads_what_an_earlier_one_has_read(store: MemoryStore) -> 
     Actors.begin(store).train(3)
     assert audit(store).clean
     path = file_of(store, 1)
+    data = store.get(path)
     store.put(path, b"damaged")
     assert audit(store).clean
     assert [(v.kind, v.where) for v in audit(store, deep=True).violations] == [("altered", path)]
+    assert [(v.kind, v.where) for v in audit(store).violations] == [("altered", path)]  # nobody vouches for it now
+    store.put(path, data)
+    assert audit(store).clean
 
 
 @pytest.mark.parametrize("how", ["altered", "other rules", "other fold", "of another entry"])
