@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,13 +16,14 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import VersionPublished, entry_path
 from rollflow.storage.log.garbage import collect, orphans, store_clock, sweep
 from rollflow.storage.log.log import Log
+from rollflow.storage.log.retention import KINDS
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.records import DiscardReason
 from tests.storage.test_collect import begun, ended, uploads
 from tests.support.log_actors import Learner, Supervisor
-from tests.support.log_runs import Actors, RealScheduler, committed, forget, of_kind
+from tests.support.log_runs import Actors, RealScheduler, committed, forget, of_kind, read
 from tests.support.s3_server import s3_server, use
 
 DAY = 24 * 3600.0
@@ -225,6 +227,41 @@ def test_what_is_named_after_the_listing_counts_as_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(Listed, "after", staticmethod(named))
     watched = Listed(store.name)
     assert orphans(watched, store_clock(watched)) == []
+
+
+def test_collecting_beside_a_run_whose_roles_depose_each_other_takes_nothing_that_is_needed() -> None:
+    """What deposed roles left is gone in the end, and all that an entry needs is there."""
+    store, stop, freed = MemoryStore(uuid.uuid4().hex), threading.Event(), list[int]()
+    actors = Actors.begin(store)
+
+    def gather() -> None:
+        while not stop.is_set():
+            freed.append(collect(store, orphans(store, store_clock(store))))
+
+    collector = threading.Thread(target=gather)
+    collector.start()
+    try:
+        while (len(freed) < 10 or not any(freed)) and collector.is_alive():
+            actors.train(2, prune=False)
+            actors.learner.prune()  # and dies before it deletes anything
+            store.put(f"policies/00009999/{actors.learner.writer.claim}/weights.safetensors", b"left")
+            store.put(f"trajectories/00000009-{actors.scheduler.writer.claim}-0a.arrow", b"left")
+            under = Supervisor(store)
+            claim = under.writer.claim
+            actors = Actors(under, RealScheduler(store, claim), Learner(store, claim))
+    finally:
+        stop.set()
+        collector.join()
+    assert len(freed) >= 10
+    assert audit(store, deep=True).violations == []
+    collect(store, orphans(store, store_clock(store)))
+    state, named = Log(store).state, set()
+    for entry in read(store):
+        if isinstance(entry.body, VersionPublished):
+            kept = [kind for kind in KINDS if state.retention.needed(kind, entry.body.number, state.version)]
+            named |= {stored.path for kind in kept for stored in getattr(entry.body, kind)}
+    assert state.releasable == []
+    assert set(store.list("policies")) == named
 
 
 def test_what_killed_writers_left_goes_after_a_week(run: LocalStore) -> None:
