@@ -14,7 +14,7 @@ import pytest
 from rollflow.flows.audit_table import print_report
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing, Unreachable
-from rollflow.storage.log import audits, snapshots
+from rollflow.storage.log import audits, objects, snapshots
 from rollflow.storage.log.audit import Progress, audit
 from rollflow.storage.log.entries import (
     BatchCommitted,
@@ -28,6 +28,7 @@ from rollflow.storage.log.entries import (
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.refold import MOST
 from rollflow.storage.log.report import SPANS, AuditReport, Rows
+from rollflow.storage.log.rows import Rules
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
@@ -1030,6 +1031,21 @@ def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
     for _ in range(audits.KEPT + 2):
         assert audit(actors.train(1).learner.store).clean
     assert len(list(store.list("audits"))) == audits.KEPT
+
+
+def test_only_so_many_bytes_are_read_at_once(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before one more is begun as many have ended as there is no room for beside it; one alone may be larger."""
+    monkeypatch.setattr(objects, "MOST_BYTES", 10)
+    ended: list[objects.Looked] = []
+    before = []
+    with objects.Looking(store, ended.append) as looking:
+        for size in (6, 4, 1, 20, 3):
+            stored = StoredObject(f"of-{size}", size, store.put(f"of-{size}", b"x" * size))
+            looking.add(objects.Named(stored, 0, "run"), Rules(0.0, 1, 1))
+            before.append(len(ended))
+        looking.finish()
+    assert before == [0, 0, 1, 3, 4]
+    assert [looked.size for looked in ended] == [6, 4, 1, 20, 3]
 
 
 def test_progress(run: MemoryStore) -> None:
