@@ -32,7 +32,7 @@ from rollflow.storage.log.rows import Rules
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import DiscardReason, StoredObject, TrajectoryGroup
+from rollflow.storage.records import Discard, DiscardReason, StoredObject, TrajectoryGroup
 from rollflow.tasks.settings import ReasoningGymPrompts, RunConfig
 from tests.support.log_actors import GROUPS, Scheduler, Supervisor
 from tests.support.log_runs import (
@@ -282,6 +282,15 @@ def test_tokens_of_a_version_that_did_not_exist(run: MemoryStore) -> None:
 def test_values_that_cannot_be(run: MemoryStore, change: dict[str, object], kind: str) -> None:
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **change)])
     assert found(run) == {(kind, path)}
+
+
+def test_a_trajectory_without_a_token_that_was_started_too_late(run: MemoryStore) -> None:
+    late = {"started_version": 3, "loss_mask": (False, False, False)}
+    path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **late)])
+    assert found(run) == {("lineage", path), ("stale", path)}
+    assert "a trajectory was started under version 3, the newest of then was 2" in {
+        v.what for v in audit(run).violations
+    }
 
 
 def test_a_mask_that_is_false_where_the_entry_counts(run: MemoryStore) -> None:
@@ -550,6 +559,25 @@ def test_an_inserted_commit_of_groups_that_have_their_fates(run: MemoryStore) ->
     body = replace(again.body, number=state.next_batch, issued=())
     inserted(run, at, replace(again, body=body, version=state.version, batch=state.next_batch + 1))
     assert ("duplicate", entry_path(at)) in found(run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: {"groups": body.groups[:1] * 2},
+        lambda body: {"issued": (*body.issued, 0)},
+        lambda body: {"discards": (Discard(body.groups[0].key, DiscardReason.STALE, 0, 5),)},
+    ],
+    ids=["a group twice", "a prompt issued twice", "trained on and discarded"],
+)
+def test_a_commit_that_gives_a_dispatch_two_fates(
+    run: MemoryStore, change: Callable[[BatchCommitted], dict[str, object]]
+) -> None:
+    entry = committed(run, VERSIONS)
+    changed(run, entry.n, lambda body: replace(body, **change(body)))
+    assert {(kind, where) for kind, where in found(run) if where.startswith("log/")} == {
+        ("duplicate", entry_path(entry.n))
+    }
 
 
 def test_an_inserted_commit_in_the_middle(run: MemoryStore) -> None:
