@@ -19,6 +19,7 @@ from rollflow.storage.log.entries import RunCreated, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import Data, ObjectStore, open_store
 from rollflow.storage.objects.base import digest, pieces
+from rollflow.storage.records import StoredObject
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
@@ -53,6 +54,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
         config_sha256=config.sha256(),
         sources=len(config.prompts),
         prompts=tuple(pin.model_dump() for pin in pins),
+        policy=tuple(_stored(path, data) for path, data in policy.items()),
         probe_tokens=tuple(probe),
         code_version=package_version("rollflow"),
         format=FORMAT,
@@ -62,6 +64,11 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     except Conflict:
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id") from None
     return context
+
+
+def _stored(path: str, data: Data) -> StoredObject:
+    parts = pieces(data)
+    return StoredObject(path, sum(map(len, parts)), digest(parts))
 
 
 def _place(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:

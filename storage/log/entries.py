@@ -54,6 +54,7 @@ class RunCreated:
     config_sha256: str
     sources: int
     prompts: tuple[Mapping[str, Any], ...] = ()  # pins: what the prompts were, by source
+    policy: tuple[StoredObject, ...] = ()  # the policy folder that the run began with
     probe_tokens: tuple[int, ...] = ()  # the fixed tokens of the weight-update probe
     code_version: str = ""
     format: int = 0  # of the run's records
@@ -167,6 +168,12 @@ class Encoded:
 def entry_path(n: int) -> str:
     """Where entry `n` lies."""
     return f"{FOLDER}/{n:010d}.json"
+
+
+def entry_number(path: str) -> int | None:
+    """The number of the entry that lies at `path`; None if it is no entry's name."""
+    name = path.removeprefix(f"{FOLDER}/").removesuffix(".json")
+    return int(name) if name.isdecimal() and path == entry_path(int(name)) else None
 
 
 def encode(entry: Entry) -> Encoded:

@@ -37,6 +37,7 @@ from rollflow.storage.log.entries import (
     Written,
     decode,
     encode,
+    entry_number,
     entry_path,
 )
 from rollflow.storage.log.snapshots import (
@@ -243,7 +244,7 @@ class Log:
         if self._is_near:
             return {}
         paths = self.run.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
-        numbered = {int(name): path for path in paths if (name := path[len(FOLDER) + 1 : -len(".json")]).isdigit()}
+        numbered = {n: path for path in paths if (n := entry_number(path)) is not None}
         with ThreadPoolExecutor(READERS) as readers:
             return dict(zip(numbered, readers.map(self.run.get, numbered.values()), strict=True))
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import FOLDER, Written, decode, entry_path
-from rollflow.storage.log.snapshots import from_segment
+from rollflow.storage.log.audits import AUDITS
+from rollflow.storage.log.entries import FOLDER, Written, decode, entry_number, entry_path
+from rollflow.storage.log.snapshots import SNAPSHOTS, from_segment
 from rollflow.storage.log.state import Refused, RunState, apply
 from rollflow.storage.objects.base import ObjectStore
 
@@ -44,7 +45,7 @@ def cures(run: ObjectStore) -> list[Cure]:
         Missing: there is no log.
         Corrupt: there is damage without a cure.
     """
-    last = max((n for path in run.list(FOLDER) if (n := _number(path)) is not None), default=None)
+    last = max((n for path in run.list(FOLDER) if (n := entry_number(path)) is not None), default=None)
     if last is None:
         raise Missing(f"{run.uri} has no log")
     found: list[Cure] = []
@@ -72,7 +73,15 @@ def repair(run: ObjectStore, agreed: Sequence[Cure]) -> None:
             run.put(path, cure.data)
         else:
             run.put(f"{ASIDE}/{cure.n:010d}.json", run.get(path))
+            for later in _made_of(run, cure.n):
+                run.delete(later)
             run.delete(path)
+
+
+def _made_of(run: ObjectStore, n: int) -> list[str]:
+    """Snapshots and audits that were made when entry `n` was there: they would say that the log was cut."""
+    found = (path for folder in (SNAPSHOTS, AUDITS) for path in run.list(folder))
+    return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 
 
 def _entry(run: ObjectStore, n: int, last: int) -> tuple[Written | None, Cure | None]:
@@ -93,8 +102,3 @@ def _entry(run: ObjectStore, n: int, last: int) -> tuple[Written | None, Cure | 
     if written.sha256 != after.entry.prev:
         raise Corrupt(f"{what}, and its segment has another one: there is no cure")
     return written, Cure(n, what, data)
-
-
-def _number(path: str) -> int | None:
-    name = path.removeprefix(f"{FOLDER}/").removesuffix(".json")
-    return int(name) if name.isdigit() else None

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import Body, Entry, Pruned, VersionPublished
+from rollflow.storage.log.lineage import find_version
 from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.state import RunState
@@ -97,29 +97,7 @@ class VersionLog:
         """A published version.
 
         Raises:
-            Missing: there is no such version.
-            Corrupt: its entry cannot be read.
+            Missing: there is no such version, as far as the log was read.
+            Corrupt: an entry on the way to it cannot be read.
         """
-        state = self.log.state
-        if not 0 <= version <= state.version:
-            raise Missing(f"there is no version {version}; the newest is {state.version}")
-        held = state.held.get(version, {})
-        n = state.published if version == state.version else next(iter(held.values()), None)
-        return PolicyVersion.of(self._entry(self._bisected(version) if n is None else n))
-
-    def _bisected(self, version: int) -> int:
-        """The first entry after which there is `version`: the one that published it."""
-        low, high = 0, self.log.state.published
-        while low < high:
-            middle = (low + high) // 2
-            if self._entry(middle).version < version:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def _entry(self, n: int) -> Entry:
-        written = self.log.read(n)
-        if written is None:
-            raise Corrupt(f"entry {n} of {self.run.uri} is missing")
-        return written.entry
+        return PolicyVersion.of(find_version(self.log, version).entry)

@@ -1,0 +1,247 @@
+"""The audit: proves from its log and its objects that a run kept its invariants, or names what broke them.
+
+    entries from the first on --fold--> batches --rows against entry-->  report
+                                  |--> objects of versions --size, sha256--^
+
+It folds the log again, by the entries alone; it trusts no process, no snapshot and no metric. Kinds of violation:
+
+- `stale`: a trajectory older than alpha allows, or with tokens from a version that did not exist yet.
+- `duplicate`: a dispatch with two fates, a batch that is committed twice, a sample that is in its group twice.
+- `missing`: an object that is named and needed and is not there; a sample or a prompt that was left out.
+- `gap`: an entry, a version or a batch whose number was skipped.
+- `altered`: bytes that are not what was committed.
+- `lineage`: an entry that does not follow from those before it, or from the file that it names.
+
+It goes on after a violation (`refold` says how far), and accuses nobody who commits, publishes or prunes meanwhile:
+what is found wrong with an object is looked at again, and counts unless an entry has come that voids or prunes it.
+
+An audit begins where the newest clean one ended (`audits`): objects that it read are not read again. A deep one begins
+with the first entry and reads everything that must be there, and what else is there and not pruned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log import audits
+from rollflow.storage.log.audits import Audited
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    BatchVoided,
+    Pruned,
+    RunCreated,
+    VersionPublished,
+    Written,
+    entry_path,
+)
+from rollflow.storage.log.objects import Looked, Looking, Named
+from rollflow.storage.log.reading import entries
+from rollflow.storage.log.refold import Refold
+from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.retention import Kind
+from rollflow.storage.log.rows import Rules
+from rollflow.storage.objects.base import ObjectStore, first_missing
+from rollflow.storage.records import StoredObject
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an audit is."""
+
+    entries: int
+    of_entries: int  # that the log had when the audit began
+    objects: int
+    of_objects: int  # that were found to be read so far
+    bytes: int  # of the objects
+
+
+def audit(run: ObjectStore, *, deep: bool = False, progress: Callable[[Progress], None] | None = None) -> AuditReport:
+    """Audit one run's storage, and leave word of it if nothing is wrong.
+
+    Args:
+        deep: from the first entry on, and every object.
+        progress: is told after each entry and each object, in the thread that called.
+
+    Raises:
+        Missing: there is no run at this place.
+        Corrupt: its first entry cannot be read, so that nothing is known of its rules.
+        Unreachable: something cannot be read now.
+    """
+    return _Audit(run, deep=deep, progress=progress).made()
+
+
+class _Audit:
+    """One audit."""
+
+    def __init__(self, run: ObjectStore, *, deep: bool, progress: Callable[[Progress], None] | None) -> None:
+        self.run, self.deep, self.progress = run, deep, progress
+        snapshots = audits.snapshots(run)  # before the log is read: what they were made of is there
+        newest, self.others = audits.newest(run)
+        self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
+        begun = Audited() if deep else newest
+        self.begun_at = begun.state.n
+        self.report = replace(begun.report, since=self.begun_at + 1)
+        self.fold = Refold(run, begun.state, self.report.add)
+        self.rows, self.responses = begun.rows, begun.responses
+        self.latest = begun.state.version  # of what was read; the fold may have ended before
+        self.outcomes: dict[int, int | None] = {}  # entry of a batch -> the version trained on it; None: voided
+        self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}  # unpruned -> entry, objects
+        self.doubts: list[Named] = []
+        self.told = Progress(0, first_missing(run, entry_path, self.report.since) if progress else 0, 0, 0, 0)
+
+    def made(self) -> AuditReport:
+        with Looking(self.run, self._take) as looking:
+            self._read_log(looking)
+            self._look_at_versions(looking)
+            looking.finish()
+        self._accuse()
+        self.fold.close()
+        self._hear_the_others()
+        self.report.close(self.fold.state)
+        self._leave_word()
+        return self.report
+
+    def _leave_word(self) -> None:
+        if not self.report.clean and self.deep:
+            audits.withdraw(self.run, self.others)
+        if self.report.clean and self.fold.state.n > self.begun_at:
+            audits.keep(self.run, Audited(self.fold.state, self.report, self.rows, self.responses))
+
+    # --- entries ------------------------------------------------------------------------------------------------
+
+    def _read_log(self, looking: Looking) -> None:
+        found = entries(self.run, self.report.since, to_the_last=self.deep)
+        for written, _, counts in self.fold.over(found):
+            if not self.responses and (written.entry.n > 0 or not counts):
+                break  # the first entry is lost
+            self._note(written, counts, looking)
+            self._tell(entries=self.told.entries + 1)
+        if self.fold.state.n < 0:
+            raise Missing(f"there is no run at {self.run.uri}")
+        if not self.responses:
+            raise Corrupt(f"{self.run.uri}: {self.report.violations[0].what}; nothing is known of this run")
+
+    def _note(self, written: Written, counts: bool, looking: Looking) -> None:
+        """What an entry says of objects, which `counts` if it is to be believed."""
+        entry, n = written.entry, written.entry.n
+        self._hear(n, written.sha256)
+        self.latest = max(self.latest, entry.version)
+        match entry.body:
+            case RunCreated():
+                self._begin(entry.body, looking)
+            case BatchCommitted():
+                named = Named(entry.body.file, n, "batch", entry.version, batch=entry.body)
+                self._ask(named, looking)
+            case VersionPublished(number, batch, weights, state):
+                self.objects |= {(number, "weights"): (n, weights), (number, "state"): (n, state)}
+                if batch is not None and counts:
+                    self._settle(batch, number)
+            case BatchVoided() if counts:
+                self.report.quarantined.append(f"{entry_path(entry.body.entry)}: {entry.body.why}")
+                self._settle(entry.body.entry, None)
+            case Pruned() if counts:
+                for version, kind in entry.body.objects:
+                    self.objects.pop((version, kind), None)
+
+    def _begin(self, body: RunCreated, looking: Looking) -> None:
+        """What is known of a run from its beginning: the config, and the objects that it was prepared with."""
+        state, config = self.fold.state, body.config
+        self.responses = state.group_size + int(config.get("rollout", {}).get("extra_responses", 0))
+        if hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
+            self.report.add("altered", entry_path(0), "the config is not the one whose hash stands beside it")
+        kept = [StoredObject(pin["kept"], pin["size"], pin["sha256"]) for pin in body.prompts if pin.get("kept")]
+        for stored in (*kept, *body.policy):
+            self._ask(Named(stored, 0, "run"), looking)
+
+    def _settle(self, batch: int, version: int | None) -> None:
+        """The batch of entry `batch` was trained on, or (None) voided."""
+        self.outcomes[batch] = version
+        self._count(batch)
+
+    def _count(self, batch: int) -> None:
+        """Count a batch's rows once they were read and it is known what became of it, whichever comes first."""
+        if batch in self.outcomes and batch in self.rows:
+            rows, version = self.rows.pop(batch), self.outcomes.pop(batch)
+            if version is not None:
+                self.report.trained(version, rows)
+
+    # --- objects ------------------------------------------------------------------------------------------------
+
+    def _look_at_versions(self, looking: Looking) -> None:
+        """What retention needs, and what else is there and was not pruned."""
+        retention = self.fold.state.retention
+        for (version, kind), (n, objects) in self.objects.items():
+            needed = retention.needed(kind, version, self.latest)
+            for stored in objects:
+                self._ask(Named(stored, n, kind, version, needed), looking)
+
+    def _ask(self, named: Named, looking: Looking) -> None:
+        self.told = replace(self.told, of_objects=self.told.of_objects + 1)
+        looking.add(named, Rules(self.fold.state.alpha, self.fold.state.group_size, self.responses))
+
+    def _take(self, looked: Looked) -> None:
+        """What was found of an object; what is wrong with it is to be looked at again."""
+        self.report.bytes += looked.size
+        if looked.violations:
+            self.doubts.append(looked.named)
+        else:
+            self.report.objects += looked.there
+        if looked.rows is not None and not looked.violations:
+            self.rows[looked.named.entry] = looked.rows
+            self._count(looked.named.entry)
+        self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
+
+    def _accuse(self) -> None:
+        """Look again at what was found wrong, and name what no entry excuses, not one that has come since either."""
+        again: list[Looked] = []
+        doubts, self.doubts = self.doubts, []
+        with Looking(self.run, again.append) as looking:
+            for named in doubts:
+                self._ask(named, looking)
+            looking.finish()
+        voided, pruned = self._since() if doubts else (set(), set())
+        voided |= {batch for batch, version in self.outcomes.items() if version is None}
+        for looked in again:
+            named = looked.named
+            if not looked.violations:
+                self._take(looked)
+            elif named.entry not in voided and (named.version, named.kind) not in pruned:
+                self.report.violations += looked.violations
+
+    def _since(self) -> tuple[set[int], set[tuple[int, str]]]:
+        """Entries of batches that were voided, and objects that were pruned, since the log was read."""
+        voided, pruned = set[int](), set[tuple[int, str]]()
+        later = Refold(self.run, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
+        for written, _, counts in later.over(entries(self.run, self.fold.state.n + 1)):
+            match written.entry.body:
+                case BatchVoided() as body if counts:
+                    voided.add(body.entry)
+                case Pruned() as body if counts:
+                    pruned.update(body.objects)
+        return voided, pruned
+
+    # --- witnesses, progress ------------------------------------------------------------------------------------
+
+    def _hear(self, n: int, sha256: str) -> None:
+        """Whether entry `n` is the one that others have seen."""
+        witness = self.witnesses.pop(n, None)
+        if witness and not sha256.startswith(witness.sha256) and audits.is_sound(self.run, witness):
+            self.report.add("altered", entry_path(n), f"{witness.path} was made of another entry {n}")
+
+    def _hear_the_others(self) -> None:
+        """Whether entries that others have seen are gone from the log's end."""
+        end = self.fold.state.n
+        beyond = [witness for n, witness in self.witnesses.items() if n > end and audits.is_sound(self.run, witness)]
+        if beyond:
+            newest = max(beyond, key=lambda witness: witness.n)
+            what = f"the log ends with entry {end}, {newest.path} was made when there was an entry {newest.n}"
+            self.report.add("gap", entry_path(end + 1), what)
+
+    def _tell(self, **changed: int) -> None:
+        if self.progress is not None:
+            self.told = replace(self.told, **changed)
+            self.progress(self.told)

@@ -1,0 +1,97 @@
+"""A log's bytes by number, several reads at a time, for who reads a long stretch of it: audit and garbage collection.
+
+    for n, found in entries(run, first): ...      bytes; or a Hole: not there, but something behind it; or a Corrupt
+
+What is yielded is what lies there. Nothing is parsed, and no snapshot is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.entries import FOLDER, entry_number, entry_path, opened
+from rollflow.storage.log.log import AHEAD
+from rollflow.storage.log.snapshots import from_segment
+from rollflow.storage.objects.base import ObjectStore
+
+AT_ONCE = 32  # reads; fewer at first, so that who reads the end of a log asks for little beyond it
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Entries `first` to `end - 1` are not there; entry `end` is."""
+
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        last = f" to {entry_path(self.end - 1)}" if self.end - self.first > 1 else ""
+        return f"{entry_path(self.first)}{last} missing, {entry_path(self.end)} is there"
+
+
+def entries(
+    run: ObjectStore, first: int = 0, *, to_the_last: bool = False
+) -> Iterator[tuple[int, bytes | Hole | Corrupt]]:
+    """Entry after entry from `first` on, with its number, until none is behind it.
+
+    Args:
+        to_the_last: list the log at its end, however long that takes; else on a local disk only the next numbers are
+            looked at, and a longer hole is not told from the end.
+    """
+    pool = ThreadPoolExecutor(AT_ONCE, "log")
+    ahead: deque[Future[bytes | Missing | Corrupt]] = deque()
+    n, wide = first, 2
+    try:
+        while True:
+            while len(ahead) < wide:
+                ahead.append(pool.submit(_read, run, n + len(ahead)))
+            found: bytes | Missing | Corrupt | Hole = ahead.popleft().result()
+            if isinstance(found, Missing):
+                behind = next_number(run, n, to_the_last=to_the_last)
+                if behind is None:
+                    return
+                found = _read(run, n)  # again: it may have been written a moment ago
+                if isinstance(found, Missing):
+                    found = Hole(n, behind)
+                    ahead.clear()
+            yield n, found
+            n = found.end if isinstance(found, Hole) else n + 1
+            wide = min(AT_ONCE, wide + 1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
+    """The number of the first entry behind entry `n`; None if there is none. See `entries`."""
+    if run.local_path(FOLDER) is not None and not to_the_last:
+        return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)
+    numbers = map(entry_number, run.list(FOLDER, after=entry_path(n)))
+    return next((number for number in numbers if number is not None), None)
+
+
+def healed(run: ObjectStore, hole: Hole) -> list[bytes] | None:
+    """The entries of a hole as their segments have them, if the entry behind it says that they are the ones."""
+    found: list[bytes] = []
+    with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
+        prev = opened(run.get(entry_path(hole.end)))["prev"]
+        for n in reversed(range(hole.first, hole.end)):
+            data = from_segment(run, n)
+            if hashlib.sha256(data).hexdigest() != prev:
+                return None
+            found.append(data)
+            prev = opened(data)["prev"]
+        return found[::-1]
+    return None
+
+
+def _read(run: ObjectStore, n: int) -> bytes | Missing | Corrupt:
+    try:
+        return run.get(entry_path(n))
+    except (Missing, Corrupt) as error:
+        return error

@@ -1,0 +1,101 @@
+"""What an audit counted and what it found broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollflow.storage.log.state import RunState
+
+ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage"]
+SPANS = 64  # of versions that are counted apart, at most: a report does not grow with the run
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken invariant: its kind, the path of what is wrong, and what was found."""
+
+    kind: ViolationKind
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The trajectories of one batch file."""
+
+    staleness: Counter[int]  # staleness -> trajectories
+    domains: Counter[str]  # domain -> groups
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """See the module's docstring. All but `since` and `bytes` count the whole run, whatever was read for it."""
+
+    run: str = ""
+    async_ratio: float = 0.0
+    since: int = 0  # the first entry that this audit read
+    entries: int = 0
+    versions: int = 0
+    trajectories: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trajectories
+    staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)  # by the first version of each span
+    span: int = 1  # versions
+    domains: Counter[str] = field(default_factory=Counter)  # domain -> groups trained on
+    fates: Counter[str] = field(default_factory=Counter)  # fate -> dispatched groups
+    discarded_tokens: int = 0
+    surplus_tokens: int = 0  # of responses beyond those that the trained groups needed
+    trained_tokens: int = 0
+    objects: int = 0  # that were read and hashed
+    bytes: int = 0  # of the objects that this audit read
+    quarantined: list[str] = field(default_factory=list)  # what was voided, and why
+    violations: list[Violation] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        """Whether no invariant was broken."""
+        return not self.violations
+
+    def add(self, kind: ViolationKind, where: str, what: str) -> None:
+        """Note a violation, once."""
+        violation = Violation(kind, where, what)
+        if violation not in self.violations:
+            self.violations.append(violation)
+
+    def trained(self, version: int, rows: Rows) -> None:
+        """Count the batch that `version` was trained on."""
+        self.trajectories += rows.staleness.total()
+        self.staleness.update(rows.staleness)
+        self.domains.update(rows.domains)
+        self.staleness_by_version.setdefault(self._first(version), Counter()).update(rows.staleness)
+        while len(self.staleness_by_version) > SPANS:
+            self.span *= 2
+            apart, self.staleness_by_version = self.staleness_by_version, {}
+            for first, counts in apart.items():
+                self.staleness_by_version.setdefault(self._first(first), Counter()).update(counts)
+
+    def close(self, state: RunState) -> None:
+        """Take what the fold counted."""
+        totals = state.totals
+        discarded = {fate: count for fate, count in totals.groups.items() if fate != "trained"}
+        self.run, self.async_ratio = state.run_id, state.alpha
+        self.entries, self.versions = state.n + 1, max(state.version, 0)
+        self.trained_tokens, self.surplus_tokens = totals.tokens["trained"], totals.surplus_tokens
+        self.discarded_tokens = totals.tokens.total() - self.trained_tokens
+        self.fates = _some({"trained": totals.groups["trained"], **_named(discarded)})
+        self.fates += _some({"committed, waiting": sum(len(batch.groups) for batch in state.waiting.values())})
+        self.fates += _some({"in flight": len(state.open)})
+
+    def _first(self, version: int) -> int:
+        """The first version of the span that has `version`; the first span begins with version 1."""
+        return version - (version - 1) % self.span
+
+
+def _named(discarded: Mapping[str, int]) -> dict[str, int]:
+    return {f"discarded: {reason}": count for reason, count in discarded.items()}
+
+
+def _some(counts: Mapping[str, int]) -> Counter[str]:
+    return +Counter(counts)

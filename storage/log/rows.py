@@ -1,0 +1,136 @@
+"""A batch file against the entry that names it: its trajectories, one by one.
+
+Shapes: R trajectories of N groups, G to a group; T tokens over all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.log.report import Rows, ViolationKind
+from rollflow.storage.records import GroupKey
+
+Found = tuple[ViolationKind, str]
+Array = np.ndarray[Any, Any]
+HIGHEST_LOGPROB = 1e-4  # nats; rounding may lift a certain token's above 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a run's config says of its batches."""
+
+    alpha: float
+    group_size: int  # G
+    responses: int  # that are started for a group: the samples that are kept are G of them
+
+
+def counted(batch: TrajectoryBatch, number: int) -> Rows:
+    """What the report counts of batch `number`."""
+    started = batch.table["started_version"].to_pylist()
+    return Rows(Counter(number - version for version in started), batch.domains)
+
+
+def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:
+    """What is wrong with a batch that was committed when `version` was the newest."""
+    yield from _staleness(batch, body.number, rules.alpha)
+    if tuple(batch.keys) == tuple(group.key for group in body.groups):
+        samples = list(_samples(batch, rules))
+        yield from samples
+    else:
+        yield "altered", "it holds other groups than its entry names"
+        return
+    if any(_lengths(batch, name) != _lengths(batch, "tokens") for name in ("loss_mask", "logprobs", "versions")):
+        yield "altered", "columns of different lengths in one trajectory"
+        return
+    tokens = _Tokens.of(batch)
+    if not samples and body.groups:
+        yield from _sums(batch, body, tokens)
+    yield from _values(batch, tokens, version)
+
+
+def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Found]:
+    oldest = min(batch.table["started_version"].to_pylist(), default=number)
+    if number - oldest > alpha:
+        yield "stale", f"batch {number} has a trajectory of staleness {number - oldest}, async_ratio is {alpha:g}"
+
+
+def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
+    """Each group has G samples, each once."""
+    columns = (batch.table[name].to_pylist() for name in ("index", "attempt", "sample"))
+    for (prompt, attempt), rows in groupby(zip(*columns, strict=True), key=lambda row: row[:2]):
+        samples = Counter(sample for _, _, sample in rows)
+        where = f"group {prompt}.{attempt}"
+        twice = {sample: times for sample, times in samples.items() if times > 1}
+        if twice:
+            yield "duplicate", f"{where} has a sample more than once (sample: times): {twice}"
+        elif samples.total() < rules.group_size:
+            yield "missing", f"{where} has {samples.total()} of {rules.group_size} samples: {sorted(samples)}"
+        elif samples.total() > rules.group_size or not 0 <= min(samples) <= max(samples) < rules.responses:
+            yield "altered", f"{where} has samples that were not asked for: {sorted(samples)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens that the policy chose, C in all."""
+
+    row_C: Array  # the trajectory that each is of
+    version_C: Array
+    logprob_C: Array  # nats
+
+    @classmethod
+    def of(cls, batch: TrajectoryBatch) -> _Tokens:
+        mask_T = _flat(batch, "loss_mask")
+        row_T = np.repeat(np.arange(len(batch)), _lengths(batch, "tokens"))
+        return cls(row_T[mask_T], _flat(batch, "versions")[mask_T], _flat(batch, "logprobs")[mask_T])
+
+
+def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iterator[Found]:
+    """Each group's oldest start, newest version and count of tokens are those of its trajectories."""
+    starts = batch.table["started_version"].to_pylist()
+    size = len(batch) // len(body.groups)
+    group_C = tokens.row_C // size
+    counts = np.bincount(group_C, minlength=len(body.groups)).tolist()
+    oldest = [min(starts[first : first + size]) for first in range(0, len(starts), size)]
+    newest_N = np.array(oldest)  # a group without a token has none newer than its start
+    np.maximum.at(newest_N, group_C, tokens.version_C)
+    for group, *found in zip(body.groups, oldest, newest_N.tolist(), counts, strict=True):
+        told = (group.started, group.newest, group.tokens)
+        if tuple(found) != told:
+            of = "oldest start, newest version and tokens"
+            yield "lineage", f"{of} of group {_name(group.key)} are {tuple(found)}, its entry says {told}"
+
+
+def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[Found]:
+    """Versions lie between the trajectory's start and the newest one of then; numbers are numbers."""
+    started_R = batch.table["started_version"].to_numpy()
+    if (tokens.version_C < started_R[tokens.row_C]).any() or (tokens.version_C > version).any():
+        yield "stale", f"a token's policy version lies outside [its trajectory's start, {version}, the newest of then]"
+    if started_R.size and started_R.max() > version:
+        yield "stale", f"a trajectory was started under version {started_R.max()}, the newest of then was {version}"
+    if not (np.isfinite(tokens.logprob_C) & (tokens.logprob_C <= HIGHEST_LOGPROB)).all():
+        yield "lineage", "a behaviour log-probability is positive or not finite"
+    if not np.isfinite(batch.table["reward"].to_numpy()).all():
+        yield "lineage", "a reward is not finite"
+
+
+def _lengths(batch: TrajectoryBatch, name: str) -> list[int]:
+    found: list[int] = pc.list_value_length(batch.table[name]).to_pylist()
+    return found
+
+
+def _flat(batch: TrajectoryBatch, name: str) -> Array:
+    values: Array = pc.list_flatten(batch.table[name]).to_numpy()
+    return values
+
+
+def _name(key: GroupKey) -> str:
+    return f"{key.prompt}.{key.attempt}"

@@ -1,0 +1,303 @@
+"""What is garbage by a log: what nobody will name any more, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import VersionPublished, entry_path
+from rollflow.storage.log.garbage import collect, orphans, store_clock, sweep
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.retention import KINDS
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.objects.s3 import S3Store
+from rollflow.storage.records import DiscardReason
+from tests.storage.test_collect import begun, ended, uploads
+from tests.support.log_actors import Learner, Supervisor
+from tests.support.log_runs import Actors, RealScheduler, committed, forget, of_kind, read
+from tests.support.s3_server import s3_server, use
+
+DAY = 24 * 3600.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+def age(run: LocalStore, path: str, days: float) -> None:
+    then = store_clock(run) - days * DAY
+    os.utime(run.local_path(path), (then, then))
+
+
+def left_by(actors: Actors, run: LocalStore) -> list[str]:
+    """What a learner and a scheduler wrote, and never named."""
+    learner, scheduler = actors.learner.writer.claim, actors.scheduler.writer.claim
+    paths = [
+        f"policies/00000009/{learner}/weights.safetensors",
+        f"policies/00000001/{learner}/shards/a.safetensors",
+        f"trajectories/00000009-{scheduler}-0a1b2c3d.arrow",
+    ]
+    for path in paths:
+        run.put(path, b"left")
+    return paths
+
+
+def test_what_a_live_claim_left_unnamed_stays_and_goes_at_once_when_it_is_superseded(run: LocalStore) -> None:
+    actors = Actors.begin(run).train(2)
+    left = left_by(actors, run)
+    for path in left:
+        age(run, path, 100)
+    assert orphans(run, store_clock(run)) == []
+    new = Supervisor(run)  # deposes no healthy role
+    assert orphans(run, store_clock(run)) == []
+    fresh = left_by(actors, run)
+    Learner(run, new.writer.claim)
+    assert [orphan.path for orphan in orphans(run, store_clock(run))] == sorted(fresh[:2])
+    RealScheduler(run, new.writer.claim)
+    found = orphans(run, store_clock(run))
+    assert [(orphan.path, orphan.size, orphan.why) for orphan in found] == [
+        (path, 4, "no entry names it, its writer was superseded") for path in sorted(left)
+    ]
+    before = set(run.list())
+    assert collect(run, found) == 12
+    assert set(run.list()) == before - set(left)
+    assert orphans(run, store_clock(run)) == []
+    assert audit(run, deep=True).violations == []
+
+
+def test_only_as_old_as_was_asked_for(run: LocalStore) -> None:
+    actors = Actors.begin(run).train(1)
+    left = left_by(actors, run)
+    age(run, left[0], 3)
+    new = Supervisor(run)
+    Learner(run, new.writer.claim)
+    assert [orphan.path for orphan in orphans(run, store_clock(run), 2 * DAY)] == left[:1]
+
+
+def test_what_a_pruned_entry_names_and_is_still_there(run: LocalStore) -> None:
+    """Killed between the entry and the deletion, as often as there are versions."""
+    actors = Actors.begin(run)
+    for _ in range(9):
+        actors.train(1, prune=False)
+        if actors.learner.log.state.releasable:
+            actors.learner.prune()  # and dies
+    found = orphans(run, store_clock(run))
+    state = Log(run).state
+    gone = {
+        stored.path
+        for entry in of_kind(run, VersionPublished)
+        for kind in ("weights", "state")
+        for stored in getattr(entry.body, kind)
+        if not state.retention.needed(kind, entry.version, state.version)  # type: ignore[arg-type]
+    }
+    assert {orphan.path for orphan in found} == gone
+    assert gone
+    assert {orphan.why for orphan in found} >= {"version 1 does not need its weights any more"}
+    collect(run, found)
+    assert audit(run, deep=True).violations == []
+
+
+def test_what_is_not_needed_and_was_not_pruned_stays(run: LocalStore) -> None:
+    Actors.begin(run).train(9, prune=False)
+    assert Log(run).state.releasable
+    assert orphans(run, store_clock(run)) == []
+
+
+def test_the_file_of_a_voided_batch_stays(run: LocalStore) -> None:
+    actors = Actors.begin(run)
+    actors.ahead()
+    actors.learner.log.follow()
+    actors.learner.void(0)
+    new = Supervisor(run)
+    RealScheduler(run, new.writer.claim).commit()
+    assert len(list(run.list("trajectories"))) == 2
+    assert orphans(run, store_clock(run)) == []
+
+
+def test_what_cannot_be_told_stays(run: LocalStore) -> None:
+    """No claim, a claim that no entry is, and an entry that is no claim."""
+    actors = Actors.begin(run).train(1)
+    published = actors.learner.log.state.published
+    strange = [
+        "policies/00000001/readme.txt",
+        "policies/00000001/999/weights.safetensors",
+        f"policies/00000001/{published}/weights.safetensors",
+        "trajectories/notes.arrow",
+        "trajectories/00000001-x-0a.arrow",
+        "policy/config.json",
+        "log/notes.txt",
+        "journal/1.json",
+    ]
+    for path in strange:
+        run.put(path, b"?")
+        age(run, path, 100)
+    new = Supervisor(run)
+    Learner(run, new.writer.claim)
+    RealScheduler(run, new.writer.claim)
+    assert orphans(run, store_clock(run)) == []
+
+
+def test_index_objects_that_no_entry_names_go_after_a_week(run: LocalStore) -> None:
+    actors = Actors.begin(run)
+    for _ in range(12_000):
+        actors.scheduler.dispatch(0)
+    for _ in range(11_998):
+        actors.scheduler.discard(2, DiscardReason.FAILED)
+    actors.ahead()
+    [named] = run.list("log_index")
+    for name, days in (("ab", 8), ("cd", 6), ("ef", 0)):
+        run.put(f"log_index/{name}.json", b"{}")
+        age(run, f"log_index/{name}.json", days)
+    age(run, named, 100)
+    assert [(o.path, o.why) for o in orphans(run, store_clock(run))] == [
+        ("log_index/ab.json", "no entry has it as its index")
+    ]
+    assert orphans(run, store_clock(run), 9 * DAY) == []
+
+
+@pytest.mark.parametrize("segments", [True, False])
+def test_by_a_damaged_log_nothing_is_garbage(run: LocalStore, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its segments have all that was damaged."""
+    monkeypatch.setattr("rollflow.storage.log.snapshots.EVERY", 4)
+    actors = Actors.begin(run).train(4)
+    left = left_by(actors, run)
+    new = Supervisor(run)
+    Learner(run, new.writer.claim)
+    RealScheduler(run, new.writer.claim)
+    assert [orphan.path for orphan in orphans(run, store_clock(run))] == sorted(left)
+    for log in (new.log, actors.learner.log):
+        log.settle()
+    if not segments:
+        forget(run)
+    run.put(entry_path(committed(run, 1).n), b"{}")
+    if segments:
+        assert [orphan.path for orphan in orphans(run, store_clock(run))] == sorted(left)
+    else:
+        with pytest.raises(Corrupt, match="nothing is garbage by a log that does not fold: log/"):
+            orphans(run, store_clock(run))
+
+
+def test_a_refused_entry_makes_no_garbage(run: LocalStore) -> None:
+    actors = Actors.begin(run).train(2)
+    left_by(actors, run)
+    new = Supervisor(run)
+    learner = Learner(run, new.writer.claim)
+    data = run.get(entry_path(learner.writer.claim))
+    run.put(entry_path(learner.writer.claim + 1), data.replace(b"learner", b"student"))
+    with pytest.raises(Corrupt):
+        orphans(run, store_clock(run))
+
+
+class Listed(MemoryStore):
+    """Calls `after` once the folder `trajectories` was listed."""
+
+    after: Callable[[], object] = staticmethod(lambda: None)
+
+    def list(self, prefix: str = "", after: str = ""):  # type: ignore[no-untyped-def]  # as the store's
+        found = list(super().list(prefix, after))
+        if prefix == "trajectories":
+            type(self).after()
+        return iter(found)
+
+
+def test_what_is_named_after_the_listing_counts_as_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer named it, and was superseded, both after its file was listed."""
+    store = MemoryStore(uuid.uuid4().hex)
+    actors = Actors.begin(store).train(1)
+    entry = actors.scheduler.commit()
+    forget(store)
+    data = store.get(entry_path(entry.n))
+    store.delete(entry_path(entry.n))
+
+    def named() -> None:
+        store.put(entry_path(entry.n), data)
+        new = Supervisor(store)
+        RealScheduler(store, new.writer.claim)
+
+    monkeypatch.setattr(Listed, "after", staticmethod(named))
+    watched = Listed(store.name)
+    assert orphans(watched, store_clock(watched)) == []
+
+
+def test_collecting_beside_a_run_whose_roles_depose_each_other_takes_nothing_that_is_needed() -> None:
+    """What deposed roles left is gone in the end, and all that an entry needs is there."""
+    store, stop, freed = MemoryStore(uuid.uuid4().hex), threading.Event(), list[int]()
+    actors = Actors.begin(store)
+
+    def gather() -> None:
+        while not stop.is_set():
+            freed.append(collect(store, orphans(store, store_clock(store))))
+
+    collector = threading.Thread(target=gather)
+    collector.start()
+    try:
+        while (len(freed) < 10 or not any(freed)) and collector.is_alive():
+            actors.train(2, prune=False)
+            actors.learner.prune()  # and dies before it deletes anything
+            store.put(f"policies/00009999/{actors.learner.writer.claim}/weights.safetensors", b"left")
+            store.put(f"trajectories/00000009-{actors.scheduler.writer.claim}-0a.arrow", b"left")
+            under = Supervisor(store)
+            claim = under.writer.claim
+            actors = Actors(under, RealScheduler(store, claim), Learner(store, claim))
+    finally:
+        stop.set()
+        collector.join()
+    assert len(freed) >= 10
+    assert audit(store, deep=True).violations == []
+    collect(store, orphans(store, store_clock(store)))
+    state, named = Log(store).state, set()
+    for entry in read(store):
+        if isinstance(entry.body, VersionPublished):
+            kept = [kind for kind in KINDS if state.retention.needed(kind, entry.body.number, state.version)]
+            named |= {stored.path for kind in kept for stored in getattr(entry.body, kind)}
+    assert state.releasable == []
+    assert set(store.list("policies")) == named
+
+
+def test_what_killed_writers_left_goes_after_a_week(run: LocalStore) -> None:
+    Actors.begin(run).train(1)
+    scratch = run.root / ".tmp"
+    for name, days in (("a", 8), ("b", 6), ("c", 40)):
+        (scratch / name).write_bytes(b"half")
+        then = store_clock(run) - days * DAY
+        os.utime(scratch / name, (then, then))
+    found = orphans(run, store_clock(run))
+    assert [(o.path, o.size, o.why) for o in found] == [
+        (".tmp/a", 4, "its writer never ended it"),
+        (".tmp/c", 4, "its writer never ended it"),
+    ]
+    assert [o.path for o in orphans(run, store_clock(run), 30 * DAY)] == [".tmp/c"]
+    assert sweep(run) == 8
+    assert [path.name for path in scratch.iterdir()] == ["b"]
+
+
+@pytest.mark.slow
+def test_on_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale upload, what a superseded claim left; a live upload ends well."""
+    with s3_server("uploads") as endpoint:
+        use(endpoint, monkeypatch)
+        run = S3Store("uploads/runs/mine")
+        actors = Actors.begin(run).train(2)  # type: ignore[arg-type]
+        stale, live = begun(run, "stale"), begun(run, "live")
+        for part in uploads()[stale].parts.values():
+            part.last_modified -= timedelta(days=8)
+        left = f"policies/00000003/{actors.learner.writer.claim}/weights.safetensors"
+        run.put(left, b"left")
+        new = Supervisor(run)
+        Learner(run, new.writer.claim)
+        found = orphans(run, store_clock(run))
+        assert [orphan.path for orphan in found] == [left, "stale"]
+        assert collect(run, found) == 1004
+        ended(run, "live", live)
+        assert audit(run, deep=True).violations == []
+        assert audit(run).clean

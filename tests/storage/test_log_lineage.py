@@ -1,0 +1,142 @@
+"""What the log says of a prompt's dispatches, against the state; and versions found by bisection."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.entries import BatchCommitted, VersionPublished, entry_path
+from rollflow.storage.log.lineage import Consumed, Discarded, InFlight, Quarantined, Waiting, fates, find_version
+from rollflow.storage.log.log import Log
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import DiscardReason, GroupKey
+from tests.support.log_runs import Actors, committed, forget, published
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def groups_of(store: MemoryStore, number: int) -> list[GroupKey]:
+    body = committed(store, number).body
+    assert isinstance(body, BatchCommitted)
+    return [group.key for group in body.groups]
+
+
+def test_each_fate_of_a_dispatch(store: MemoryStore) -> None:
+    """Left behind, then in a batch that was voided, then open, and trained on at last; and one that was filtered."""
+    actors = Actors.begin(store).train(2)
+    stale, gone = actors.scheduler.dispatch(2), actors.scheduler.dispatch(2)
+    actors.scheduler.discard(0, DiscardReason.STALE)
+    actors.scheduler.discard(0, DiscardReason.FILTERED)
+    actors.ahead()
+    again = GroupKey(stale.prompt, 1)
+    assert again in groups_of(store, 2)
+    log = Log(store)
+    assert fates(log, stale.prompt) == {stale: fates(log, stale.prompt)[stale], again: Waiting(2)}
+    actors.learner.log.follow()
+    actors.learner.void(2)
+    log.follow()
+    assert fates(log, stale.prompt)[again] == Quarantined(2)
+    third = GroupKey(stale.prompt, 2)
+    assert fates(log, stale.prompt)[third] == InFlight(2)
+    actors.scheduler.log.follow()
+    actors.scheduler.begin()
+    actors.train(1)
+    assert third in groups_of(store, 2)
+    log.follow()
+    found = fates(log, stale.prompt)
+    assert list(found) == [stale, again, third]
+    assert [type(fate) for fate in found.values()] == [Discarded, Quarantined, Consumed]
+    assert [str(fate) for fate in found.values()] == [
+        "discarded when batch 2 was formed: stale, started under version 2, 5 response tokens",
+        "in batch 2, which was quarantined; issued again",
+        "trained into version 3",
+    ]
+    [fate] = fates(log, gone.prompt).values()
+    assert isinstance(fate, Discarded)
+    assert (fate.batch, fate.discard.reason) == (2, DiscardReason.FILTERED)
+    assert fates(log, 10_000) == {}
+
+
+def test_every_dispatch_of_a_run_has_the_fate_that_the_state_counts(store: MemoryStore) -> None:
+    actors = Actors.begin(store)
+    actors.ahead(2)
+    for turn in range(6):
+        for _ in range(2):
+            actors.scheduler.dispatch(turn)
+        actors.scheduler.discard(
+            turn % 2, [DiscardReason.STALE, DiscardReason.FILTERED, DiscardReason.FAILED][turn % 3]
+        )
+        actors.train(1)
+    log = Log(store)
+    state = log.state
+    found = [fates(log, prompt) for prompt in state.cursor.indices()]
+    kinds = Counter(type(fate) for one in found for fate in one.values())
+    open_ones = {key for one in found for key, fate in one.items() if isinstance(fate, InFlight)}
+    assert open_ones == set(state.in_flight)
+    assert kinds[Consumed] == state.totals.groups["trained"] == 12
+    assert kinds[Waiting] == sum(len(batch.groups) for batch in state.waiting.values()) == 4
+    assert kinds[Discarded] == state.totals.groups.total() - 12 == 6
+    assert all(list(one) == sorted(one) for one in found)
+
+
+# --- versions --------------------------------------------------------------------------------------------------
+
+
+class Watched(MemoryStore):
+    """Calls `before` with the path of every read."""
+
+    before: Callable[[str], object] = staticmethod(lambda path: None)
+
+    def get(self, path: str) -> bytes:
+        type(self).before(path)
+        return super().get(path)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    paths: list[str] = []
+    monkeypatch.setattr(Watched, "before", staticmethod(paths.append))
+    return paths
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_every_version_is_found(store: MemoryStore, prune: bool) -> None:
+    actors = Actors.begin(store)
+    actors.ahead(2)
+    actors.train(20, prune=prune)
+    log = Log(store)
+    for version in range(21):
+        assert find_version(log, version).entry == published(store, version)
+    for version in (-1, 21):
+        with pytest.raises(Missing, match=f"has no version {version}, the newest is 20"):
+            find_version(log, version)
+
+
+def test_a_version_is_found_in_as_many_reads_as_the_log_has_bits(store: MemoryStore, read: list[str]) -> None:
+    Actors.begin(store).train(40)
+    log = Log(Watched(store.name))
+    bits = log.state.n.bit_length()
+    for version in range(41):
+        read.clear()
+        body = find_version(log, version).entry.body
+        assert isinstance(body, VersionPublished)
+        assert body.number == version
+        assert len(read) <= (1 if version == 40 or version in log.state.held else bits + 1)
+        assert all(path.startswith("log/") for path in read)
+
+
+def test_a_version_behind_a_lost_entry(store: MemoryStore) -> None:
+    Actors.begin(store).train(9)
+    log = Log(store)
+    forget(store)
+    n = published(store, 2).n
+    store.delete(entry_path(n))
+    with pytest.raises(Corrupt, match=f"{n:010d}.json is missing"):
+        find_version(log, 2)
