@@ -96,7 +96,7 @@ async def test_an_actor_tells_what_it_waits_for(kind: Any, proxy: FaultyProxy, t
         await asyncio.sleep(0.1)
     assert status["waits_for"].startswith("object storage: get_object for ")
     proxy.come_back()
-    with pytest.raises(ConfigError, match=r"there is no run\.json"):
+    with pytest.raises(ConfigError, match=r"there is no such run"):
         await running
     assert (await call(actor.status))["waits_for"] == ""
 
