@@ -26,8 +26,9 @@ import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import RunCreated
+from rollflow.storage.log.entries import RunCreated, entry_path
 from rollflow.storage.log.log import creation
+from rollflow.storage.log.repair import cures
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import Manifest, PolicyStore, Retention, manifest_path
 from rollflow.storage.records import Cursor, DiscardReason, GroupKey, StoredObject
@@ -97,6 +98,7 @@ def audit(run: ObjectStore) -> AuditReport:
     batches = TrajectoryStore(run)
     commits = _commits(batches, report)
     report.versions = max(len(manifests) - 1, 0)
+    _check_log(run, report)
     _check_prompts(run, config["prompts"], report)
     _check_objects(run, manifests, retention, report)
     for (number, edition), commit in commits.items():
@@ -157,6 +159,15 @@ def _commits(batches: TrajectoryStore, report: AuditReport) -> Commits:
             if name not in voids:
                 report.add("altered", commit_path(*name), str(error))
     return commits
+
+
+def _check_log(run: ObjectStore, report: AuditReport) -> None:
+    """Every entry follows the one before it, by its hash and by the rules."""
+    try:
+        for cure in cures(run):
+            report.add("altered", entry_path(cure.n), cure.what)
+    except Corrupt as error:
+        report.add("altered", run.uri, str(error))
 
 
 def _check_prompts(run: ObjectStore, prompts: list[dict[str, Any]], report: AuditReport) -> None:

@@ -12,6 +12,8 @@ import pytest
 from rollflow.storage.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Missing
+from rollflow.storage.log.entries import decode, encode, entry_path
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, TrajectoryGroup
@@ -204,6 +206,22 @@ def test_objects_that_retention_removed_are_not_missing() -> None:
     kept = {v for v in range(15) if store.exists(PolicyStore(store).manifest(v).weights[0].path)}
     assert kept == {0, 9, 10, 11, 12, 13, 14}  # 9: what 10 can be trained again from
     assert audit(store).clean
+
+
+def test_a_claim_that_was_altered_or_is_gone(run: MemoryStore) -> None:
+    for who in ("first", "second", "third"):
+        Log(run).claim("supervisor", who=who)
+    assert audit(run).clean
+    whole = {n: run.get(entry_path(n)) for n in (2, 3)}
+    run.put(entry_path(3), whole[3].replace(b"third", b"fourth"))
+    assert [(v.kind, v.where) for v in audit(run).violations] == [("altered", entry_path(3))]
+    run.put(entry_path(3), whole[3])
+    run.put(entry_path(2), encode(replace(decode(whole[2], 2, run.get).entry, id="another")).data)
+    (violation,) = audit(run).violations
+    assert "0000000003.json cannot stand where it stands" in violation.what
+    run.delete(entry_path(2))
+    (violation,) = audit(run).violations
+    assert "0000000002.json is missing" in violation.what
 
 
 def test_a_foreign_parent(run: MemoryStore) -> None:
