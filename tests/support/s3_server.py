@@ -15,12 +15,19 @@ from typing import Any
 import moto.s3.responses
 import pytest
 import s3fs
+from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
 
 @contextmanager
 def s3_server(bucket: str, address: str = "127.0.0.1", reads: Counter[str] | None = None) -> Iterator[str]:
-    """The endpoint of a moto server with one bucket; `reads` gets how often each key was read."""
+    """The endpoint of a moto server with one bucket; `reads` gets how often each key was read.
+
+    What servers before it in this process had, is gone: they all keep it in one place.
+    """
+    for account in s3_backends.values():
+        for backend in account.values():
+            backend.reset()
     one_write, counting = threading.Lock(), threading.Lock()
 
     def in_turn(method: Callable[..., object]) -> Callable[..., object]:
