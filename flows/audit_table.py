@@ -1,4 +1,4 @@
-"""The audit's report as tables for a person."""
+"""The audit of a run for a person: a line while it works, its report as tables."""
 
 from __future__ import annotations
 
@@ -6,11 +6,30 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from rollflow.storage.audit import AuditReport
+from rollflow.storage.log.audit import Progress, audit
+from rollflow.storage.log.report import AuditReport
+from rollflow.storage.objects import ObjectStore
 
 ROWS = 12  # version rows; a longer run is shown in this many spans
+
+
+def show_audit(store: ObjectStore, *, deep: bool, console: Console | None = None) -> AuditReport:
+    """Audit a run's storage; on a terminal a line tells how far it is. See `audit` for what it raises."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        return audit(store, deep=deep)
+    with console.status("audit: reading the log") as line:
+        return audit(store, deep=deep, progress=lambda far: line.update(f"audit: {_progress(far)}"))
+
+
+def _progress(far: Progress) -> str:
+    return (
+        f"{far.entries:,} entries of a log of {far.of_entries:,}, {far.objects:,} of {far.of_objects:,} objects, "
+        f"{far.bytes:,} bytes"
+    )
 
 
 def print_report(report: AuditReport, shares: Mapping[str, float], console: Console | None = None) -> None:
@@ -18,19 +37,28 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
     console = console or Console(highlight=False)
     console.print(
         f"run {report.run}: {report.versions} versions, {report.trajectories} trajectories trained on, "
-        f"{report.objects} objects checked, async_ratio {report.async_ratio:g}"
+        f"{report.entries} entries, {report.objects} objects checked, async_ratio {report.async_ratio:g}"
     )
+    console.print(read_line(report))
     console.print(staleness_table(report))
     console.print(fates_table(report))
     console.print(tokens_line(report))
     if len(shares) > 1:
         console.print(domains_table(report.domains, shares))
+    for voided in report.quarantined:
+        console.print(f"quarantined {escape(voided)}", soft_wrap=True)
     if report.clean:
         console.print("[green]clean[/]: no invariant is broken")
         return
     console.print(f"[red]{len(report.violations)} violations[/]")
     for violation in report.violations:
         console.print(f"  [red]{violation.kind}[/] {violation.where}: {violation.what}")
+
+
+def read_line(report: AuditReport) -> str:
+    """How much this audit read, and what an earlier one had seen."""
+    read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
+    return f"{read}, from entry {report.since} on: an audit found nothing wrong before it" if report.since else read
 
 
 def tokens_line(report: AuditReport) -> str:
@@ -57,7 +85,8 @@ def staleness_table(report: AuditReport) -> Table:
     for start in range(0, len(versions), span):
         part = versions[start : start + span]
         counts: Counter[int] = sum((report.staleness_by_version[v] for v in part), Counter())
-        name = str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
+        last = min(part[-1] + report.span - 1, report.versions)
+        name = str(last) if last == part[0] else f"{part[0]}-{last}"
         table.add_row(name, *(str(counts[age]) for age in ages))
     table.add_section()
     table.add_row("all", *(str(report.staleness[age]) for age in ages))

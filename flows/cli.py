@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
     _run_argument(audit, required=True)
+    audit.add_argument("--deep", action="store_true", help="from the first entry on, and every object")
     audit.set_defaults(command=audit_command)
 
     _storage_commands(commands)
@@ -255,14 +256,14 @@ def _stopped(context: RunContext) -> int:
     """After Ctrl-C: what stands, and how to go on."""
     from dataclasses import replace
 
+    from rollflow.flows.audit_table import show_audit
     from rollflow.flows.session import read_status
     from rollflow.flows.status import STATUS, RunStatus
-    from rollflow.storage.audit import audit
 
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())
-        report = audit(context.store)
+        report = show_audit(context.store, deep=False)
     except Unreachable as error:
         print(f"stopped; {error}\nonce it does, go on with: rollflow resume {context.uri}")
         return FAILED
@@ -368,13 +369,12 @@ def status_command(options: argparse.Namespace) -> int:
 
 def audit_command(options: argparse.Namespace) -> int:
     """`rollflow audit RUN`."""
-    from rollflow.flows.audit_table import print_report
+    from rollflow.flows.audit_table import print_report, show_audit
     from rollflow.flows.home import find_run
-    from rollflow.storage.audit import audit
 
     context = find_run(options.run, options.store)
     try:
-        report = audit(context.store)
+        report = show_audit(context.store, deep=options.deep)
     except Missing:
         raise ConfigError(
             f"run {options.run!r}: there is no such run in {context.uri}; check the run id or --store"

@@ -35,9 +35,9 @@ def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
 async def evaluate_now(context: RunContext, version: int) -> Evaluation:
     """Load a version into a fresh engine and ask the held-out prompts."""
     config = context.config
-    manifest = context.policies().manifest(version)
+    published = context.policies.find(version)
     try:
-        context.policies().check_kept(manifest)
+        context.policies.check_kept(published)
     except Missing:
         raise ConfigError(
             f"version = {version}: its weights are no longer kept; choose one that store.keep_every kept"
@@ -47,7 +47,7 @@ async def evaluate_now(context: RunContext, version: int) -> Evaluation:
     await asyncio.gather(engine.start(), pool.start())
     try:
         proxy = InferenceProxy([engine], config.engine.slots)
-        probe = Probe(context.probe_tokens, manifest.probe, config.engine.probe_tolerance)
+        probe = Probe(context.probe_tokens, published.probe, config.engine.probe_tolerance)
         await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
         return await evaluator(context, pool).run(proxy, version)
     finally:

@@ -1,7 +1,7 @@
 """`rollflow export`: a version as an ordinary Hugging Face folder, from the run's storage alone.
 
-What is written is what was trained: the weights are checked against the version's manifest, `config.json` names the
-type they were trained in, and `AutoTokenizer` reads the folder to the tokens that the run used. The folder gets its
+What is written is what was trained: the weights are checked against the entry that published them, `config.json` names
+the type they were trained in, and `AutoTokenizer` reads the folder to the tokens that the run used. The folder gets its
 name when it is whole; before that there is nothing of that name.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from rollflow.flows.inspection import published
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
-from rollflow.storage.policies import Manifest, PolicyStore
+from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.policies.folder import COPIED, with_dtype
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run import RunContext
@@ -30,12 +30,12 @@ def export(context: RunContext, version: int, folder: Path) -> None:
         ConfigError: there is no such version, its weights are no longer kept, or the folder cannot be written.
         Corrupt: the weights are not what was published.
     """
-    manifest, policies = published(context, version), context.policies()
+    found = published(context, version)
     with _new_folder(folder.expanduser().absolute()) as temporary:
-        _check_kept(context, policies, manifest)
+        _check_kept(context, found)
         for name, data in _described(context).items():
             (temporary / name).write_bytes(data)
-        policies.copy_weights(manifest, temporary)
+        context.policies.copy_weights(found, temporary)
         _check_reading(context, temporary)
 
 
@@ -62,17 +62,23 @@ def _new_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_kept(context: RunContext, policies: PolicyStore, manifest: Manifest) -> None:
+def _check_kept(context: RunContext, version: PolicyVersion) -> None:
     """Say which versions can be had, where the weights of this one were not kept."""
     stored = set(context.store.list("policies"))
-    if all(o.path in stored for o in manifest.weights):
+    if _are_in(stored, version):
         return
-    found = sorted({int(path.split("/")[1]) for path in stored if "/weights/" in path})
-    whole = [v for v in found if policies.published(v) and all(o.path in stored for o in policies.manifest(v).weights)]
+    numbers = sorted({int(path.split("/")[1]) for path in stored if "/weights/" in path})
+    newest = context.policies.newest()
+    whole = [v for v in numbers if v <= newest and _are_in(stored, context.policies.find(v))]
     raise ConfigError(
-        f"version {manifest.version}: its weights are no longer kept; of run {context.run_id!r} those of versions "
+        f"version {version.number}: its weights are no longer kept; of run {context.run_id!r} those of versions "
         f"{', '.join(map(str, whole)) or 'none'} are (store.keep_every and store.keep_last say which stay)"
     )
+
+
+def _are_in(stored: Set[str], version: PolicyVersion) -> bool:
+    """Whether all its weights are among these objects."""
+    return all(one.path in stored for one in version.weights)
 
 
 def _described(context: RunContext) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""`rollflow gc`: objects that no manifest, commit or retention rule needs any more, by age."""
+"""`rollflow gc`: objects that nothing in the run's log needs any more, by age."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rollflow.flows.console import duration
-from rollflow.storage.collect import Orphan, collect, orphans, store_clock
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.garbage import Orphan, collect, orphans, store_clock
 from rollflow.tasks.run import RunContext
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -20,10 +20,12 @@ def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | N
 
     Raises:
         ConfigError: `older_than` is not an age, or there is no such run.
+        Corrupt: the run's log is damaged, so that nothing can be said.
     """
     console = console or Console(highlight=False)
-    age, policies = age_of(older_than), context.policies()
-    found = orphans(context.store, policies.retention, age, store_clock(context.store), policies.in_use)
+    age = age_of(older_than)
+    context.created  # noqa: B018 - says which run is not there
+    found = orphans(context.store, store_clock(context.store), age)
     if not found:
         console.print(f"run {context.run_id}: nothing to collect that is older than {older_than}")
         return

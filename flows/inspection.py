@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -14,14 +14,16 @@ from rich.text import Text
 
 from rollflow.flows.audit_table import domains_table
 from rollflow.flows.console import staleness_bar
-from rollflow.flows.progress import Progress
+from rollflow.flows.progress import trained_domains
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.storage.lineage import Consumed, Discarded, Fate, InFlight, Lineage, Waiting
-from rollflow.storage.policies import Manifest
-from rollflow.storage.records import Cursor, Discard, GroupKey, Trajectory
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided
+from rollflow.storage.log.lineage import Consumed, Fate, Waiting, fates
+from rollflow.storage.log.reading import written
+from rollflow.storage.log.state import RunState
+from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.recoveries import RecoveryLog
-from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.restore import name_of
 from rollflow.tasks.run import RunContext
 
@@ -35,6 +37,7 @@ def inspect(context: RunContext, what: str | None, console: Console | None = Non
         ConfigError: there is no such version or trajectory.
     """
     console = console or Console(highlight=False)
+    context.created  # noqa: B018 - says which run is not there
     if what is None:
         _run(context, console)
     elif re.fullmatch(r"\d+", what):
@@ -51,55 +54,56 @@ def inspect(context: RunContext, what: str | None, console: Console | None = Non
 
 
 def _run(context: RunContext, console: Console) -> None:
-    batches = TrajectoryStore(context.store)
-    progress = Progress(context)
-    progress.advance()
-    lineage = Lineage.read(batches, progress.version)
+    state = context.log.state
     console.print(f"run {context.run_id} in {context.store.uri}", soft_wrap=True)
     table = _grid()
-    of = f" of {context.config.versions}"
-    table.add_row("version", f"{progress.version}{of}" if progress.version >= 0 else f"none{of} yet")
-    table.add_row("batches", _batches(lineage))
-    rows = sum(c.rows for c in lineage.commits if c.number < progress.version)
-    table.add_row("trained on", f"{rows} trajectories, {progress.tokens} response tokens")
-    table.add_row("staleness", staleness_bar(progress.staleness, 24))
-    flying = [key for key, fate in lineage.fates.items() if isinstance(fate, InFlight)]
-    table.add_row("in flight", _keys(flying))
-    table.add_row("next prompt", _upcoming(lineage.cursor))
+    of = f"of {context.config.versions}"
+    table.add_row(
+        "version", f"{state.version} {of}, entry {state.published}" if state.version >= 0 else f"none {of} yet"
+    )
+    table.add_row("log", f"{state.n + 1} entries")
+    table.add_row("batches", _batches(state))
+    groups, tokens = (counts["trained"] for counts in (state.totals.groups, state.totals.tokens))
+    table.add_row("trained on", f"{state.totals.rows} trajectories in {groups} groups, {tokens} response tokens")
+    table.add_row("staleness", staleness_bar(state.totals.staleness, 24))
+    table.add_row("in flight", _keys(state.in_flight))
+    table.add_row("next prompt", _upcoming(state.cursor))
     console.print(table)
     if len(shares := context.config.shares) > 1:
-        console.print(domains_table(progress.domains, shares))
-    lost = [fate.discard for fate in lineage.fates.values() if isinstance(fate, Discarded)]
-    console.print(_discards(lost) if lost else "discards: none")
-    _quarantined(batches, console)
+        console.print(domains_table(trained_domains(state, context.config), shares))
+    lost = Counter({reason: count for reason, count in state.totals.groups.items() if reason != "trained"})
+    console.print(_discards(lost, state.totals.tokens) if lost else "discards: none")
+    _quarantined(context, console)
     _recoveries(context, console)
 
 
-def _batches(lineage: Lineage) -> str:
-    waiting = {fate.batch for fate in lineage.fates.values() if isinstance(fate, Waiting)}
-    return f"{len(lineage.commits)} committed, {len(waiting)} of them waiting for the learner"
+def _batches(state: RunState) -> str:
+    again = f", to be formed again: {', '.join(map(str, state.holes))}" if state.holes else ""
+    committed = state.next_batch - len(state.holes)
+    return f"{committed} committed, {len(state.waiting)} of them waiting for the learner{again}"
 
 
-def _discards(lost: Iterable[Discard]) -> Table:
+def _discards(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
+    """What was not trained on, by reason."""
     table = Table(title="discards", title_justify="left")
     table.add_column("reason")
     for name in ("groups", "response tokens", "tokens a group"):
         table.add_column(name, justify="right")
-    groups, tokens = Counter[str](), Counter[str]()
-    for discard in lost:
-        groups[discard.reason] += 1
-        tokens[discard.reason] += discard.response_tokens
     for reason, count in groups.most_common():
         table.add_row(reason, str(count), str(tokens[reason]), f"{tokens[reason] / count:.0f}")
     return table
 
 
-def _quarantined(batches: TrajectoryStore, console: Console) -> None:
-    voids = batches.voids()
-    console.print(f"quarantined files: {len(voids) or 'none'}")
-    for void in voids:
-        why = void.reason if void.file in void.reason else f"{void.file}: {void.reason}"
-        console.print(f"  batch {void.batch}: {why}", soft_wrap=True)
+def _quarantined(context: RunContext, console: Console) -> None:
+    state = context.log.state
+    console.print(f"quarantined files: {state.voids or 'none'}")
+    if not state.voids:
+        return  # the log need not be read for them
+    for one in written(context.log, 0, state.n):
+        if isinstance(body := one.entry.body, BatchVoided):
+            file = context.batches.committed(body.entry).file.path
+            why = body.why if file in body.why else f"{file}: {body.why}"
+            console.print(f"  batch {body.number}: {why}", soft_wrap=True)
 
 
 def _recoveries(context: RunContext, console: Console) -> None:
@@ -112,62 +116,65 @@ def _recoveries(context: RunContext, console: Console) -> None:
 # --- a version ----------------------------------------------------------------------------------------------
 
 
-def published(context: RunContext, version: int) -> Manifest:
-    """The manifest of a version that a person names; `ConfigError` if there is none."""
-    policies = context.policies()
-    latest = policies.latest()
-    if not 0 <= version <= latest:
-        there = f"has versions 0 to {latest}" if latest >= 0 else "has none yet"
+def published(context: RunContext, version: int) -> PolicyVersion:
+    """The version that a person names; `ConfigError` if there is none."""
+    newest = context.policies.newest()
+    if not 0 <= version <= newest:
+        there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
         raise ConfigError(f"version {version} is not published; run {context.run_id!r} {there}")
-    return policies.manifest(version)
+    return context.policies.find(version)
 
 
-def _version(context: RunContext, version: int, console: Console) -> None:
-    manifest, batches = published(context, version), TrajectoryStore(context.store)
-    parent = f"version {version - 1} (manifest {manifest.parent[:12]})" if manifest.parent else "none"
-    console.print(f"version {version} of run {context.run_id}")
+def _version(context: RunContext, number: int, console: Console) -> None:
+    version = published(context, number)
+    console.print(f"version {number} of run {context.run_id}")
     table = _grid()
-    table.add_row("published", f"{_clock(manifest.created_at)} by writer {manifest.writer}")
-    table.add_row("code, config", f"rollflow {manifest.code_version}, config {manifest.config_sha256[:12]}")
-    table.add_row("parent", parent)
-    if version:
-        _trained_on(batches, manifest, table)
-    if not manifest.learner:
+    table.add_row("published", f"{_clock(version.at)}, entry {version.entry}, by claim {version.claim}")
+    table.add_row("code, config", f"rollflow {version.code_version}, config {context.created.config_sha256[:12]}")
+    table.add_row("parent", _parent(context, number))
+    if version.batch_entry is not None:
+        _trained_on(context, version.batch_entry, table)
+    if not version.state:
         table.add_row("learner state", "not stored with this version; recovery replays up to it")
     console.print(table)
-    console.print(_objects(context, manifest))
-    console.print("metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(manifest.metrics.items())))
+    console.print(_objects(context, version))
+    console.print("metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(version.metrics.items())))
 
 
-def _trained_on(batches: TrajectoryStore, manifest: Manifest, table: Table) -> None:
-    """The batch, its groups, what was discarded when it was formed, and which versions wrote its tokens."""
-    number = manifest.version - 1
-    groups = f"{len(manifest.consumed)} groups: {_keys(manifest.consumed)}"
-    table.add_row("batch", f"{number} (commit {manifest.batch[:12] if manifest.batch else 'unknown'}), {groups}")
-    table.add_row("tokens by", _tokens_by(batches, number))
-    counts = Counter(d.reason.value for d in manifest.discarded)
+def _parent(context: RunContext, number: int) -> str:
+    return f"version {number - 1} (entry {context.policies.find(number - 1).entry})" if number else "none"
+
+
+def _trained_on(context: RunContext, entry: int, table: Table) -> None:
+    """The batch, its groups, what was issued and discarded when it was formed, and which versions wrote its tokens."""
+    batch = context.batches.committed(entry)
+    groups = f"{len(batch.groups)} groups: {_keys([group.key for group in batch.groups])}"
+    table.add_row("batch", f"{batch.number} (entry {entry}), {groups}")
+    table.add_row("tokens by", _tokens_by(context, batch))
+    discards = context.batches.discards(entry)
+    counts = Counter(d.reason.value for d in discards)
     lost = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-    keys = _keys([d.key for d in manifest.discarded])
+    keys = _keys([d.key for d in discards])
     table.add_row("discarded", f"{lost}: {keys}" if lost else "none")
-    table.add_row("next prompt", _upcoming(manifest.cursor))
+    table.add_row("issued", _keys([GroupKey(prompt, 0) for prompt in batch.issued]))
 
 
-def _tokens_by(batches: TrajectoryStore, number: int) -> str:
+def _tokens_by(context: RunContext, batch: BatchCommitted) -> str:
     try:
-        trajectories = [t for g in TrajectoryBatch.from_bytes(batches.read(number)[1]).groups() for t in g.trajectories]
+        trajectories = [t for g in _groups(context, batch.file) for t in g.trajectories]
     except Corrupt as error:
         return f"not to be read: {error}"
     counts = Counter(v for t in trajectories for v, chosen in zip(t.versions, t.loss_mask, strict=True) if chosen)
     return ", ".join(f"version {version}: {count}" for version, count in sorted(counts.items()))
 
 
-def _objects(context: RunContext, manifest: Manifest) -> Table:
-    table = Table(title=f"objects in policies/{manifest.version:08d}/{manifest.writer}", title_justify="left")
+def _objects(context: RunContext, version: PolicyVersion) -> Table:
+    table = Table(title=f"objects in policies/{version.number:08d}/{version.claim}", title_justify="left")
     table.add_column("object", overflow="fold")
     table.add_column("bytes", justify="right")
     table.add_column("sha256")
     table.add_column("stored")
-    for stored in (*manifest.weights, *manifest.learner):
+    for stored in version.objects:
         there = "yes" if context.store.exists(stored.path) else "no longer"
         table.add_row(name_of(stored), f"{stored.size:,}", stored.sha256[:12], there)
     return table
@@ -177,17 +184,14 @@ def _objects(context: RunContext, manifest: Manifest) -> Table:
 
 
 def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | None = None, *, console: Console) -> None:
-    batches, key = TrajectoryStore(context.store), GroupKey(prompt, attempt)
-    lineage = Lineage.read(batches, context.policies().latest())
-    attempts = lineage.attempts(prompt)
-    _check_key(key, attempts, lineage.cursor)
+    key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
+    _check_key(key, attempts, context.log.state.cursor)
     table, below = _grid(), None
-    for other, fate in attempts.items():
+    for other, fate in sorted(attempts.items()):
         table.add_row(f"attempt {other.attempt}", Text(str(fate), style="bold" if other == key else ""))
     fate = attempts[key]
     if isinstance(fate, Consumed | Waiting):
-        number = fate.version - 1 if isinstance(fate, Consumed) else fate.batch
-        below = _answers(context, batches, key, number, sample, table)
+        below = _answers(context, key, _batch_of(context, fate), sample, table)
     else:
         table.add_row("question", Text(_question(context, prompt)))
         table.add_row("responses", "not in storage: it was never committed")
@@ -196,6 +200,14 @@ def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | No
     console.print(table)
     if below is not None:
         console.print(below)
+
+
+def _batch_of(context: RunContext, fate: Consumed | Waiting) -> BatchCommitted:
+    if isinstance(fate, Waiting):
+        return context.batches.committed(context.log.state.waiting[fate.batch].entry)
+    entry = context.policies.find(fate.version).batch_entry
+    assert entry is not None, "only version 0 has no batch"
+    return context.batches.committed(entry)
 
 
 def _question(context: RunContext, prompt: int) -> str:
@@ -219,11 +231,10 @@ def _check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) ->
 
 
 def _answers(
-    context: RunContext, batches: TrajectoryStore, key: GroupKey, number: int, sample: int | None, table: Table
+    context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
 ) -> Table | None:
     """One trajectory in full, added to `table`; or the group's question, and its trajectories as a table."""
-    groups = TrajectoryBatch.from_bytes(batches.read(number)[1]).groups()
-    group = next(g for g in groups if g.key == key)
+    group = next(g for g in _groups(context, batch.file) if g.key == key)
     chosen = [t for t in group.trajectories if sample in (None, t.sample)]
     if not chosen:
         last = max(t.sample for t in group.trajectories)
@@ -232,13 +243,17 @@ def _answers(
     asked = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if not mask]
     table.add_row("question", Text(context.tokenizer.decode(asked)))
     if sample is None:
-        return _group(context, chosen, number)
+        return _group(context, chosen, batch.number)
     table.add_row("response", Text(_response(context, one)))
     table.add_row("tokens", f"{one.response_tokens}: {_spans(one)}")
     table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
     table.add_row("ending", one.ending.value)
-    table.add_row("staleness", f"{number - one.started_version} (started under version {one.started_version})")
+    table.add_row("staleness", f"{batch.number - one.started_version} (started under version {one.started_version})")
     return None
+
+
+def _groups(context: RunContext, file: StoredObject) -> list[TrajectoryGroup]:
+    return TrajectoryBatch.from_bytes(context.batches.read(file)).groups()
 
 
 def _group(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:

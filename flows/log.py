@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -21,6 +20,7 @@ from rollflow.storage.log.entries import (
     encode,
 )
 from rollflow.storage.log.log import Log
+from rollflow.storage.log.reading import written
 from rollflow.tasks.run import RunContext
 
 LOOK_SECONDS = 1.0  # how often a log that is followed is read
@@ -32,7 +32,7 @@ def tell(context: RunContext, *, follow: bool, as_json: bool, console: Console |
 
     Raises:
         ConfigError: there is no such run.
-        Corrupt: the log is damaged; what comes before the damage was printed.
+        Missing, Corrupt: the log is damaged; what comes before the damage was printed.
     """
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there
@@ -43,13 +43,9 @@ def tell(context: RunContext, *, follow: bool, as_json: bool, console: Console |
 
 def _entries(context: RunContext, *, follow: bool) -> Iterator[Entry]:
     log = Log(context.store)
-    for n in range(log.state.n + 1):
-        written = log.read(n)
-        if written is None:
-            raise ConfigError(f"entry {n} of run {context.run_id!r} is gone; `rollflow audit` says what else is")
-        yield written.entry
+    yield from (one.entry for one in written(log, 0, log.state.n))
     while follow:
-        yield from (written.entry for written in log.follow())
+        yield from (one.entry for one in log.follow())
         time.sleep(LOOK_SECONDS)
 
 

@@ -1,16 +1,16 @@
 """The supervisor: a run from its first version to its summary.
 
-    prepare --> claim --> rollout, reward, train --> follow the ledger --> end in order --> evaluate --> summary
+    prepare --> claim --> rollout, reward, train --> follow the log --> end in order --> evaluate --> summary
 
 It decides and watches; it carries no data. What it knows of the run it reads from the run's storage, so that one that
-died is replaced by another: the newest claim on the run holds, an older supervisor stops with `Conflict`.
+died is replaced by another: the newest claim on the run holds, an older supervisor is `Deposed` and stops.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -19,21 +19,22 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from rollflow.flows import cluster
-from rollflow.flows.board import Board
+from rollflow.flows.board import Board, points
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.home import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.reachability import check_store_reach
 from rollflow.flows.stages import Stages
 from rollflow.flows.summary import SHARES, summarize
+from rollflow.flows.supervision import StageFailed
 from rollflow.flows.tracking import Tracker, TrackingPlace
-from rollflow.storage.collect import sweep
-from rollflow.storage.errors import ConfigError, Conflict, RollflowError, Unreachable
+from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.log.entries import entry_path
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.garbage import sweep
+from rollflow.storage.log.log import Writer
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run import RunContext, claim
 from rollflow.tasks.settings import RunConfig
 
 POLL_SECONDS = 0.5
@@ -50,9 +51,10 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
     context = await_run(storage) if storage else _prepared(config, run_id or run_id_of(config.name, flow_run.id))
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
-    claim = _claim(context, address)
+    supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
     _sweep(context)
-    tracker = Tracker(tracking_place(context.config), context.run_id, context.created.config, context.key)
+    place, missed = tracking_place(context.config), functools.partial(points, context)
+    tracker = Tracker(place, context.run_id, context.created.config, context.key, missed)
     with cluster.attached(address, context.key):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log)
@@ -60,23 +62,17 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
         try:
             if not trained(context):
                 stages.start()
-                _follow(board, claim)
+                _follow(board, supervisor)
                 board.refresh("ending")
                 stages.end()
         except BaseException as error:
-            _give_up(board, claim, error)
+            _give_up(board, supervisor, error)
             raise
         left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
         ends = [version for version in (0, context.config.versions) if version not in left_out]
         accuracy = [evaluate(context.uri, version) for version in ends]
         log("held-out accuracy %s", [e["accuracy"] for e in accuracy])
-        return _finish(board, tracker)
-
-
-def _claim(context: RunContext, address: str) -> Writer:
-    """Take the run from whoever supervised it. `address` is the cluster where its actors live."""
-    who, host = f"flow run {flow_run.id}", socket.gethostname()
-    return Log(context.store).claim("supervisor", who=who, cluster=address, host=host, process=os.getpid())
+        return _finish(board, tracker, supervisor)
 
 
 def _prepared(config: RunConfig, run_id: str) -> RunContext:
@@ -99,7 +95,7 @@ def _sweep(context: RunContext) -> None:
 def trained(context: RunContext) -> bool:
     """Whether the stages have done all they were to do: nothing but the summary may be missing."""
     last = context.config.versions
-    return context.policies().latest() == last and evaluated(context.store, last)
+    return context.policies.newest() == last and evaluated(context.store, last)
 
 
 def ray_address(config: RunConfig) -> str:
@@ -120,7 +116,7 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     return TrackingPlace.default(home(), config.tracking.experiment)
 
 
-def _follow(board: Board, claim: Writer) -> None:
+def _follow(board: Board, supervisor: Writer) -> None:
     """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
     told, answered, patience = float("-inf"), time.monotonic(), board.context.config.store.patience_seconds
     while not board.stages.ended("rollout", "train"):
@@ -128,7 +124,7 @@ def _follow(board: Board, claim: Writer) -> None:
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
             try:
-                claim.check()
+                supervisor.check()
                 board.refresh()
                 answered = time.monotonic()
             except (Unreachable, OSError):  # a folder; for others the store itself waits so long
@@ -137,9 +133,12 @@ def _follow(board: Board, claim: Writer) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _give_up(board: Board, claim: Writer, error: BaseException) -> None:
+def _give_up(board: Board, supervisor: Writer, error: BaseException) -> None:
     """End the stages, unless they are another supervisor's now, and say why."""
-    newer = claim.log.state.claims["supervisor"] if isinstance(error, Conflict) and not claim.valid() else None
+    if isinstance(error, StageFailed):  # because another one's roles deposed its own, perhaps
+        with contextlib.suppress(RollflowError):
+            supervisor.log.follow()
+    newer = None if supervisor.valid() else supervisor.log.state.claims["supervisor"]
     if newer is None or newer.cluster != board.stages.address:
         board.stages.abandon()
     if newer is not None:
@@ -150,8 +149,10 @@ def _give_up(board: Board, claim: Writer, error: BaseException) -> None:
     board.tracker.finish("FAILED")
 
 
-def _finish(board: Board, tracker: Tracker) -> dict[str, Any]:
+def _finish(board: Board, tracker: Tracker, supervisor: Writer) -> dict[str, Any]:
     context, stages = board.context, board.stages
+    with contextlib.suppress(StoreFailed, Unreachable):  # what is left of it is garbage, or for who resumes the run
+        context.policies.prune(supervisor)  # what waited for an evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = tracker.page if context.config.tracking.uri else "rollflow serve"
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}

@@ -32,7 +32,7 @@ VOCABULARY_TEXTS = 2000
 
 
 def prepare(config: RunConfig, run_id: str) -> RunContext:
-    """Create the run in its store; a run that was prepared with the same config is returned as it is.
+    """Create the run in its store.
 
     Raises:
         ConfigError: with one sentence for what a person must change.

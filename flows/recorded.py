@@ -1,11 +1,12 @@
 """`rollflow simulate --from-run`: a recorded run's own latencies as hardware, and how well they predict its step time.
 
-Read from the run's storage alone: batches (lengths, generation and reward seconds), manifests (train seconds, waits)
+Read from the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds, waits)
 and updates (pauses).
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,13 +15,11 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from rollflow.flows.progress import Progress
 from rollflow.flows.simulate import Outputs, run_simulation
 from rollflow.flows.toml import to_toml
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.policies import Manifest
-from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.updates import read_update
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RunConfig
@@ -73,26 +72,23 @@ def read_recorded(context: RunContext) -> list[Recorded]:
     Raises:
         ConfigError: there are too few of them.
     """
-    progress, batches = Progress(context), TrajectoryStore(context.store)
-    progress.advance()
-    first = WARM_UP + context.config.capacity
-    if progress.version - first < FEWEST:
-        raise ConfigError(
-            f"run {context.run_id!r} has {max(progress.version, 0)} versions; a prediction needs {first + FEWEST}"
-        )
-    pairs = zip(progress.manifests[first - 1 :], progress.manifests[first:], strict=False)
-    return [_recorded(context, batches, before, after) for before, after in pairs]
+    first, newest = WARM_UP + context.config.capacity, context.policies.newest()
+    if newest - first < FEWEST:
+        raise ConfigError(f"run {context.run_id!r} has {max(newest, 0)} versions; a prediction needs {first + FEWEST}")
+    return [_recorded(context, before, after) for before, after in pairwise(context.policies.since(first - 1))]
 
 
-def _recorded(context: RunContext, batches: TrajectoryStore, before: Manifest, after: Manifest) -> Recorded:
-    update = read_update(context.store, after.version)
-    table = TrajectoryBatch.from_bytes(batches.read(after.version - 1)[1]).table
+def _recorded(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> Recorded:
+    assert after.batch_entry is not None, "only version 0 has no batch"
+    update = read_update(context.store, after.number)
+    file = context.batches.committed(after.batch_entry).file
+    table = TrajectoryBatch.from_bytes(context.batches.read(file)).table
     return Recorded(
-        version=after.version,
-        seconds=after.created_at - before.created_at,
+        version=after.number,
+        seconds=after.at - before.at,
         waited=after.metrics["wait_seconds"],
         pause=None if update is None else update.pause_seconds,
-        fetched=None if update is None else update.resumed_at - update.pause_seconds - after.created_at,
+        fetched=None if update is None else update.resumed_at - update.pause_seconds - after.at,
         groups_R=table["index"].to_pylist(),
         tokens_R=_response_tokens(table),
         generation_R=table["generation_seconds"].to_pylist(),

@@ -1,7 +1,7 @@
 """`rollflow replay`: train published versions again and compare, from the run's storage alone.
 
 Needs neither Ray nor Prefect nor an engine, and writes nothing. A version is restored to its parent, trained on the
-batch its manifest names, and compared file by file with what was published.
+batch its entry names, and compared file by file with what was published.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.policies import Manifest
-from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
+from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.learners.restore import Replayed, name_of, new_learner, restore, train_again
 from rollflow.tasks.run import RunContext
 
@@ -23,9 +23,8 @@ def replay(context: RunContext, version: int | None, every: bool, say: Callable[
     Raises:
         ConfigError: there is no such version to train again.
     """
-    policies, batches = context.policies(), TrajectoryStore(context.store)
-    newest = policies.latest()
-    first, last = _span(context, version, newest, every)
+    policies, batches = context.policies, context.batches
+    first, last = _span(context, version, policies.newest(), every)
     learner = new_learner(context)
     restored = restore(policies, batches, learner, first - 1, note=say)
     if restored.differed:
@@ -35,7 +34,7 @@ def replay(context: RunContext, version: int | None, every: bool, say: Callable[
         replayed = train_again(policies, batches, learner, number)
         say(sentence(replayed))
         if replayed.differences:
-            say(f"version {number} was published by rollflow {replayed.manifest.code_version}; {CAUSE}")
+            say(f"version {number} was published by rollflow {replayed.version.code_version}; {CAUSE}")
             if number < last:
                 say(f"versions {number + 1} to {last} follow from it and were not trained again")
             return False
@@ -58,23 +57,23 @@ def _span(context: RunContext, version: int | None, newest: int, every: bool) ->
 
 def sentence(replayed: Replayed) -> str:
     """What was trained again, and what came out."""
-    manifest, commit = replayed.manifest, replayed.commit
-    return f"version {manifest.version}: parent {manifest.version - 1}, {_batch(commit)}: {_outcome(replayed)}"
+    number = replayed.version.number
+    return f"version {number}: parent {number - 1}, {_batch(replayed.batch)}: {_outcome(replayed)}"
 
 
-def _batch(commit: BatchCommit) -> str:
-    return f"batch {commit.number} ({len(commit.groups)} groups, {commit.rows} trajectories)"
+def _batch(batch: BatchCommitted) -> str:
+    return f"batch {batch.number} ({len(batch.groups)} groups, {batch.rows} trajectories)"
 
 
 def _outcome(replayed: Replayed) -> str:
     if replayed.differences:
         return "DIFFERENT in " + ", ".join(replayed.differences)
-    what = "weights and learner state" if replayed.manifest.learner else "weights"
-    return f"{what} identical ({_sha256(replayed.manifest)})"
+    what = "weights and learner state" if replayed.version.state else "weights"
+    return f"{what} identical ({_sha256(replayed.version)})"
 
 
-def _sha256(manifest: Manifest) -> str:
+def _sha256(version: PolicyVersion) -> str:
     """The hash of the weights; of several shards, each one's."""
-    if len(manifest.weights) == 1:
-        return f"sha256 {manifest.weights[0].sha256[:12]}"
-    return ", ".join(f"{name_of(o).rpartition('/')[2]} {o.sha256[:12]}" for o in manifest.weights)
+    if len(version.weights) == 1:
+        return f"sha256 {version.weights[0].sha256[:12]}"
+    return ", ".join(f"{name_of(o).rpartition('/')[2]} {o.sha256[:12]}" for o in version.weights)

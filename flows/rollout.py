@@ -23,7 +23,7 @@ def rollout(run: RunPlace, ray_address: str) -> None:
 
         def start() -> Any:
             engines.start()
-            return start_rollout(context)
+            return start_rollout(context, ray_address)
 
         ward = Ward(
             name=ROLLOUT,

@@ -196,7 +196,7 @@ class Stages:
 
     def _start_channel(self) -> None:
         """Its own reads fail where storage does not answer: who asked for a batch asks again, and holds no call."""
-        newest, hasty = self.context.policies().latest(), replace(self.context, patience=None)
+        newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         start_channel(hasty.store, self.context.config.capacity, newest)
 
     def _channel_back(self) -> None:

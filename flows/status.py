@@ -29,10 +29,11 @@ class StageStatus:
 class RunStatus:
     """One moment of a run.
 
-    `reward` is the recent mean training reward, `rewards` its course (oldest first), `accuracy` the held-out points
-    `(version, accuracy)`, `staleness` trained trajectories by staleness, `domains` trained groups by domain (`shares`:
-    what was asked for), `tokens_per_second` recent and `tokens_per_second_total` over the whole run, `buffer_groups` of
-    `buffer_capacity` groups ready for the learner, `flow_run` the supervisor that says all this.
+    `reward` is the recent mean training reward, `rewards` that of the newest versions (oldest first), `accuracy` the
+    held-out points `(version, accuracy)` of version 0 and the newest that were evaluated, `staleness` trained groups by
+    the staleness of their oldest response, `domains` trained groups by domain (`shares`: what was asked for),
+    `tokens_per_second` recent and `tokens_per_second_total` over the whole run, `buffer_groups` of `buffer_capacity`
+    groups ready for the learner, `flow_run` the supervisor that says all this.
     """
 
     run_id: str

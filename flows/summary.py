@@ -1,4 +1,4 @@
-"""The closing summary: `summary.json` in the run's storage, from the ledger, the evaluations and the audit."""
+"""The closing summary: `summary.json` in the run's storage, from the log, the evaluations and the audit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollflow.flows.progress import Progress
-from rollflow.storage.audit import audit
+from rollflow.storage.log.audit import audit
 from rollflow.storage.recoveries import RecoveryLog
 from rollflow.storage.usage import read_usage
 from rollflow.tasks.rollout.evaluation import evaluations, skipped
@@ -53,7 +53,7 @@ def summarize(
         "seconds": round(seconds, 2),
         "training_seconds": round(progress.training_seconds, 2),
         "tokens": progress.tokens,
-        "tokens_per_second": round(progress.tokens_per_second(), 1),
+        "tokens_per_second": round(progress.tokens_per_second, 1),
         "trajectories": report.trajectories,
         "staleness": {str(age): count for age, count in sorted(report.staleness.items())},
         "async_ratio": context.config.async_ratio,

@@ -20,6 +20,7 @@ from typing import Any
 
 from rollflow.flows import cluster
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed
+from rollflow.storage.log.state import Superseded
 from rollflow.storage.recoveries import Notes, Recovery
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
@@ -170,8 +171,8 @@ class Keeper:
             while True:
                 try:
                     return self._watch(self.ward.start(), tick)
-                except (ConfigError, StoreFailed, StageFailed):
-                    raise  # a person must act first
+                except (ConfigError, StoreFailed, StageFailed, Superseded):
+                    raise  # a person must act first, or another supervisor does
                 except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                     self._again(first_line(error))
         finally:

@@ -10,7 +10,8 @@ MLflow is a view, so tracking never holds up a run and never ends one:
   be written is kept and tried again with the next write. Only `flush` and `finish` wait, within a deadline.
 
 No point is logged twice: the last version is read back from the store when the run is opened (or opened again after
-a failure), and what is at or below it is skipped. Log a version after it is committed. Parameters hold no secrets:
+a failure), and what is at or below it is skipped; what lies between it and what is to be written is asked for
+(`missed`). Log a version after it is committed. Parameters hold no secrets:
 user names, passwords and queries are taken out of addresses, and keys that name a secret are left out.
 """
 
@@ -21,12 +22,14 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollflow.flows.reachability import redact
+from rollflow.storage.errors import RollflowError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -95,13 +98,20 @@ class _Open:
 class Tracker:
     """The MLflow run of one rollflow run."""
 
-    def __init__(self, place: TrackingPlace, run_id: str, parameters: Mapping[str, Any], key: str = "") -> None:
-        """`key` tells it from a run of that name in another store."""
+    def __init__(
+        self,
+        place: TrackingPlace,
+        run_id: str,
+        parameters: Mapping[str, Any],
+        key: str = "",
+        missed: Callable[[str, range], Iterable[Point]] = lambda marker, versions: (),
+    ) -> None:
+        """`key` tells it from a run of that name in another store; `missed` gives what nobody has logged."""
         self.place = place
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
         self.failures = 0
         self.warnings: list[str] = []
-        self._parameters = flatten(parameters)
+        self._parameters, self._missed = flatten(parameters), missed
         self._open: _Open | None = None
         self._pending: list[Point] = []
         self._finished = False
@@ -113,11 +123,11 @@ class Tracker:
 
     def log_version(self, version: int, metrics: Mapping[str, float], when: float) -> None:
         """Log the metrics of a committed version (`when`: seconds since the epoch)."""
-        self._queue.put(Point(VERSION, version, {shown_name(name): v for name, v in metrics.items()}, when))
+        self._queue.put(version_point(version, metrics, when))
 
     def log_accuracy(self, version: int, accuracy: float, when: float) -> None:
         """Log the held-out accuracy of a version."""
-        self._queue.put(Point(EVALUATED, version, {"eval/accuracy": accuracy}, when))
+        self._queue.put(accuracy_point(version, accuracy, when))
 
     def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
         """Log a recovery, the `number`-th of the run (from 1)."""
@@ -172,7 +182,8 @@ class Tracker:
     def _write(self) -> None:
         with self._recorded("writing"):
             run = self._run()
-            for points in _chunks([p for p in self._pending if p.version > run.last.get(p.marker, -1)]):
+            new = [p for p in self._pending if p.version > run.last.get(p.marker, -1)]
+            for points in _chunks(chain(self._before(run, new), new)):
                 _log_points(run, points)
                 for point in points:
                     run.last[point.marker] = max(point.version, run.last.get(point.marker, -1))
@@ -182,6 +193,13 @@ class Tracker:
         if len(self._pending) > KEPT_POINTS:
             self._warn(f"{len(self._pending) - KEPT_POINTS} points were dropped, MLflow is away for too long")
             del self._pending[:-KEPT_POINTS]
+
+    def _before(self, run: _Open, new: Sequence[Point]) -> Iterator[Point]:
+        """What lies between the last version that MLflow has and the first of `new`: nobody followed the run then."""
+        for marker in (VERSION, EVALUATED):
+            first = min((point.version for point in new if point.marker == marker), default=0)
+            if versions := range(run.last.get(marker, 0) + 1, first):
+                yield from self._missed(marker, versions)
 
     def _run(self) -> _Open:
         if self._open is None:
@@ -224,7 +242,7 @@ def _tracking_errors() -> tuple[type[Exception], ...]:
     from requests.exceptions import RequestException
     from sqlalchemy.exc import SQLAlchemyError
 
-    return MlflowException, RequestException, SQLAlchemyError, OSError, ImportError
+    return MlflowException, RequestException, SQLAlchemyError, OSError, ImportError, RollflowError
 
 
 def _open_run(place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str]) -> _Open:
@@ -258,12 +276,22 @@ def _open_run(place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping
     return _Open(client, run.info.run_id, experiment_id, last)
 
 
+def version_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
+    """What MLflow gets of a version."""
+    return Point(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
+
+
+def accuracy_point(version: int, accuracy: float, when: float) -> Point:
+    """What MLflow gets of an evaluation."""
+    return Point(EVALUATED, version, {"eval/accuracy": accuracy}, when)
+
+
 def shown_name(metric: str) -> str:
     """The name in MLflow of a metric that a version was published with."""
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 
 
-def _chunks(points: Sequence[Point]) -> Iterator[list[Point]]:
+def _chunks(points: Iterable[Point]) -> Iterator[list[Point]]:
     """Cut at version boundaries: a call is all or nothing, so a version is never logged by half."""
     chunk: list[Point] = []
     size = 0

@@ -18,7 +18,7 @@ def train(run: RunPlace, ray_address: str) -> int:
     with cluster.attached(ray_address, context.key):
         ward = Ward(
             name=LEARNER,
-            start=lambda: start_learner(context, gpu_share(context.config)),
+            start=lambda: start_learner(context, gpu_share(context.config), ray_address),
             made=lambda status: float(status["trained"]),
             redone=_redone,
             # The learner itself waits one patience for a batch; the sentence that names the batch is its own.

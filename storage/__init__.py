@@ -1,1 +1,1 @@
-"""Storage remembers: records, object stores, the trajectory store, the ledger of policy versions, the channel."""
+"""Storage remembers: records, object stores, the run's log, the trajectory store, the policy store, the channel."""

@@ -1,10 +1,10 @@
 """The channel: committed batches on their way to the learner, and the news of published versions on the way back.
 
-It is a cache of the trajectory store and holds nothing that is not committed there:
+It is a cache of the trajectory store and holds nothing that is not committed in the run's log:
 
 - Bounded: at most `capacity` batches that nobody acknowledged; `put` waits for room, with a deadline.
 - Version-aware: batch b is handed out only as the batch that trains version b; acknowledging b drops all up to b.
-- Edition-aware: what is handed out is the edition that counts in the store at that moment, never a voided one.
+- Entry-aware: what is handed out is what the log's newest entry of that batch committed, never a voided one.
 - Lease and acknowledge: a leased batch stays until it is acknowledged, so a learner that died gets it again.
 - Idempotent: `put`, `ack` and `announce` may be repeated (Ray's retries are at-least-once).
 - Losing it costs a refill: a batch it does not hold is read from the store.
@@ -30,21 +30,11 @@ Refilled = TypeVar("Refilled", covariant=True)
 LOOK_SECONDS = 1.0  # how long a lease waits for a `put` before it looks into the store again
 
 
-class BatchChannel(Protocol):
-    """What the scheduler and the learner see of the channel, wherever it lives. Payloads are Arrow file bytes."""
-
-    async def put(self, number: int, payload: object, deadline: float, edition: int = 0) -> None:
-        """Hand over committed batch `number`; waits for room, `TimeoutError` after `deadline` seconds."""
-
-    async def wait_version(self, after: int, deadline: float) -> int:
-        """The newest announced version once it is above `after`; what is known after `deadline` seconds."""
-
-
 class Source(Protocol[Refilled]):
     """The trajectory store, as the channel sees it."""
 
-    async def edition(self, number: int) -> int | None:
-        """The edition of batch `number` that counts now; None if it is not committed."""
+    async def entry(self, number: int) -> int | None:
+        """The entry of the log that committed batch `number`; None if no such batch waits to be trained on."""
 
     async def read(self, number: int) -> Refilled:
         """Its payload; `Missing` or `Corrupt`."""
@@ -57,7 +47,7 @@ class Channel(Generic[Payload]):
         self.capacity = capacity
         self.version = version  # newest announced policy version
         self._source = source
-        self._batches: dict[int, tuple[int, Payload]] = {}  # number -> edition, payload
+        self._batches: dict[int, tuple[int, Payload]] = {}  # number -> entry, payload
         self._done = max(version, 0)  # every batch below this number was trained on
         self._changed = asyncio.Condition()
 
@@ -66,16 +56,16 @@ class Channel(Generic[Payload]):
         """Batches held and not acknowledged."""
         return len(self._batches)
 
-    async def put(self, number: int, payload: Payload, deadline: float, edition: int = 0) -> None:
-        """Hand over an edition of committed batch `number`; an older one or a repeated call changes nothing.
+    async def put(self, number: int, payload: Payload, deadline: float, entry: int = 0) -> None:
+        """Hand over batch `number` as `entry` committed it; an older one or a repeated call changes nothing.
 
         Raises:
             TimeoutError: no room came free within `deadline` seconds.
         """
         async with self._changed:
             await self._until(lambda: number < self._done + self.capacity, deadline, f"room for batch {number}")
-            if number >= self._done and edition > self._held(number):
-                self._batches[number] = (edition, payload)
+            if number >= self._done and entry > self._held(number):
+                self._batches[number] = (entry, payload)
                 self._changed.notify_all()
 
     async def lease(self, number: int, deadline: float, *, afresh: bool = False) -> Payload:
@@ -104,22 +94,22 @@ class Channel(Generic[Payload]):
     async def _refreshed(self, number: int) -> tuple[int, Payload] | None:
         """What the cache holds of batch `number`, after it was compared with the store."""
         before = self._batches.get(number)
-        edition = await self._source.edition(number)
-        if edition is None:
+        entry = await self._source.entry(number)
+        if entry is None:
             if before is not None and self._batches.get(number) is before:
                 del self._batches[number]
             return None
-        if self._held(number) < edition:
+        if self._held(number) < entry:
             try:
                 payload = await self._source.read(number)
             except Missing:  # voided a moment ago
                 return None
-            if self._held(number) < edition:
-                self._batches[number] = (edition, payload)
+            if self._held(number) < entry:
+                self._batches[number] = (entry, payload)
         return self._batches[number]
 
     def _held(self, number: int) -> int:
-        """The edition of batch `number` that is held, or -1."""
+        """The entry of batch `number` that is held, or -1."""
         return self._batches[number][0] if number in self._batches else -1
 
     async def ack(self, number: int) -> None:

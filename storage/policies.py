@@ -1,197 +1,174 @@
-"""The policy store: the chain of policy versions is the run's ledger.
+"""Policy versions of a run: what a version is, is one entry of the log, written after every object it names.
 
-Publishing version v is one atomic create of `policies/<v>/manifest.json`, after every object it names is up.
-The manifest commits together the weights, the learner's state, the batch that was trained on, the dispatches
-consumed and discarded, the prompt sources' cursors and the sha256 of its parent's manifest. Two learners cannot both
-publish v: the second gets `Conflict`.
+The entry commits together the weights, the learner's state and the batch that was trained on (by its entry); what was
+consumed and discarded stands in that batch's entry. Objects lie under their writer's claim
+(`policies/<v>/<claim>/...`), so that a learner that was deposed has overwritten nothing. They move several at a time,
+and every read is checked against the entry's sha256.
 
-Objects lie under a name of their writer's own (`policies/<v>/<writer>/...`), so that a learner that loses the
-race has overwritten nothing. They move several at a time, and every read is checked against the manifest's sha256.
-Manifests are never deleted; retention removes only objects, and only those of versions that `Retention` says
-nobody needs: neither as weights, nor to continue the run from, nor to train a kept version again.
+A version is found from the state while it may still be pruned, and by bisection after that: each entry carries the
+newest version.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rollflow.storage.errors import Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.entries import Body, Entry, Pruned, VersionPublished
+from rollflow.storage.log.lineage import find_version
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.reading import written
+from rollflow.storage.log.retention import Kind, Retention
+from rollflow.storage.log.state import RunState
 from rollflow.storage.node_cache import Held, NodeCache
-from rollflow.storage.objects.base import Data, ObjectStore, first_missing, pieces
+from rollflow.storage.objects.base import Data, pieces
 from rollflow.storage.objects.disk import mapped
-from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, StoredObject
+from rollflow.storage.records import StoredObject
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-FORMAT = 2
 MOVERS = 4  # objects that are hashed and moved at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
-    """Which versions keep their objects: the newest `keep_last`, every `keep_every`-th, version 0, and their bases.
+class PolicyVersion:
+    """A published version."""
 
-    The base of a version is the newest one at or before it that stored the learner's state, as every
-    `state_every`-th does. From the base of version v - 1 and the batches after it, version v can be trained again.
-    """
-
-    keep_last: int = 5
-    keep_every: int = 10
-    state_every: int = 1
-
-    def keeps(self, version: int, latest: int) -> bool:
-        """Whether a person may count on the weights of `version` when `latest` is the newest version."""
-        return version > latest - self.keep_last or version % self.keep_every == 0
-
-    def stores_state(self, version: int) -> bool:
-        """Whether `version` is published with the learner's state."""
-        return version % self.state_every == 0
-
-    def base(self, version: int) -> int:
-        """The newest version at or before `version` that has the learner's state."""
-        return version - version % self.state_every
-
-    def needed(self, version: int, latest: int) -> bool:
-        """Whether the objects of `version` must be there: it is kept, or the base of a kept or future one's parent.
-
-        Once false it stays false as `latest` grows.
-        """
-        if self.keeps(version, latest):
-            return True
-        last = version + self.state_every  # the last version that is trained again from this one
-        in_window, kept_for_good = last > latest - self.keep_last, last // self.keep_every > version // self.keep_every
-        return self.stores_state(version) and (in_window or kept_for_good)
-
-    def released(self, latest: int) -> list[int]:
-        """The versions whose objects were needed until `latest` was published."""
-        ended = sorted({latest - self.keep_last, latest - self.keep_last - self.state_every})
-        return [v for v in ended if v >= 0 and self.needed(v, latest - 1) and not self.needed(v, latest)]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What version `version` is, and all that went into it."""
-
-    version: int
-    parent: str | None  # sha256 of the parent's manifest; None for version 0
+    number: int
+    entry: int  # of the log
+    claim: int  # of its learner
+    at: float  # seconds since the epoch, by the learner's clock
+    batch_entry: int | None  # that committed what it was trained on; None for version 0
     weights: tuple[StoredObject, ...]
-    learner: tuple[StoredObject, ...]
-    batch: str | None  # sha256 of the commit of batch `version - 1`; None for version 0
-    consumed: tuple[GroupKey, ...] = ()
-    discarded: tuple[Discard, ...] = ()
-    cursor: Cursor = field(default_factory=Cursor)
-    probe: tuple[float, ...] = ()  # the learner's log-probs (nats) of the run's probe tokens under these weights
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    config_sha256: str = ""
-    code_version: str = ""
-    writer: str = ""
-    created_at: float = 0.0  # seconds since the epoch, by the writer's clock
-
-    def to_json(self) -> bytes:
-        """The object that is committed."""
-        body: dict[str, Any] = {"format": FORMAT, **{name: getattr(self, name) for name in self.__slots__}}
-        body["weights"] = [asdict(o) for o in self.weights]
-        body["learner"] = [asdict(o) for o in self.learner]
-        body["metrics"] = dict(self.metrics)
-        body["cursor"] = asdict(self.cursor)
-        body["discarded"] = [[*d.key, d.reason.value, d.started_version, d.response_tokens] for d in self.discarded]
-        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    state: tuple[StoredObject, ...]
+    probe: tuple[float, ...]  # log-probs (nats) of the run's probe tokens under these weights
+    metrics: Mapping[str, float]
+    code_version: str
 
     @classmethod
-    def from_json(cls, data: bytes, name: str) -> Manifest:
-        """Parse a manifest; `Corrupt` if it is not one this version reads."""
-        try:
-            body = json.loads(data)
-            if (found := body.pop("format")) != FORMAT:
-                raise Corrupt(
-                    f"{name} has format {found}, this version of rollflow reads format {FORMAT}; it was written by "
-                    f"rollflow {body.get('code_version') or '(unknown)'}: use that one to read it"
-                )
-            body["weights"] = tuple(StoredObject(**o) for o in body["weights"])
-            body["learner"] = tuple(StoredObject(**o) for o in body["learner"])
-            body["cursor"] = Cursor.of(body["cursor"])
-            body["consumed"] = tuple(GroupKey(*k) for k in body["consumed"])
-            body["discarded"] = tuple(
-                Discard(GroupKey(i, a), DiscardReason(why), started, tokens)
-                for i, a, why, started, tokens in body["discarded"]
-            )
-            body["probe"] = tuple(body["probe"])
-            return cls(**body)
-        except (ValueError, KeyError, TypeError) as error:
-            raise Corrupt(f"{name} is not a manifest: {error}") from error
+    def of(cls, entry: Entry) -> PolicyVersion:
+        """From the entry that published it."""
+        body = entry.body
+        assert isinstance(body, VersionPublished)
+        return cls(
+            body.number,
+            entry.n,
+            entry.claim,
+            entry.at,
+            body.batch_entry,
+            body.weights,
+            body.state,
+            body.probe,
+            body.metrics,
+            body.code_version,
+        )
 
+    @property
+    def objects(self) -> tuple[StoredObject, ...]:
+        """Weights and state."""
+        return (*self.weights, *self.state)
 
-def manifest_path(version: int) -> str:
-    """Where the manifest of `version` lies."""
-    return f"policies/{version:08d}/manifest.json"
+    @property
+    def sha256(self) -> str:
+        """Of its weights' hashes, in their order: of one file, not that file's own."""
+        return hashlib.sha256("".join(stored.sha256 for stored in self.weights).encode()).hexdigest()
 
 
 class PolicyStore:
-    """Publishes and reads the policy versions of one run. See the module's docstring for the guarantees."""
+    """Publishes, finds, reads and prunes the versions of one run. See the module's docstring for the guarantees."""
 
-    def __init__(
-        self,
-        run: ObjectStore,
-        retention: Retention | None = None,
-        writer: str | None = None,
-        in_use: Callable[[int], bool] = lambda version: False,
-    ) -> None:
-        """Objects of a version that is `in_use` stay until it is not, whatever `retention` says."""
-        self.run = run
-        self.retention = retention or Retention()
-        self.writer = writer or uuid.uuid4().hex[:12]
-        self.in_use = in_use
-        self._put_off: list[int] = []  # versions past retention that were in use
+    def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
+        """The weights of a version that is `in_use` stay until it is not, whatever retention says."""
+        self.log, self.run, self._in_use = log, log.run, in_use
         self._held: Held | None = None  # the fetched weights that were asked for last
 
-    def stage(self, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
+    @property
+    def retention(self) -> Retention:
+        """The run's rules."""
+        return self.log.state.retention
+
+    # --- what is published --------------------------------------------------------------------------------------
+
+    def stage(self, writer: Writer, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
         """Upload objects of a version that is not published yet; names like "weights/model.safetensors"."""
 
         def staged(name: str) -> StoredObject:
-            path, parts = f"policies/{version:08d}/{self.writer}/{name}", pieces(files[name])
+            path, parts = f"policies/{version:08d}/{writer.claim}/{name}", pieces(files[name])
             return StoredObject(path, sum(map(len, parts)), self.run.put(path, parts))
 
         return tuple(each(staged, files))
 
-    def publish(self, manifest: Manifest) -> str:
-        """Commit a version; returns the sha256 of its manifest.
+    def publish(self, writer: Writer, version: VersionPublished) -> PolicyVersion:
+        """Commit a version. What it was trained on is named by its batch's entry.
 
         Raises:
-            Conflict: the version was published by another learner; this one must stop.
+            Deposed: the run has another learner now.
+            Refused: it does not follow, or its batch was voided meanwhile.
         """
-        data = manifest.to_json()
-        self.run.create(manifest_path(manifest.version), data)
-        self._prune(manifest.version)
-        return hashlib.sha256(data).hexdigest()
 
-    def published(self, version: int) -> bool:
-        """Whether `version` exists."""
-        return self.run.exists(manifest_path(version))
+        def body(state: RunState, _: object) -> Body:
+            return version
 
-    def latest(self, start: int = 0) -> int:
-        """The newest published version, -1 if there is none; `start` is one known to exist (or 0)."""
-        return first_missing(self.run, manifest_path, start) - 1
+        return PolicyVersion.of(writer.append(body))
 
-    def manifest(self, version: int) -> Manifest:
-        """The manifest of a version; `Missing` or `Corrupt`."""
-        path = manifest_path(version)
-        return Manifest.from_json(self.run.get(path), path)
+    def prune(self, writer: Writer) -> tuple[tuple[int, Kind], ...]:
+        """Give up what retention releases, first in the log and then in storage; returns what.
 
-    def manifest_sha256(self, version: int) -> str:
-        """What the manifest of `version + 1` names as its parent."""
-        return hashlib.sha256(self.run.get(manifest_path(version))).hexdigest()
+        A version whose entry cannot be read keeps its objects, and holds up no other one.
+        """
+        released = self.log.state.releasable
+        waiting = dict.fromkeys(version for version, kind in released if kind == "weights")
+        used = {v for v, is_used in zip(waiting, each(self._in_use, waiting), strict=True) if is_used}
+        free = [(version, kind) for version, kind in released if kind == "state" or version not in used]
+        found = {one: paths for one in free if (paths := self._paths_of(*one)) is not None}
+        if objects := tuple(found):
+            writer.append(lambda state, _: Pruned(objects))
+            each(self.run.delete, [path for several in found.values() for path in several])
+        return objects
+
+    def _paths_of(self, version: int, kind: Kind) -> list[str] | None:
+        try:
+            found = self.find(version)
+        except (Missing, Corrupt):
+            return None
+        return [stored.path for stored in (found.weights if kind == "weights" else found.state)]
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    def newest(self) -> int:
+        """The newest published version, -1 if there is none. Reads what is new."""
+        self.log.follow()
+        return self.log.state.version
+
+    def find(self, version: int) -> PolicyVersion:
+        """A published version.
+
+        Raises:
+            Missing: there is no such version.
+            Corrupt: an entry on the way to it cannot be read.
+        """
+        if version > self.log.state.version:
+            self.log.follow()
+        return PolicyVersion.of(find_version(self.log, version).entry)
+
+    def since(self, version: int) -> Iterator[PolicyVersion]:
+        """Every version from `version` on, as far as the log was read; none where there is no such version."""
+        if version <= self.log.state.version:
+            first = find_version(self.log, version).entry.n
+            for one in written(self.log, first, self.log.state.n):
+                if isinstance(one.entry.body, VersionPublished):
+                    yield PolicyVersion.of(one.entry)
+
+    # --- what it consists of ------------------------------------------------------------------------------------
 
     def read(self, stored: StoredObject) -> memoryview:
-        """An object, checked against its manifest; `Corrupt` if it is missing or differs. A local one is mapped."""
+        """An object, checked against its entry; `Corrupt` if it is missing or differs. A local one is mapped."""
         local = self.run.local_path(stored.path)
         try:
             data = mapped(local) if local is not None else memoryview(self.run.get(stored.path))
@@ -205,31 +182,31 @@ class PolicyStore:
         listed = list(objects)
         return dict(zip([stored.path for stored in listed], each(self.read, listed), strict=True))
 
-    def weights_folder(self, manifest: Manifest, cache: Path) -> Path:
+    def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
         """A local folder of the version's safetensors files, checked once a node: the store's own, or fetched.
 
         `cache` is the node's, for all its processes and runs. What was fetched stays until this object is asked for
         another version.
         """
-        local = self.run.local_path(manifest.weights[0].path)
-        name = f"{manifest.version:08d}-{manifest.writer}"
+        local = self.run.local_path(version.weights[0].path)
+        name = f"{version.number:08d}-{version.sha256[:12]}"
         node = NodeCache(cache, self.run.uri, self.run.patience)
         if local is not None:  # an empty folder says that the store's own was checked
-            node.hold(name, lambda _: self._check_all(manifest), lambda _: _whole(local.parent, manifest))
+            node.hold(name, lambda _: self._check_all(version), lambda _: _whole(local.parent, version))
             return local.parent
-        self._held = node.hold(name, lambda folder: self.copy_weights(manifest, folder), lambda f: _whole(f, manifest))
+        self._held = node.hold(name, lambda folder: self.copy_weights(version, folder), lambda f: _whole(f, version))
         return self._held.folder
 
-    def _check_all(self, manifest: Manifest) -> None:
-        self.read_all(manifest.weights)
+    def _check_all(self, version: PolicyVersion) -> None:
+        self.read_all(version.weights)
 
-    def check_kept(self, manifest: Manifest) -> None:
+    def check_kept(self, version: PolicyVersion) -> None:
         """Raise `Missing` unless all weights of the version are in storage; reads none of them."""
-        for stored in manifest.weights:
+        for stored in version.weights:
             if not self.run.exists(stored.path):
                 raise Missing(f"there is no object {stored.path}")
 
-    def copy_weights(self, manifest: Manifest, folder: Path) -> None:
+    def copy_weights(self, version: PolicyVersion, folder: Path) -> None:
         """Copy the version's weights into a local folder, hashed on their way.
 
         Raises:
@@ -244,16 +221,7 @@ class PolicyStore:
                 raise Corrupt(f"{stored.path} is missing") from error
             _check(stored, file.stat().st_size, sha256)
 
-        each(copied, manifest.weights)
-
-    def _prune(self, latest: int) -> None:
-        """Remove the objects that `latest` pushed out of retention; what is left by a failure is for `collect`."""
-        with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
-            released = [*self._put_off, *self.retention.released(latest)]
-            self._put_off = [version for version in released if self.in_use(version)]
-            for version in sorted({*released} - {*self._put_off}):
-                manifest = self.manifest(version)
-                each(self.run.delete, [stored.path for stored in (*manifest.weights, *manifest.learner)])
+        each(copied, version.weights)
 
 
 def each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -267,12 +235,12 @@ def each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
 
 def _check(stored: StoredObject, size: int, sha256: str) -> None:
     if (size, sha256) != (stored.size, stored.sha256):
-        raise Corrupt(f"{stored.path} is not what its manifest committed (sha256 or size differs)")
+        raise Corrupt(f"{stored.path} is not what its entry committed (sha256 or size differs)")
 
 
-def _whole(folder: Path, manifest: Manifest) -> bool:
+def _whole(folder: Path, version: PolicyVersion) -> bool:
     """Whether all files are there. They were hashed when they were fetched; the engines' probe would tell of damage."""
     try:
-        return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in manifest.weights)
+        return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in version.weights)
     except FileNotFoundError:
         return False

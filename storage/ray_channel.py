@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import pyarrow as pa
 import ray
 
 from rollflow.storage.channel import Channel
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import Missing, Unreachable
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.trajectories import TrajectoryStore
 
@@ -32,22 +34,36 @@ AGAIN_SECONDS = 0.2  # pause before a call to a dead actor is repeated
 
 
 class StoredBatches:
-    """`Source` from the trajectory store: references to Arrow buffers that the calling process owns."""
+    """`Source` from the run's log: references to Arrow buffers that the calling process owns."""
 
     def __init__(self, run: ObjectStore) -> None:
-        self._store = TrajectoryStore(run)
-        self._local = run.local_path("trajectories") is not None
+        """Reads nothing: where storage does not answer, who asks is told so."""
+        self._run = run
+        self._is_local = run.local_path("log") is not None
 
-    async def edition(self, number: int) -> int | None:
+    @cached_property
+    def _store(self) -> TrajectoryStore:
+        return TrajectoryStore(Log(self._run))
+
+    async def entry(self, number: int) -> int | None:
         """See `Source`. Where a probe is a look into a folder, a thread would take longer than it."""
-        if self._local:
-            return self._store.current_edition(number)
-        return await asyncio.to_thread(self._store.current_edition, number)
+        if self._is_local:
+            return self._entry(number)
+        return await asyncio.to_thread(self._entry, number)
+
+    def _entry(self, number: int) -> int | None:
+        waiting = self._store.waiting(number)
+        return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> Any:
         """See `Source`."""
-        _, data = await asyncio.to_thread(self._store.read, number)
-        return ray.put(data)
+        return ray.put(await asyncio.to_thread(self._read, number))
+
+    def _read(self, number: int) -> pa.Buffer:
+        waiting = self._store.waiting(number)
+        if waiting is None:
+            raise Missing(f"batch {number} does not wait any more")
+        return self._store.read(waiting.file)
 
 
 class ChannelActor:
@@ -60,10 +76,10 @@ class ChannelActor:
         """Answers after `seconds`; Ray does it at once, with an error, when the actor dies."""
         await asyncio.sleep(seconds)
 
-    async def put(self, number: int, payload: pa.Buffer | str, deadline: float, edition: int) -> None:
+    async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
         """See `Channel.put`; a string is a file's name. Who leases a batch compares it with its commit."""
         held = payload if isinstance(payload, str) else ray.put(payload)
-        await self.channel.put(number, held, deadline, edition)
+        await self.channel.put(number, held, deadline, entry)
 
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
         """See `Channel.lease`; a file's name, or a list, so that Ray passes the reference and not the bytes."""
@@ -100,10 +116,10 @@ class RayChannel:
     def __init__(self, actor: Any = None) -> None:
         self._actor = actor
 
-    async def put(self, number: int, payload: object, deadline: float, edition: int = 0) -> None:
+    async def put(self, number: int, payload: object, deadline: float, entry: int = 0) -> None:
         """See `Channel.put`; of a `Path`, only the name is sent."""
         sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes strings without pickling
-        await self._wait(lambda a, left: a.put.remote(number, sent, left, edition), deadline, f"take batch {number}")
+        await self._wait(lambda a, left: a.put.remote(number, sent, left, entry), deadline, f"take batch {number}")
 
     async def wait_version(self, after: int, deadline: float) -> int:
         """See `Channel.wait_version`."""

@@ -12,7 +12,7 @@ tells its source and every source can be issued at a pace of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,11 +76,6 @@ class Cursor:
         if len(self.issued) != len(self.filtered):
             raise ValueError(f"a cursor of {len(self.issued)} sources counts what {len(self.filtered)} had filtered")
 
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Cursor:
-        """From JSON, where it is the lists of `issued` and `filtered`."""
-        return cls(**{name: tuple(counts) for name, counts in body.items()})
-
     @property
     def sources(self) -> int:
         """D."""
@@ -94,11 +89,6 @@ class Cursor:
     def covers(self, index: int) -> bool:
         """Whether the prompt at `index` was issued."""
         return self.sources > 0 and index < self.upcoming[index % self.sources]
-
-    def indices(self) -> Iterator[int]:
-        """All prompts that were issued, source by source."""
-        for source, end in enumerate(self.upcoming):
-            yield from range(source, end, self.sources)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError, Missing
-from rollflow.storage.log.entries import Entry, RunCreated, entry_path
-from rollflow.storage.log.log import creation
+from rollflow.storage.log.entries import Entry, Role, RunCreated, entry_path
+from rollflow.storage.log.log import Log, Writer, creation
 from rollflow.storage.node_cache import NodeCache
 from rollflow.storage.objects import ObjectStore, open_store
-from rollflow.storage.policies import Manifest, PolicyStore, Retention
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.policies.folder import is_weights
@@ -29,7 +32,7 @@ from rollflow.tasks.prompts.source import PromptOrder
 from rollflow.tasks.rollout.evaluation import evaluated
 from rollflow.tasks.settings import RunConfig
 
-FORMAT = 4  # raised with that of any record, so that no older run is touched
+FORMAT = 5  # raised with that of any record, so that no older run is touched
 PROBE_TOKENS = 32
 
 
@@ -108,27 +111,27 @@ class RunContext:
         """The fixed tokens of the weight-update probe."""
         return list(self.created.probe_tokens)
 
+    @cached_property
+    def log(self) -> Log:
+        """The run's log, as this process has read it: one view for all who ask."""
+        return Log(self.store)
+
+    @cached_property
     def policies(self) -> PolicyStore:
-        """The run's ledger."""
-        kept = self.config.store
-        newest = max(kept.keep_last, self.config.capacity)  # engines still fetch what the learner is so far ahead of
-        retention = Retention(newest, kept.keep_every, kept.state_every)
-        return PolicyStore(self.store, retention, in_use=self._waits_for_evaluation)
+        """The run's versions."""
+        return PolicyStore(self.log, in_use=self._waits_for_evaluation)
+
+    @cached_property
+    def batches(self) -> TrajectoryStore:
+        """The run's trajectory batches."""
+        return TrajectoryStore(self.log)
 
     def _waits_for_evaluation(self, version: int) -> bool:
         return self.config.evaluates(version) and not evaluated(self.store, version)
 
-    @cached_property
-    def _ledger(self) -> PolicyStore:
-        return self.policies()
-
-    @cached_property
-    def _manifest(self) -> Callable[[int], Manifest]:
-        return lru_cache(maxsize=1)(self._ledger.manifest)
-
     def weights(self, version: int) -> Path:
         """A folder on this node with the weights of a version; it stays until another version is asked for."""
-        return self._ledger.weights_folder(self._manifest(version), self.cache / "weights")
+        return self.policies.weights_folder(self.policies.find(version), self.cache / "weights")
 
     @cached_property
     def policy_folder(self) -> Path:
@@ -178,6 +181,16 @@ class RunContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=node_cache())
+
+
+def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:
+    """Take a role of the run, in this process, on the cluster at `address`, from whoever had it.
+
+    Raises:
+        Deposed: the run has another supervisor now, on another cluster.
+    """
+    host, process = socket.gethostname(), os.getpid()
+    return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
 
 
 def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> PromptOrder:

@@ -11,6 +11,7 @@ import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -394,6 +395,10 @@ class RunConfig(Section):
         if self.evaluation.engine == "lent" and self.engine.replicas < 2:
             cure = f'engine.replicas = {self.engine.replicas}, and one engine has to go on: set "own" or "transformers"'
             refuse("evaluation.engine", self.evaluation.engine, cure)
+        place = urlsplit(self.tracking.uri or "")
+        if place.password:
+            cure = "a run keeps its config: take the password out, and set MLFLOW_TRACKING_PASSWORD (or PGPASSWORD)"
+            refuse("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
         if not self.prompts:
             refuse("prompts", [], "give at least one [[prompts]] source")
         cold = self.policy.cold_start

@@ -6,14 +6,12 @@ is consumed by a version, or is quarantined with the batch, if that is voided, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Missing
-from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, Written, entry_path
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, Written
 from rollflow.storage.log.log import Log
-from rollflow.storage.log.reading import AT_ONCE
+from rollflow.storage.log.reading import there, written
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 
@@ -86,14 +84,14 @@ def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     found: dict[GroupKey, Fate] = {}
     committed: dict[int, GroupKey] = {}  # entry of a batch -> the prompt's dispatch in it
     newest = -1
-    for written in _read(log, log.state.n):
-        match written.entry.body:
+    for one in written(log, 0, log.state.n):
+        match one.entry.body:
             case BatchCommitted(number, groups=groups, discards=discards):
-                newest = number
-                found |= {one.key: Discarded(number, one) for one in discards if one.key.prompt == prompt}
+                newest = max(newest, number)
+                found |= {lost.key: Discarded(number, lost) for lost in discards if lost.key.prompt == prompt}
                 for key in (group.key for group in groups if group.prompt == prompt):
-                    found[key], committed[written.entry.n] = Waiting(number), key
-                if any(one.key.prompt == prompt and one.reason is DiscardReason.FILTERED for one in discards):
+                    found[key], committed[one.entry.n] = Waiting(number), key
+                if any(lost.key.prompt == prompt and lost.reason is DiscardReason.FILTERED for lost in discards):
                     return found
             case BatchVoided(number, entry) if entry in committed:
                 found[committed[entry]] = Quarantined(number)
@@ -115,32 +113,14 @@ def find_version(log: Log, version: int) -> Written:
     if not 0 <= version <= state.version:
         raise Missing(f"{log.run.uri} has no version {version}, the newest is {state.version}")
     if version == state.version:
-        return _there(log, state.published)
+        return there(log, state.published)
     if version in state.held:
-        return _there(log, next(iter(state.held[version].values())))
+        return there(log, next(iter(state.held[version].values())))
     low, high = 0, state.published  # the version is newer than entry `low` says, and not than entry `high` says
     while high - low > 1:
         middle = (low + high) // 2
-        if _there(log, middle).entry.version < version:
+        if there(log, middle).entry.version < version:
             low = middle
         else:
             high = middle
-    return _there(log, high)
-
-
-def _there(log: Log, n: int) -> Written:
-    written = log.read(n)
-    if written is None:
-        raise Missing(f"{log.run.uri}/{entry_path(n)} is gone")
-    return written
-
-
-def _read(log: Log, last: int) -> Iterator[Written]:
-    """The entries up to `last`, several reads at a time."""
-    pool = ThreadPoolExecutor(AT_ONCE, "log")
-    try:
-        for first in range(0, last + 1, AT_ONCE):
-            numbers = range(first, min(first + AT_ONCE, last + 1))
-            yield from pool.map(lambda n: _there(log, n), numbers)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return there(log, high)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import random
 import threading
 import time
@@ -55,6 +56,7 @@ TRIES = 1_000  # of one append, lost to others' entries: a bound, not a schedule
 UNANSWERED = 20  # of them, where the store answers reads and no writes; each has taken the store's own patience
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before an append that no entry answers is tried again
 READERS = 16  # entries that are read at a time, where each is a request
+WINDOW = 1_024  # of them that are held at most, where no snapshot of a long log can be read
 AHEAD = 256  # numbers behind a free one that are looked at, where a store cannot list from a name on
 
 Decide = Callable[[RunState, StoredObject | None], Body]
@@ -83,11 +85,15 @@ class Log:
         self._lock = threading.RLock()
         self._keeping: list[threading.Thread] = []
         self._state = newest_snapshot(run)
-        self._due: RunState | None = None  # the newest state that a snapshot is still to be taken of
-        self._ahead = self._read_ahead()
-        self.follow()
+        self._ahead: dict[int, bytes] = {}
+        due, listed = None, self._listed()
+        for start in range(0, len(listed), WINDOW):
+            self._read_ahead(listed[start : start + WINDOW])
+            due = self._follow(max(self._ahead))[1] or due
+        due = self._follow()[1] or due
         while self._goes_on():
-            self.follow()
+            due = self._follow()[1] or due
+        self._keep(due)
 
     @property
     def state(self) -> RunState:
@@ -100,13 +106,7 @@ class Log:
         Raises:
             Corrupt: as the constructor.
         """
-        found = []
-        with self._lock:
-            while (written := self.read(self._state.n + 1)) is not None:
-                self._fold(written)
-                found.append(written)
-        self._keep()
-        return found
+        return self._follow()[0]
 
     def read(self, n: int) -> Written | None:
         """Entry `n`, which may be an old one; None if there is none.
@@ -144,7 +144,7 @@ class Log:
         return Writer(self, role, self._append(role, None, claimed).n)
 
     def settle(self) -> None:
-        """Wait until snapshots and segments are written; for the end of a process, and for tests."""
+        """Wait until snapshots and segments are written."""
         for thread in self._keeping:
             thread.join()
 
@@ -152,20 +152,21 @@ class Log:
 
     def _append(self, role: Role, claim: int | None, body: Decide, attached: Attached | None = None) -> Entry:
         """See `Writer.append`. Without a `claim` the entry claims for itself."""
-        draft, unanswered = _Draft(role, claim, body, attached), 0
+        draft, unanswered, due = _Draft(role, claim, body, attached), 0, None
         for tried in range(TRIES):
             with self._lock:
                 n = self._state.n + 1
                 written, lost = self._tried(draft, n)
                 if written is not None:
                     self._fold(written)
+                    due = self._state if is_due(n) else None
             unanswered += isinstance(lost, Unreachable)
             if written is None and unanswered >= UNANSWERED:
                 raise lost
             if written is None:
                 time.sleep(random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tried, 10)))
             elif written.entry.id == draft.id:
-                self._keep()
+                self._keep(due)
                 return written.entry
         raise Unreachable(f"{self.run.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
 
@@ -183,16 +184,16 @@ class Log:
         """Create entry `n`, after all that it names."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
-            encoded = self._encoded(draft, n, draft.stored)
+            entry, encoded = self._encoded(draft, n, draft.stored)
             self.run.create(entry_path(n), encoded.data)
-            return self._decoded(encoded.data, n)
+            return Written(entry, encoded.sha256)
         self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))  # what is refused is not written
-        made: list[tuple[StoredObject, Encoded]] = []
+        made: list[tuple[StoredObject, Entry, Encoded]] = []
 
         def content(sha256: str) -> bytes:
             stored = StoredObject(attached.path, attached.size, sha256)
-            made[:] = [(stored, self._encoded(draft, n, stored))]
-            return made[0][1].data
+            made[:] = [(stored, *self._encoded(draft, n, stored))]
+            return made[0][2].data
 
         try:
             self.run.create_naming(entry_path(n), content, attached.path, attached.data)
@@ -200,14 +201,16 @@ class Log:
             if made and (isinstance(error, Conflict) or not self._is_near):  # a disk that failed may not have it yet
                 draft.stored = made[0][0]
             raise
-        return self._decoded(made[0][1].data, n)
+        _, entry, encoded = made[0]
+        return Written(entry, encoded.sha256)
 
-    def _encoded(self, draft: _Draft, n: int, stored: StoredObject | None) -> Encoded:
-        """The bytes of entry `n`; its index object is there."""
-        encoded = encode(self._proposed(draft, n, stored))
+    def _encoded(self, draft: _Draft, n: int, stored: StoredObject | None) -> tuple[Entry, Encoded]:
+        """Entry `n` and its bytes; its index object is there."""
+        entry = self._proposed(draft, n, stored)
+        encoded = encode(entry)
         if encoded.index is not None:
             self.run.put(encoded.index.path, encoded.index_data)
-        return encoded
+        return entry, encoded
 
     def _proposed(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
         """Entry `n` as the append would have it, once the fold agrees."""
@@ -222,13 +225,21 @@ class Log:
     def _decoded(self, data: bytes, n: int) -> Written:
         return decode(data, n, self.run.get)
 
+    def _follow(self, last: float = math.inf) -> tuple[list[Written], RunState | None]:
+        """What is new up to entry `last`, and the newest state on the way that a snapshot is taken of."""
+        found, due = [], None
+        with self._lock:
+            while self._state.n < last and (written := self.read(self._state.n + 1)) is not None:
+                self._fold(written)
+                found.append(written)
+                due = self._state if is_due(self._state.n) else due
+        return found, due
+
     def _fold(self, written: Written) -> None:
         try:
             self._state = apply(self._state, written)
         except Refused as error:
             raise Corrupt(f"{entry_path(written.entry.n)} cannot stand where it stands: {error}") from error
-        if is_due(self._state.n):
-            self._due = self._state
 
     def _healed(self, n: int, why: str) -> Written:
         """Entry `n` from its segment, if the entry after it says that it is the one."""
@@ -239,14 +250,17 @@ class Log:
                 return self._decoded(data, n)
         raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
 
-    def _read_ahead(self) -> dict[int, bytes]:
-        """What follows the snapshot, several at a time, where each read is a request."""
+    def _listed(self) -> list[int]:
+        """The entries that follow the snapshot, where each read is a request."""
         if self._is_near:
-            return {}
+            return []
         paths = self.run.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
-        numbered = {n: path for path in paths if (n := entry_number(path)) is not None}
+        return [n for path in paths if (n := entry_number(path)) is not None]
+
+    def _read_ahead(self, numbers: Sequence[int]) -> None:
+        """Get these entries, several at a time."""
         with ThreadPoolExecutor(READERS) as readers:
-            return dict(zip(numbered, readers.map(self.run.get, numbered.values()), strict=True))
+            self._ahead |= zip(numbers, readers.map(self.run.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
         """Whether there is an entry behind the end; then the one in between was written a moment ago, or is lost."""
@@ -264,10 +278,8 @@ class Log:
     def _is_near(self) -> bool:
         return self.run.local_path(FOLDER) is not None
 
-    def _keep(self) -> None:
+    def _keep(self, state: RunState | None) -> None:
         """Take the snapshot that is due, beside whatever else is done."""
-        with self._lock:
-            state, self._due = self._due, None
         if state is None:
             return
         self._keeping = [thread for thread in self._keeping if thread.is_alive()]

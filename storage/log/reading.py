@@ -1,8 +1,10 @@
-"""A log's bytes by number, several reads at a time, for who reads a long stretch of it: audit and garbage collection.
+"""A log by number, several reads at a time, for who reads a long stretch of it.
 
     for n, found in entries(run, first): ...      bytes; or a Hole: not there, but something behind it; or a Corrupt
+    for one in written(log, first, last): ...     parsed, of a log that is open
 
-What is yielded is what lies there. Nothing is parsed, and no snapshot is looked at.
+What `entries` yields is what lies there, for audit and garbage collection: nothing is parsed, and no snapshot is looked
+at.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import FOLDER, entry_number, entry_path, opened
-from rollflow.storage.log.log import AHEAD
+from rollflow.storage.log.entries import FOLDER, Written, entry_number, entry_path, opened
+from rollflow.storage.log.log import AHEAD, Log
 from rollflow.storage.log.snapshots import from_segment
 from rollflow.storage.objects.base import ObjectStore
 
@@ -65,6 +67,34 @@ def entries(
             wide = min(AT_ONCE, wide + 1)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def written(log: Log, first: int, last: int) -> Iterator[Written]:
+    """The entries `first` to `last` of what the log was read to.
+
+    Raises:
+        Missing, Corrupt: as `there`.
+    """
+    pool = ThreadPoolExecutor(AT_ONCE, "log")
+    try:
+        for start in range(first, last + 1, AT_ONCE):
+            numbers = range(start, min(start + AT_ONCE, last + 1))
+            yield from pool.map(lambda n: there(log, n), numbers)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def there(log: Log, n: int) -> Written:
+    """Entry `n`, which was read before.
+
+    Raises:
+        Missing: it is gone.
+        Corrupt: it is damaged, and cannot be read from its segment either.
+    """
+    found = log.read(n)
+    if found is None:
+        raise Missing(f"{log.run.uri}/{entry_path(n)} is gone")
+    return found
 
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:

@@ -43,16 +43,6 @@ class Retention:
             return True
         return version in (0, latest) or self._is_base(version, latest)
 
-    def released(self, latest: int) -> list[tuple[int, Kind]]:
-        """What was needed until `latest` was published."""
-        window = range(max(0, latest - self.window), latest)
-        return [
-            (version, kind)
-            for version in window
-            for kind in KINDS
-            if self.needed(kind, version, latest - 1) and not self.needed(kind, version, latest)
-        ]
-
     @property
     def window(self) -> int:
         """How many versions before the newest may still be released."""

@@ -46,7 +46,7 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     BatchCommitted: ("scheduler",),
     BatchVoided: ("scheduler", "learner"),
     VersionPublished: ("learner",),
-    Pruned: ("learner",),
+    Pruned: ("learner", "supervisor"),
 }
 NOBODY = -1  # in the place of a claim's entry
 
@@ -57,6 +57,10 @@ class Refused(Conflict):
 
 class Deposed(Refused):
     """The role has another claim now: this writer stops."""
+
+
+class Superseded(Deposed):
+    """A role cannot be claimed any more: its supervisor is not the newest."""
 
 
 class TooOld(Refused, Stale):
@@ -236,7 +240,7 @@ def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
     newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
     elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
     if body.under != under or under == NOBODY or elsewhere:
-        raise Deposed(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
+        raise Superseded(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
 
@@ -268,8 +272,8 @@ def _check_fresh(s: RunState, number: int, group: Group) -> None:
             f"group {group.key} was started under version {group.started}, batch {number} allows "
             f"{number - s.alpha:g} at async_ratio {s.alpha:g}"
         )
-    there = 0 <= group.started <= group.newest <= s.version
-    _need(there, f"group {group.key} has tokens of versions that are not there")
+    if not 0 <= group.started <= group.newest <= s.version:
+        raise Refused(f"group {group.key} has tokens of versions that are not there")
 
 
 def _void(s: RunState, body: BatchVoided) -> None:
@@ -311,20 +315,22 @@ def _prune(s: RunState, body: Pruned) -> None:
     s.held = {version: kinds for version, kinds in s.held.items() if kinds}
 
 
-# --- the fates of dispatches -----------------------------------------------------------------------------------
+# --- the fates of dispatches: a batch has thousands, so that no sentence is made which nobody is told --------------
 
 
 def _issue(s: RunState, prompt: int) -> None:
     """A prompt's first dispatch: its source has come to it."""
     source, sources = prompt % len(s.issued), len(s.issued)
-    _need(prompt == s.issued[source] * sources + source, f"prompt {prompt} is not the next one of source {source}")
+    if prompt != s.issued[source] * sources + source:
+        raise Refused(f"prompt {prompt} is not the next one of source {source}")
     s.issued[source] += 1
     s.open[prompt] = 0
 
 
 def _close(s: RunState, key: GroupKey) -> None:
     """A dispatch has its fate."""
-    _need(s.open.get(key.prompt) == key.attempt, f"dispatch {key} is not open")
+    if s.open.get(key.prompt) != key.attempt:
+        raise Refused(f"dispatch {key} is not open")
     del s.open[key.prompt]
 
 

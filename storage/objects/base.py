@@ -1,6 +1,6 @@
 """The object store contract: what every backend guarantees and nothing more.
 
-A store is a flat map from relative paths ("policies/00000007/manifest.json") to immutable-by-habit
+A store is a flat map from relative paths ("log/0000000007.json") to immutable-by-habit
 byte strings. Guarantees, each tested once for all backends in `tests/contracts/test_objects.py`:
 
 - `create` is atomic put-if-absent: of any number of racing writers exactly one returns, the others get

@@ -3,19 +3,19 @@
     restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> lease ...
 
 It begins from storage alone: by restoring the newest published version, or by making version 0. What it publishes
-is committed together with what it consumed; if another learner published first, it gets `Conflict` and stops. A
+is committed together with the batch it consumed; once another learner has claimed the run, it is `Deposed` and stops. A
 batch that is not what was committed is voided and waited for anew, never trained on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from importlib.metadata import version as package_version
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,15 +24,19 @@ import pyarrow as pa
 import ray
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Conflict, Corrupt, Missing, RollflowError, Stale, Unreachable
-from rollflow.storage.policies import Manifest, PolicyStore
+from rollflow.storage.errors import Corrupt, Missing, RollflowError, Stale, StoreFailed, Unreachable
+from rollflow.storage.log.entries import BatchCommitted, VersionPublished
+from rollflow.storage.log.log import Writer
+from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.policies import PolicyStore
 from rollflow.storage.ray_channel import RayChannel
-from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
+from rollflow.storage.records import Discard
+from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.rewards.verifier import answer_of, verifier
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run import RunContext, claim
 from rollflow.tasks.settings import RunConfig
 
 if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it needs only the class
@@ -41,7 +45,7 @@ if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
 UNSAFE = re.compile(r"[^\w.-]")  # in the name of a metric
-EDITIONS = 8  # of one batch that may turn out damaged before the store is to blame
+MAKINGS = 8  # of one batch that may turn out damaged before the store is to blame
 CALLS = 32  # at a time: `run` of the stage's flow and of dead ones before it, `status` of whoever looks
 
 
@@ -55,8 +59,8 @@ class BatchFeed(Protocol):
     def announce(self, version: int) -> None: ...
 
 
-def start_learner(context: RunContext, gpus: float) -> Any:
-    """Start the run's learner actor (or find it, after a restart of its flow)."""
+def start_learner(context: RunContext, gpus: float, address: str) -> Any:
+    """Start the run's learner actor (or find it, after a restart of its flow), on the cluster at `address`."""
     options = {
         "name": LEARNER,
         "lifetime": "detached",
@@ -65,7 +69,7 @@ def start_learner(context: RunContext, gpus: float) -> Any:
         "num_gpus": gpus,
         "max_concurrency": CALLS,
     }
-    return ray.remote(LearnerActor).options(**options).remote(context)
+    return ray.remote(LearnerActor).options(**options).remote(context, address)
 
 
 class LearnerActor:
@@ -73,12 +77,13 @@ class LearnerActor:
 
     config: RunConfig
     policies: PolicyStore
+    batches: TrajectoryStore
+    writer: Writer
     learner: TorchLearner
 
-    def __init__(self, context: RunContext, channel: BatchFeed | None = None) -> None:
-        """Reads nothing: while storage is waited for, `status` says so."""
-        self.context = context
-        self.batches = TrajectoryStore(context.store)
+    def __init__(self, context: RunContext, address: str = "", channel: BatchFeed | None = None) -> None:
+        """Reads nothing: while storage is waited for, `status` says so. `address`: of the cluster it is on."""
+        self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
         self.version = -1
         self.trained = 0  # versions, by this actor
@@ -86,7 +91,6 @@ class LearnerActor:
         self.restored: Restored | None = None
         self.meter = Meter()
         self.cpu = CpuClock(LEARNER)
-        self._parent: str | None = None
         self._worker = ThreadPoolExecutor(1, "learner")
         self._work: Future[int] | None = None
         self._starting = threading.Lock()
@@ -117,17 +121,21 @@ class LearnerActor:
         self.meter.begin()
         while self.version < self.config.versions:
             waited = time.monotonic()
-            batch, commit = self._next_batch(self.version)
-            waited = time.monotonic() - waited
+            batch, entry = self._next_batch(self.version)
+            told = batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), self.version)
+            told |= domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
             with self.meter.busy():
-                self._train(batch, commit, waited)
+                if not self._train(batch, entry, told):
+                    continue
             self.channel.finish(self.version - 1, self.version)
+            self._prune()
         self.note = "done"
         return self.version
 
     def _begin(self) -> None:
-        self.config, self.policies = self.context.config, self.context.policies()
-        self.version = self.policies.latest()
+        self.config, self.policies, self.batches = self.context.config, self.context.policies, self.context.batches
+        self.writer = claim(self.context, "learner", self._address)
+        self.version = self.policies.newest()
         if self.version < 0:
             cold = self.config.policy.cold_start is not None  # else there are weights to begin with
             self.learner = new_learner(self.context, None if cold else self.context.first_weights)
@@ -145,7 +153,7 @@ class LearnerActor:
             self._supervise()
             self._check_finite(0)
             self._keep_weights()
-        self._publish(0, Manifest(0, None, (), (), None), {})
+        self._publish(0, None, {})
 
     def _supervise(self) -> None:
         from rollflow.tasks.policies.cold_start import answers, cold_start
@@ -176,25 +184,25 @@ class LearnerActor:
 
     def _restore(self, newest: int) -> None:
         self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._tell)
-        self._parent = self.policies.manifest_sha256(newest)
         self.note = self.restored.sentence() or "training"
 
-    def _next_batch(self, number: int) -> tuple[TrajectoryBatch, BatchCommit]:
-        """Batch `number` and its commit, byte for byte what was committed; a damaged one is voided, to be made anew."""
+    def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
+        """Batch `number`, byte for byte what an entry committed, and that entry; a damaged one is voided, to be made
+        anew."""
         reason = ""
-        for attempt in range(EDITIONS):
+        for attempt in range(MAKINGS):
             try:
                 data = self._lease(number, afresh=attempt > 0)
-                commit = self.batches.record(number)
-                self.batches.verify(commit, data)
-                return TrajectoryBatch.from_bytes(data), commit
-            except Missing:
-                continue  # voided a moment ago; the lease waits for its next edition
+                waiting = self.batches.waiting(number)
+                if waiting is None:
+                    continue  # voided a moment ago; the lease waits until it is made again
+                verify(waiting.file, data)
+                return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
                 reason = str(error)
                 self.note = f"batch {number} is made again: {reason}"
-                self.batches.void(number, reason)  # nothing, if only the channel's copy was damaged
-        raise Corrupt(f"batch {number} was damaged {EDITIONS} times: {reason}; check the store, then resume the run")
+                self.batches.void(self.writer, number, reason)  # nothing, if only the channel's copy was damaged
+        raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
         """Batch `number`; waits as long as the rollout stage is given for progress, and for storage besides."""
@@ -204,28 +212,24 @@ class LearnerActor:
                 return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
-            self.policies.published(self.version)  # returns once storage answers: that time is nobody's
+            self.writer.check()  # returns once storage answers: that time is nobody's
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
-    def _train(self, batch: TrajectoryBatch, commit: BatchCommit, waited: float) -> None:
+    def _train(self, batch: TrajectoryBatch, entry: int, told: Mapping[str, float]) -> bool:
+        """Train on a batch and publish; False if the batch was voided meanwhile: then the learner is as before it."""
         began = time.monotonic()
         self._check_fresh(batch)
-        metrics = dict(self.learner.step(batch, self.version))
-        stepped = time.monotonic()
-        metrics |= batch_metrics(batch, commit, self.version) | domain_metrics(batch, self.config.shares)
-        metrics |= {"wait_seconds": waited, "step_seconds": stepped - began}
-        manifest = Manifest(
-            version=self.version + 1,
-            parent=self._parent,
-            weights=(),
-            learner=(),
-            batch=self.batches.commit_sha256(self.version),
-            consumed=commit.groups,
-            discarded=self.batches.discards(commit),
-            cursor=commit.cursor,
-        )
-        self._publish(self.version + 1, manifest, metrics)
+        metrics = {**self.learner.step(batch, self.version), **told}
+        metrics["step_seconds"] = time.monotonic() - began
+        try:
+            self._publish(self.version + 1, entry, metrics)
+        except Deposed:
+            raise
+        except Refused:
+            self._restore(self.version)
+            return False
+        return True
 
     def _check_fresh(self, batch: TrajectoryBatch) -> None:
         """The bound, checked once more on the rows themselves before they are trained on."""
@@ -233,27 +237,24 @@ class LearnerActor:
         if oldest < self.version - self.config.async_ratio:
             raise Stale(f"batch {self.version} holds a trajectory started under version {oldest}")
 
-    def _publish(self, version: int, manifest: Manifest, metrics: Mapping[str, float]) -> None:
+    def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
         began = time.monotonic()
         probe = self._check_finite(version)
         stateful = self.policies.retention.stores_state(version) or version == self.config.versions
-        weights = self.policies.stage(version, self.learner.weights())
-        state = self.policies.stage(version, self.learner.state() if stateful else {})
+        weights = self.policies.stage(self.writer, version, self.learner.weights())
+        state = self.policies.stage(self.writer, version, self.learner.state() if stateful else {})
         found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
-        complete = replace(
-            manifest,
-            weights=weights,
-            learner=state,
-            probe=probe,
-            metrics={**found, "publish_seconds": time.monotonic() - began},
-            config_sha256=self.config.sha256(),
-            code_version=package_version("rollflow"),
-            writer=self.policies.writer,
-            created_at=time.time(),
-        )
-        self._parent = self._commit(complete)
+        found |= {"publish_seconds": time.monotonic() - began}
+        code = package_version("rollflow")
+        made = VersionPublished(version, batch_entry, weights, state, tuple(probe), found, code)
+        self.policies.publish(self.writer, made)
         self.version, self.note = version, "training"
         self.trained += 1
+
+    def _prune(self) -> None:
+        """What retention releases; what a failure leaves of it is for the next time, or for `rollflow gc`."""
+        with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
+            self.policies.prune(self.writer)
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
         """The probe's log-probs under the weights that are to become `version`; nothing is stored of broken ones."""
@@ -263,22 +264,14 @@ class LearnerActor:
         what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"
         raise RollflowError(f"version {version} is not published: {what}; lower train.learning_rate")
 
-    def _commit(self, manifest: Manifest) -> str:
-        try:
-            return self.policies.publish(manifest)
-        except Conflict:
-            winner = self.policies.manifest(manifest.version)
-            raise Conflict(
-                f"version {manifest.version} was published by another learner (writer {winner.writer}) while this one "
-                f"(writer {manifest.writer}) trained it; this one stops"
-            ) from None
 
-
-def batch_metrics(batch: TrajectoryBatch, commit: BatchCommit, version: int) -> dict[str, float]:
+def batch_metrics(
+    batch: TrajectoryBatch, commit: BatchCommitted, discards: Sequence[Discard], version: int
+) -> dict[str, float]:
     """What a batch says about the policy that made it."""
     rewards = np.array(batch.table["reward"].to_pylist(), dtype=np.float32)
     staleness = version - np.array(batch.table["started_version"].to_pylist())
-    tokens = np.array(commit.response_tokens)
+    tokens = np.array([group.tokens for group in commit.groups])
     return {
         "reward": float(rewards.mean()),
         "accuracy": float((rewards == 1.0).mean()),
@@ -286,10 +279,10 @@ def batch_metrics(batch: TrajectoryBatch, commit: BatchCommit, version: int) -> 
         "staleness_max": float(staleness.max()),
         "response_tokens": float(tokens.sum()),
         "surplus_tokens": float(commit.surplus_tokens),
-        "discarded_tokens": float(sum(d.response_tokens for d in commit.discards)),
-        **{f"discarded_{reason}": float(n) for reason, n in Counter(d.reason.value for d in commit.discards).items()},
+        "discarded_tokens": float(sum(d.response_tokens for d in discards)),
+        **{f"discarded_{reason}": float(n) for reason, n in Counter(d.reason.value for d in discards).items()},
         "response_length": float(tokens.sum() / len(batch)),
-        "discarded_groups": float(len(commit.discards)),
+        "discarded_groups": float(len(discards)),
         **{
             f"staleness_{age}": float(count)
             for age, count in zip(*np.unique(staleness, return_counts=True), strict=True)

@@ -4,7 +4,7 @@
 
 A version whose state was not stored, or whose objects are damaged, is trained again from an earlier one and the
 batches its successors recorded. What comes out is compared with what was published: equal bytes replace damaged
-objects under the names their manifest gives, so a restored run has again everything its ledger names.
+objects under the names their entry gives, so a restored run has again everything its log names.
 
 Imports no torch: who only wants the learner's actor, or the replay's words, does not wait for it.
 """
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.policies import MOVERS, Manifest, PolicyStore
+from rollflow.storage.policies import MOVERS, PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
-from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
+from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.run import RunContext
 
@@ -39,8 +40,8 @@ WEIGHTS = "weights/"
 class Replayed:
     """A version trained again. `differences` are the files that are not, byte for byte, what was published."""
 
-    manifest: Manifest
-    commit: BatchCommit
+    version: PolicyVersion
+    batch: BatchCommitted
     differences: tuple[str, ...]
 
     @property
@@ -106,19 +107,6 @@ def _quick_imports() -> Iterator[None]:
         gc.enable()
 
 
-def base_of(policies: PolicyStore, version: int) -> int:
-    """The newest version up to `version` whose weights and learner state are in storage.
-
-    Raises:
-        Corrupt: there is none.
-    """
-    for base in range(version, -1, -1):
-        manifest = policies.manifest(base)
-        if manifest.learner and all(policies.run.exists(o.path) for o in (*manifest.weights, *manifest.learner)):
-            return base
-    raise Corrupt(f"no version up to {version} has its weights and learner state in storage any more")
-
-
 def restore(
     policies: PolicyStore,
     batches: TrajectoryStore,
@@ -144,33 +132,29 @@ def restore(
         if replayed.differences:
             found.differed.append(number)
         if not replayed.same_weights:
-            _take_published(policies, learner, replayed.manifest)
+            _take_published(policies, learner, replayed.version)
         if heal and number in damaged:
             found.healed += _heal(policies, learner, damaged[number])
     return found
 
 
-def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, version: int) -> Replayed:
-    """One recorded train step: `learner`, restored to the version before, becomes `version`.
+def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> Replayed:
+    """One recorded train step: `learner`, restored to the version before, becomes version `number` (at least 1).
 
     Raises:
-        Corrupt: the batch is damaged, or is not the one the version was trained on.
+        Corrupt: the batch is damaged or missing.
     """
-    manifest = policies.manifest(version)
-    try:
-        commit, data = batches.read(version - 1)
-    except Missing as error:
-        raise Corrupt(f"batch {version - 1}, which version {version} was trained on, is missing") from error
-    if manifest.batch != batches.commit_sha256(version - 1):
-        raise Corrupt(f"batch {version - 1} is not the one version {version} was trained on; see `rollflow audit`")
-    learner.step(TrajectoryBatch.from_bytes(data), version - 1)
-    return Replayed(manifest, commit, _differences(manifest, learner))
+    version = policies.find(number)
+    assert version.batch_entry is not None, "version 0 was trained on nothing"
+    batch = batches.committed(version.batch_entry)
+    learner.step(TrajectoryBatch.from_bytes(batches.read(batch.file)), number - 1)
+    return Replayed(version, batch, _differences(version, learner))
 
 
-def _differences(manifest: Manifest, learner: Learner) -> tuple[str, ...]:
-    """Files of the learner that are not those of the manifest; state is compared only where it was stored."""
-    published = {name_of(o): o.sha256 for o in (*manifest.weights, *manifest.learner)}
-    made = {name: digest(pieces(data)) for name, data in files(learner, state=bool(manifest.learner)).items()}
+def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
+    """Files of the learner that are not those of the version; state is compared only where it was stored."""
+    published = {name_of(o): o.sha256 for o in version.objects}
+    made = {name: digest(pieces(data)) for name, data in files(learner, state=bool(version.state)).items()}
     return tuple(sorted(n for n in published.keys() | made.keys() if published.get(n) != made.get(n)))
 
 
@@ -180,7 +164,7 @@ def files(learner: Learner, *, state: bool = True) -> dict[str, Data]:
 
 
 def name_of(stored: StoredObject) -> str:
-    """The name under which an object was staged (`policies/<version>/<writer>/<name>`)."""
+    """The name under which an object was staged (`policies/<version>/<claim>/<name>`)."""
     return stored.path.split("/", 3)[3]
 
 
@@ -188,18 +172,20 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
     """Load the newest version that can be; returns it, and the damaged objects of the ones that cannot."""
     damaged: dict[int, list[StoredObject]] = {}
     for base in range(version, -1, -1):
-        manifest = policies.manifest(base)
-        if not manifest.learner and base < version:
+        found = policies.find(base)
+        if not found.state and base < version:
             continue
-        weights, bad_weights = _read(policies, manifest.weights)
-        state, bad_state = _read(policies, manifest.learner)
-        if manifest.learner and not bad_weights and not bad_state:
+        weights, bad_weights = _read(policies, found.weights)
+        state, bad_state = _read(policies, found.state)
+        if found.state and not bad_weights and not bad_state:
             learner.load(weights, state)
             return base, damaged
-        if base == version or policies.retention.needed(base, version):
-            damaged[base] = bad_weights + bad_state
+        is_newest, needed = base == version, policies.retention.needed
+        damaged[base] = bad_weights if is_newest or needed("weights", base, version) else []
+        damaged[base] += bad_state if is_newest or needed("state", base, version) else []
+    lost = next((stored.path for objects in damaged.values() for stored in objects), "a learner state")
     raise Corrupt(
-        f"version {version} cannot be restored: {damaged[version][0].path} is damaged or missing, "
+        f"version {version} cannot be restored: {lost} is damaged or missing, "
         "and no earlier version has intact weights and learner state"
     )
 
@@ -219,12 +205,12 @@ def _read(policies: PolicyStore, objects: Sequence[StoredObject]) -> tuple[dict[
     return intact, [stored for stored, data in found if data is None]
 
 
-def _take_published(policies: PolicyStore, learner: Learner, manifest: Manifest) -> None:
-    """The ledger decides what a version is: its weights, with the optimizer state of the replay."""
-    weights, damaged = _read(policies, manifest.weights)
+def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVersion) -> None:
+    """The log decides what a version is: its weights, with the optimizer state of the replay."""
+    weights, damaged = _read(policies, version.weights)
     if damaged:
         raise Corrupt(
-            f"version {manifest.version} cannot be restored: {damaged[0].path} is damaged or missing, and its replay "
+            f"version {version.number} cannot be restored: {damaged[0].path} is damaged or missing, and its replay "
             "gives other weights; was it trained on another kind of machine, with other threads or another torch build?"
         )
     learner.load(weights, learner.state())

@@ -17,11 +17,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pyarrow as pa
 import ray
 
 from rollflow.storage.errors import EngineFailed, StoreFailed, Unreachable
+from rollflow.storage.log.entries import BatchCommitted, Entry
+from rollflow.storage.log.log import Writer
 from rollflow.storage.ray_channel import RayChannel
-from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.storage.trajectories import StagedBatch
 from rollflow.storage.updates import Update, store_update
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
@@ -46,7 +49,7 @@ from rollflow.tasks.rollout.evaluation import (
 from rollflow.tasks.rollout.plan import plan_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, RolloutScheduler
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run import RunContext, claim
 from rollflow.tasks.settings import EngineConfig
 
 ROLLOUT = "rollout"
@@ -65,17 +68,17 @@ NOTHING: dict[str, Any] = {  # the status of one that has not read yet how far t
 
 
 class StoreFeed:
-    """`VersionFeed` from the policy store; the channel only says when to look."""
+    """`VersionFeed` from the run's log; the channel only says when to look."""
 
     def __init__(self, context: RunContext, channel: RayChannel) -> None:
         self._context, self._channel = context, channel
-        self._policies = context.policies()
+        self._policies = context.policies
         self._tokens = context.probe_tokens
         self.newest = -1  # as last seen
 
     def ask(self) -> int:
-        """The newest published version; asks the store."""
-        self.newest = self._policies.latest(max(self.newest, 0))
+        """The newest published version; reads what is new."""
+        self.newest = self._policies.newest()
         return self.newest
 
     async def newer(self, version: int) -> int:
@@ -89,14 +92,14 @@ class StoreFeed:
 
     async def fetch_kept(self, version: int) -> tuple[RunContext, Probe]:
         """As `fetch`; `Missing` where the version's weights are no longer kept."""
-        manifest = await asyncio.to_thread(self._policies.manifest, version)
-        await asyncio.to_thread(self._policies.check_kept, manifest)
+        found = await asyncio.to_thread(self._policies.find, version)
+        await asyncio.to_thread(self._policies.check_kept, found)
         return await self.fetch(version)
 
     async def fetch(self, version: int) -> tuple[RunContext, Probe]:
         """See `VersionFeed`. The engines fetch the weights themselves, each on its node."""
-        manifest = await asyncio.to_thread(self._policies.manifest, version)
-        return self._context, Probe(self._tokens, manifest.probe, self._context.config.engine.probe_tolerance)
+        found = await asyncio.to_thread(self._policies.find, version)
+        return self._context, Probe(self._tokens, found.probe, self._context.config.engine.probe_tolerance)
 
 
 def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
@@ -131,16 +134,16 @@ def engine_name(number: int) -> str:
     return "engine-evaluation" if number == EVALUATION else f"engine-{number}"
 
 
-def start_rollout(context: RunContext) -> Any:
-    """Start the run's rollout actor (or find it, after a restart of its flow)."""
+def start_rollout(context: RunContext, address: str) -> Any:
+    """Start the run's rollout actor (or find it, after a restart of its flow), on the cluster at `address`."""
     options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 256}
-    return ray.remote(RolloutActor).options(**options).remote(context)
+    return ray.remote(RolloutActor).options(**options).remote(context, address)
 
 
 class RolloutActor:
     """Runs the rollout side of one run. See the module's docstring."""
 
-    batches: TrajectoryStore
+    writer: Writer
     feed: StoreFeed
     order: PromptOrder
     reward: RewardClient
@@ -148,9 +151,9 @@ class RolloutActor:
     scheduler: RolloutScheduler
     evaluations: Evaluations
 
-    def __init__(self, context: RunContext) -> None:
-        """Reads nothing: while storage is waited for, `status` says so."""
-        self.context = context
+    def __init__(self, context: RunContext, address: str) -> None:
+        """Reads nothing: while storage is waited for, `status` says so. `address`: of the cluster it is on."""
+        self.context, self._address = context, address
         self.channel = RayChannel()
         self.counts = Counts()
         self._evaluating = asyncio.Event()  # there is an engine for it
@@ -168,7 +171,7 @@ class RolloutActor:
     def _prepare(self) -> None:
         """Read what the run is, and how far it has come."""
         self.config = self.context.config
-        self.batches = TrajectoryStore(self.context.store)
+        self.writer = claim(self.context, "scheduler", self._address)
         self.feed = StoreFeed(self.context, self.channel)
         self.order = self.context.order()
         self.patience = self.config.rollout.patience_seconds
@@ -179,8 +182,9 @@ class RolloutActor:
         self.evaluations = self._evaluations()
 
     def _scheduler(self) -> RolloutScheduler:
-        """A scheduler that begins where storage says."""
-        beginning = Beginning.of(self.batches, self.feed.ask())
+        """A scheduler that begins where the log says."""
+        self.feed.ask()
+        beginning = Beginning.of_state(self.context.log.state)
         outside = Outside(self.order.prompt, self.reward.score, self._commit)
         scheduler = RolloutScheduler(plan_of(self.config), outside, self.proxy, beginning)
         scheduler.counts = self.counts
@@ -225,7 +229,7 @@ class RolloutActor:
             raise first_cause(failed) from None
 
     async def _schedule(self) -> None:
-        """Form batches until the last is trained; when one is voided, begin again from storage."""
+        """Form batches until the last is trained; when one is voided, begin again from the log."""
         while True:
             forming = asyncio.create_task(self.scheduler.run())
             try:
@@ -244,7 +248,9 @@ class RolloutActor:
                 await asyncio.sleep(NEWS_SECONDS)
             else:
                 await asyncio.wait([forming], timeout=NEWS_SECONDS)
-            if await asyncio.to_thread(self.batches.voided) > voided:
+            await asyncio.to_thread(self.writer.check)
+            self.feed.newest = self.context.log.state.version
+            if self.context.log.state.voids > voided:
                 return False
         return True
 
@@ -345,18 +351,18 @@ class RolloutActor:
     async def _commit(self, staged: StagedBatch) -> None:
         """Make a batch durable, then hand it to the learner."""
         # Shielded: a scheduler that begins again must not overlook a commit that is still being written.
-        self._committing = asyncio.ensure_future(
-            asyncio.to_thread(self.batches.commit, staged, self.config.async_ratio)
-        )
-        record, data = await asyncio.shield(self._committing)
-        await self._hand_over(staged, self.context.store.local_path(record.file) or data)
+        self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
+        entry, data = await asyncio.shield(self._committing)
+        await self._hand_over(staged.number, data, entry)
 
-    async def _hand_over(self, staged: StagedBatch, payload: object) -> None:
+    async def _hand_over(self, number: int, data: pa.Buffer, entry: Entry) -> None:
         """Put a batch into the channel. Time in which storage does not answer is not the learner's."""
+        assert isinstance(entry.body, BatchCommitted), "it is the entry of a commit"
+        payload = self.context.store.local_path(entry.body.file.path) or data
         waited, why = 0.0, ""
         while waited < self.patience:
             try:
-                return await self.channel.put(staged.number, payload, PUT_SECONDS, staged.edition)
+                return await self.channel.put(number, payload, PUT_SECONDS, entry.n)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
             await asyncio.to_thread(self.feed.ask)  # returns once storage answers

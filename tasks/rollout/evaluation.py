@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any
 
 from rollflow.storage.errors import Corrupt, EngineFailed, Missing
@@ -59,10 +60,12 @@ def evaluated(run: ObjectStore, version: int) -> bool:
     return run.exists(evaluation_path(version)) or run.exists(skipped_path(version))
 
 
-def evaluations(run: ObjectStore, known: Collection[int] = ()) -> list[Evaluation]:
-    """The evaluations of a run, by version, but those of `known` versions."""
-    skip = {evaluation_path(version) for version in known}
-    return [Evaluation(**json.loads(run.get(path))) for path in run.list("evaluations") if path not in skip]
+def evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
+    """The evaluations of a run, by version: of those behind `after`, up to `last` if it is given."""
+    paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
+    end = "" if last is None else evaluation_path(last)
+    wanted = takewhile(lambda path: not end or path <= end, paths)
+    return [Evaluation(**json.loads(run.get(path))) for path in wanted]
 
 
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:

@@ -14,7 +14,7 @@ together; the last round is a long one, of what waits then and new prompts, or a
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
@@ -34,7 +34,7 @@ class Issue:
 
 
 class Rounds:
-    """The order of issue. What is in it and not issued is `again`, wherever it waits."""
+    """The order of issue."""
 
     def __init__(
         self, plan: Plan, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
@@ -54,26 +54,10 @@ class Rounds:
         self._is_long = False
         self._long = 0  # prompts of the tail that are still to be issued in it
 
-    @property
-    def cursor(self) -> Cursor:
-        """How far each source was issued."""
-        return self._mixture.state
-
-    @property
-    def again(self) -> tuple[GroupKey, ...]:
-        """What is to be issued again."""
-        return (*self._again, *self._left, *self._tail)
-
     def take_issued(self) -> tuple[int, ...]:
         """The prompts that were dispatched for the first time since this was last asked, in their order."""
         issued, self._fresh = tuple(self._fresh), []
         return issued
-
-    def behind(self, open_: Collection[GroupKey]) -> tuple[tuple[int, int], ...]:
-        """Which prompts were left behind, and how often; those that are not among `open_` any more are forgotten."""
-        prompts = {key.prompt for key in open_}
-        self._behind = Counter({prompt: times for prompt, times in self._behind.items() if prompt in prompts})
-        return tuple(sorted(self._behind.items()))
 
     def enter(self, batch: int, version: int) -> int:
         """The next group is for this batch, under this version; returns how many groups its round has to spare."""
@@ -98,6 +82,11 @@ class Rounds:
         awaited = self._plan.at_bound == "wait" or (not self._plan.tail_batching and self._is_slow(key))
         return Issue(key, self._plan.group_size + spare, awaited)
 
+    def taken(self, prompts: Iterable[int]) -> None:
+        """Groups of these prompts are in a batch: how slow they were is of no more use."""
+        for prompt in prompts:
+            self._behind.pop(prompt, None)
+
     def ended(self, discard: Discard) -> None:
         """A dispatch was discarded: issue its prompt again, unless another of its source takes its place."""
         if discard.reason.issued_again:
@@ -107,6 +96,7 @@ class Rounds:
             later = self._left if discard.reason in LATER else self._again
             (self._tail if self._is_tail(key) else later).append(key)
         else:
+            self._behind.pop(discard.key.prompt, None)
             self._mixture.filtered(discard.key.prompt)
 
     def _is_tail(self, key: GroupKey) -> bool:

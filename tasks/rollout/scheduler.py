@@ -16,9 +16,9 @@ A batch is formed as soon as that leaves no group behind, and otherwise when the
 that would be too old for the next batch is given up and issued again, unless it is *awaited* (`at_bound = "wait"`, or a
 prompt of a long round). See `rounds` for which prompts go together.
 
-The sources' cursors, the dispatches in flight and the discards are committed with each batch, taken at one moment of
-the event loop; a scheduler that starts from the newest commit issues again exactly what was in flight. Batches that
-were voided are formed again first.
+What was issued and what was discarded since the batch before is committed with each batch, taken at one moment of the
+event loop; a scheduler that starts from the run's log issues again exactly what is open there. Batches that were voided
+are formed again first.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from rollflow.storage.buffer import Rank, TrajectoryBuffer
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
-from rollflow.storage.settlement import missing, newest_commit, settled
-from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.admission import allowance
@@ -50,35 +49,14 @@ FIRST = GroupKey(-1, -1)  # before every other
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a scheduler starts: a new run, or what storage says of an old one."""
+    """Where a scheduler starts: a new run, or what the log says of an old one."""
 
     number: int = 0  # of the first batch that was never committed
     cursor: Cursor = field(default_factory=Cursor)
     again: tuple[GroupKey, ...] = ()
-    missing: tuple[tuple[int, int], ...] = ()  # batches to form again, as (number, edition)
-    order: int = 0  # commits there are
-    voids: int = 0  # voids that are settled
+    missing: tuple[int, ...] = ()  # batches to form again
+    voids: int = 0  # that it knows of
     behind: tuple[tuple[int, int], ...] = ()  # prompts of `again` that were left behind, and how often
-
-    @classmethod
-    def of(cls, batches: TrajectoryStore, trained: int) -> Beginning:
-        """Continue a run from storage alone, after settling what was voided; `trained` is its newest version."""
-        trained = max(trained, 0)
-        while True:
-            newest = settled(batches, trained)
-            if newest is None:
-                return cls()
-            found = cls(
-                number=batches.next_number(),
-                cursor=newest.cursor,
-                again=newest.in_flight,
-                missing=missing(batches, trained, newest.voids),
-                order=newest.order + 1,
-                voids=newest.voids,
-                behind=newest.behind,
-            )
-            if newest_commit(batches) == newest:  # else another scheduler committed while this one read
-                return found
 
     @classmethod
     def of_state(cls, state: RunState) -> Beginning:
@@ -87,7 +65,7 @@ class Beginning:
             number=state.next_batch,
             cursor=state.cursor,
             again=state.in_flight,
-            missing=tuple((number, 0) for number in state.holes),
+            missing=tuple(state.holes),
             voids=state.voids,
             behind=tuple(state.behind.items()),
         )
@@ -145,9 +123,8 @@ class RolloutScheduler:
         self.number = beginning.number  # of the next batch that was never formed
         self.buffer = TrajectoryBuffer()
         self.counts = Counts()
-        self._missing = deque(place for place in beginning.missing if place[0] < plan.batches)
+        self._missing = deque(number for number in beginning.missing if number < plan.batches)
         self.voids = beginning.voids  # once the run has more, this scheduler is to be replaced by one that knows
-        self._order = beginning.order
         self._rounds = Rounds(plan, beginning.cursor, beginning.again, beginning.behind)
         self._around = Surroundings(plan, proxy, outside.score, self._generated, self._note_start)
         self._running: dict[GroupKey, Dispatch] = {}  # in the order they were started
@@ -216,7 +193,7 @@ class RolloutScheduler:
     def _allowance(self) -> tuple[int, int]:
         """How many groups alpha allows to start now, and how many the run can still use."""
         plan, version, outstanding = self.plan, self._proxy.version, self._outstanding
-        (first, _), missing = self._next, [number for number, _ in self._missing]
+        first, missing = self._next, list(self._missing)
         fresh = allowance(
             version, outstanding, number=self.number, missing=missing, groups=plan.groups, ahead=plan.lead
         )
@@ -239,7 +216,7 @@ class RolloutScheduler:
     @property
     def _unformed(self) -> int:
         """Batches that are still to be formed."""
-        return max(0, self.plan.batches - self.number) + len(self._missing)  # settlements take numbers, too
+        return max(0, self.plan.batches - self.number) + len(self._missing)
 
     @property
     def _outstanding(self) -> int:
@@ -282,7 +259,7 @@ class RolloutScheduler:
             self._starts.remove(former, dispatch)
         if dispatch.started_version is not None and dispatch not in self._left_behind:
             self._starts.add(dispatch.started_version, dispatch)
-            if self._unformed and dispatch.started_version < self._oldest_allowed(self._next[0]):
+            if self._unformed and dispatch.started_version < self._oldest_allowed(self._next):
                 self._give_up(dispatch)
 
     def _scored(self, group: TrajectoryGroup, dispatch: Dispatch) -> None:
@@ -291,7 +268,7 @@ class RolloutScheduler:
         why = filtered(self.plan.filter, [t.reward for t in group.trajectories])
         if why is not None:
             self._filtered(group, why)
-        elif group.started_version < self._oldest_allowed(self._next[0]):
+        elif group.started_version < self._oldest_allowed(self._next):
             self._drop(group)
         else:
             self._filtered_in_a_row = 0
@@ -331,16 +308,16 @@ class RolloutScheduler:
             await self._outside.commit(staged)
 
     @property
-    def _next(self) -> tuple[int, int]:
-        """The next batch to form: its number and edition."""
-        return self._missing[0] if self._missing else (self.number, 0)
+    def _next(self) -> int:
+        """The number of the next batch to form."""
+        return self._missing[0] if self._missing else self.number
 
     def _oldest_allowed(self, number: int) -> float:
         return number - self.plan.async_ratio
 
     def _stage(self) -> StagedBatch | None:
         """Choose the next batch if there is one; stale groups are discarded and issued again."""
-        plan, (number, edition) = self.plan, self._next
+        plan, number = self.plan, self._next
         full = len(self.buffer) >= plan.groups
         waits = full and self._must_wait(number)
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)
@@ -355,12 +332,8 @@ class RolloutScheduler:
             return None
         self._advance()
         discards, self._discards = tuple(self._discards), []
-        in_flight = (*self._running, *self.buffer.keys, *self._rounds.again)
-        cursor, behind = self._rounds.cursor, self._rounds.behind(in_flight)
-        order, issued = self._order - 1, self._rounds.take_issued()
-        return StagedBatch(
-            number, taken.groups, cursor, in_flight, discards, edition, order, self.voids, behind, issued
-        )
+        self._rounds.taken(group.key.prompt for group in taken.groups)
+        return StagedBatch(number, taken.groups, self._rounds.take_issued(), discards)
 
     def _must_wait(self, number: int) -> bool:
         """Whether a group is still to come that this batch may not leave behind.
@@ -402,8 +375,7 @@ class RolloutScheduler:
             self._missing.popleft()
         else:
             self.number += 1
-        self._order += 1
-        bound = self._oldest_allowed(self._next[0])
+        bound = self._oldest_allowed(self._next)
         for group in self.buffer.take(0, bound).stale:
             self._drop(group)
         if self._unformed:

@@ -189,7 +189,7 @@ class World:
         staged.check_fresh(self.config.async_ratio)
         self.records.form(staged)
         self.memory.batches[staged.number] = staged
-        await self.channel.put(staged.number, staged, FOREVER, staged.edition)
+        await self.channel.put(staged.number, staged, FOREVER)
         for trained in [number for number in self.memory.batches if number < self.channel.version]:
             del self.memory.batches[trained]
 

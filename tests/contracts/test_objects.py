@@ -22,7 +22,7 @@ import s3fs
 from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, StoreFailed, Unreachable
 from rollflow.storage.objects import ObjectStore, disk, open_store, s3_requests
 from rollflow.storage.objects import local as local_backend
-from rollflow.storage.objects.base import Data, pieces
+from rollflow.storage.objects.base import Data, first_missing, pieces
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import WRITER, S3Store
@@ -645,3 +645,13 @@ def test_no_bucket_no_name() -> None:
     for uri in ("s3://", "memory://"):
         with pytest.raises(ConfigError, match=r"store\.uri = "):
             open_store(uri).check()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 9, 100])
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_the_end_of_a_chain_is_found_by_probing(count: int, start: int) -> None:
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    for number in range(count):
+        store.put(f"n/{number}", b"")
+    expected = count if start < count else start
+    assert first_missing(store, lambda n: f"n/{n}", start) == expected

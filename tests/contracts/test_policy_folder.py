@@ -117,7 +117,7 @@ def test_log_probs_are_the_learner_s(small: RunContext, exported: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.float32
-    tokens, probe = small.probe_tokens, small.policies().manifest(VERSION).probe
+    tokens, probe = small.probe_tokens, small.policies.find(VERSION).probe
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1].float()
     found = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)

@@ -25,7 +25,8 @@ from moto.server import ThreadedMotoServer
 from rollflow.flows.cli import main
 from rollflow.flows.ray_head import RayHead
 from rollflow.flows.services import PrefectServer, free_port, start_together, stop_together
-from rollflow.storage.audit import audit
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.folder import build_cold_folder
@@ -122,7 +123,8 @@ def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert main(["run", str(command.recipe), "--run-id", "first"]) == 2
     weights = sorted((tmp_path / "store/runs/first/policies/00000007").glob("*/weights/*.safetensors"))
     weights[0].write_bytes(weights[0].read_bytes()[:-1] + b"x")
-    assert main(["audit", "first"]) == 1
+    assert main(["audit", "first"]) == 0  # it was read before
+    assert main(["audit", "first", "--deep"]) == 1
     assert "altered" in capsys.readouterr().out
     check_mlflow(tmp_path, "first")
 
@@ -133,7 +135,7 @@ def test_vllm_redundant_filtered_and_restarting(tmp_path: Path) -> None:
     changes = ["rollout.extra_groups=8", "rollout.extra_responses=2", "rollout.tail_batching=true"]
     changes += ["rollout.filter.min_std=0", "engine.in_flight=restart", "async_ratio=0", "groups=8"]
     command.run("run", str(command.recipe), "--run-id", "choices", *(o for c in changes for o in ("--set", c)))
-    report = audit(open_store(str(tmp_path / "store/runs/choices")))
+    report = audit(open_store(str(tmp_path / "store/runs/choices")), deep=True)
     assert report.violations == []
     assert (report.versions, report.trajectories, set(report.staleness)) == (10, 10 * 8 * 4, {0})
     assert report.fates["discarded: filtered"] > 0
@@ -175,7 +177,7 @@ def test_transformers_on_s3_decoupled(tmp_path: Path, s3: str) -> None:
     changes = [f"store.uri={s3}", "train.objective.kind=decoupled-ppo", "engine.in_flight=restart"]
     overrides = [part for change in changes for part in ("--set", change)]
     command.run("run", str(command.recipe), "--run-id", "second", *overrides)
-    report = audit(open_store(f"{s3}/runs/second"))
+    report = audit(open_store(f"{s3}/runs/second"), deep=True)
     assert report.clean
     assert report.versions == 4
     summary = json.loads(open_store(f"{s3}/runs/second").get("summary.json"))
@@ -189,7 +191,7 @@ def test_stop_then_resume_synchronous(tmp_path: Path) -> None:
     command = Command(tmp_path, SMALL.format(versions=400, alpha=0, engine="transformers"))
     process = command.start("run", str(command.recipe), "--run-id", "third")
     store = open_store(str(tmp_path / "store/runs/third"))
-    until(lambda: store.exists("policies/00000003/manifest.json") or process.poll() is not None, RUN_SECONDS)
+    until(lambda: Log(store).state.version >= 3 or process.poll() is not None, RUN_SECONDS)
     assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=HANG_SECONDS)
@@ -206,7 +208,7 @@ def test_stop_then_resume_synchronous(tmp_path: Path) -> None:
     os.utime(left, (0, 0))
     command.run("resume", "third")
     assert not left.exists()
-    report = audit(store)
+    report = audit(store, deep=True)
     assert report.clean
     assert report.versions == stopped.versions + 3
     assert set(report.staleness) == {0}
@@ -260,7 +262,7 @@ def test_serve_and_start_a_run_from_the_api(tmp_path: Path, monkeypatch: pytest.
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
-    report = audit(open_store(str(tmp_path / "home/store/runs/fourth")))
+    report = audit(open_store(str(tmp_path / "home/store/runs/fourth")), deep=True)
     assert report.clean
     assert report.versions == 2
     until(lambda: not leftovers(tmp_path / "home"))

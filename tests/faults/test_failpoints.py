@@ -1,75 +1,85 @@
 """SIGKILL just before and just after every single store write of a run: it goes on, and nothing is lost or doubled.
 
 A child process runs the whole control path on a folder and kills itself at its n-th write; the parent walks n over
-all writes there are, until a run gets through. Each killed run is killed once more on its way back.
+all writes there are, until a run gets through. Each killed run is killed once more on its way back. What is between two
+writes is left to chance: roles that go on until somebody kills them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from rollflow.storage.audit import audit
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
-from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.clock import run_virtual
+from tests.support import log_actors
+from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries
 from tests.support.pipeline import Damage, Pipeline
+from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
 VERSIONS, GROUPS = 4, 2
+KILLS = 60
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter for each of some hundred points would take minutes
 
 
 @dataclass(frozen=True)
 class KillingStore(LocalStore):
-    """A folder whose writer dies at the `at`-th write, before or after it is done."""
+    """A folder whose writer dies at the `at`-th write, before or after it is tried. Some are written at a time."""
 
     at: int = 0
     after: bool = False
-    writes: list[str] = field(default_factory=list, compare=False)
+    numbers: Iterator[int] = field(default_factory=lambda: count(1), compare=False)
 
     def put(self, path: str, data: Data) -> str:
-        self._point(path, after=False)
-        digest = super().put(path, data)
-        self._point(path, after=True)
-        return digest
+        with self._write():
+            return super().put(path, data)
 
     def create(self, path: str, data: Data) -> None:
-        self._point(path, after=False)
-        super().create(path, data)
-        self._point(path, after=True)
+        with self._write():
+            super().create(path, data)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
         """Two writes, and what lies between them: the file has its name, the object that names it is not there."""
+        with ExitStack() as writes:
+            writes.enter_context(self._write())
 
-        def between(sha256: str) -> Data:
-            self._point(file, after=True)
-            self._point(path, after=False)
-            return content(sha256)
+            def between(sha256: str) -> Data:
+                writes.close()
+                writes.enter_context(self._write())
+                return content(sha256)
 
-        self._point(file, after=False)
-        sha256 = super().create_naming(path, between, file, data)
-        self._point(path, after=True)
-        return sha256
+            return super().create_naming(path, between, file, data)
 
     def delete(self, path: str) -> None:
-        self._point(path, after=False)
-        super().delete(path)
-        self._point(path, after=True)
+        with self._write():
+            super().delete(path)
 
-    def _point(self, path: str, *, after: bool) -> None:
-        if not after:
-            self.writes.append(path)
-        if len(self.writes) == self.at and after == self.after:
+    @contextmanager
+    def _write(self) -> Iterator[None]:
+        met = next(self.numbers) == self.at
+        if met and not self.after:
             os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            yield
+        finally:
+            if met:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_once(store: LocalStore, damage: Mapping[tuple[int, int], Damage]) -> None:
@@ -87,13 +97,13 @@ def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, aft
     return child.exitcode != 0
 
 
-@pytest.mark.parametrize("damage", [{}, {(1, 0): "cut"}, {(2, 0): "commit"}], ids=["sound", "file", "commit"])
+@pytest.mark.parametrize("damage", [{}, {(1, 0): "cut"}, {(2, 0): "gone"}], ids=["sound", "cut", "gone"])
 def test_killed_around_every_write(tmp_path: Path, damage: Mapping[tuple[int, int], Damage]) -> None:
     at = 1
     while survives(tmp_path / f"{at}-before", at, damage, after=False):
         assert survives(tmp_path / f"{at}-after", at, damage, after=True)
         at += 1
-    assert at > 5 * VERSIONS  # two writes a batch, two a version and those of the beginning
+    assert at > 5 * VERSIONS  # two writes a batch, three a version, those of the beginning and what is pruned
 
 
 def survives(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, after: bool) -> bool:
@@ -103,9 +113,51 @@ def survives(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, a
         return False
     killed(root, 1 + at * 7 % 11, damage, after=not after)
     run_once(LocalStore(root), damage)
-    report = audit(LocalStore(root))
+    report = audit(LocalStore(root), deep=True)
     assert report.violations == []
     assert report.versions == VERSIONS
     assert report.fates["trained"] == VERSIONS * GROUPS
-    assert len(TrajectoryStore(LocalStore(root)).voids()) <= len(damage)
+    assert Log(LocalStore(root)).state.voids <= len(damage)
     return True
+
+
+def work(root: Path, role: Literal["scheduler", "learner"]) -> None:
+    """One role's process: begins from storage, and goes on until somebody kills it."""
+    store = LocalStore(root)
+    under = Log(store).state.newest_claim("supervisor")
+    actor = Scheduler(store, under) if role == "scheduler" else Learner(store, under)
+    while True:
+        actor.log.follow()
+        if isinstance(actor, Scheduler):
+            if actor.next <= actor.log.state.version + 2:
+                actor.commit()
+        elif actor.log.state.version < 0 or actor.log.state.version in actor.log.state.waiting:
+            actor.publish()
+            if actor.log.state.releasable:
+                actor.prune()
+
+
+def test_processes_that_are_killed_at_any_moment_leave_a_whole_log(tmp_path: Path) -> None:
+    store, draw = LocalStore(tmp_path), random.Random(0)
+    create_run(store)
+    Supervisor(store)
+    roles: dict[Literal["scheduler", "learner"], multiprocessing.process.BaseProcess] = {}
+    for kill in range(KILLS):
+        for role in ("scheduler", "learner"):
+            if role not in roles:
+                roles[role] = FORK.Process(target=work, args=(tmp_path, role), daemon=True)
+                roles[role].start()
+        time.sleep(draw.uniform(0.0, 0.3))
+        victim = roles.pop(draw.choice(("scheduler", "learner")))
+        victim.kill()
+        victim.join(HANG_SECONDS)
+        if kill % 20 == 19:
+            Supervisor(store)
+    for process in roles.values():
+        process.kill()
+        process.join(HANG_SECONDS)
+    state = Log(store).state
+    assert state.version > 0
+    assert state.totals.groups["trained"] == log_actors.GROUPS * state.version
+    assert chained(entries(store))
+    assert all(store.exists(waiting.file.path) for waiting in state.waiting.values())

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
-from rollflow.storage.audit import audit
+from rollflow.storage.log.audit import audit
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
     try:
         old.wait_version(5, RUN_SECONDS)
         environment = {**os.environ, "ROLLFLOW_HOME": str(elsewhere), "PREFECT_API_URL": ""}
-        command = [sys.executable, "-m", "rollflow.flows.cli", "resume", old.policies.run.uri]
+        command = [sys.executable, "-m", "rollflow.flows.cli", "resume", old.store.uri]
         new = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
         assert old.process.wait(HANG_SECONDS) == 1
         assert "Deposed: this run has another supervisor now" in old.tail()
@@ -35,6 +35,6 @@ def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
     finally:
         kill_everything(tmp_path / "old")
         kill_everything(elsewhere)
-    report = audit(old.store)
+    report = audit(old.store, deep=True)
     assert report.clean, report.violations
     assert report.versions == VERSIONS

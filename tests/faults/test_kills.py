@@ -15,8 +15,9 @@ from benchmarks import chaos
 from benchmarks.chaos import EVERYTHING, Victim, one_run
 from benchmarks.victims import ROLES, kill_everything
 from rollflow.flows.cli import main
-from rollflow.storage.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.recoveries import RecoveryLog
@@ -67,6 +68,7 @@ class Shortened(Victim):
         if arguments[0] == "resume":
             self.versions = self.version() + 20
             change_config(self.store, versions=self.versions)
+            self.log = Log(self.store)  # every entry was written anew
         return super()._start(*arguments)
 
 
@@ -106,10 +108,13 @@ def assert_in_mlflow(home: Path, recoveries: int, versions: int) -> None:
 def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:
     """What a run trained on and what came of it: hashes of all weights, every trajectory but for its times."""
     store = open_store(str(run))
-    assert audit(store).clean
-    policies, batches = PolicyStore(store), TrajectoryStore(store)
-    weights = [[stored.sha256 for stored in policies.manifest(v).weights] for v in range(versions + 1)]
-    tables = [TrajectoryBatch.from_bytes(batches.read(n)[1]).table for n in range(versions)]
+    assert audit(store, deep=True).clean
+    log = Log(store)
+    policies, batches = PolicyStore(log), TrajectoryStore(log)
+    found = [policies.find(version) for version in range(versions + 1)]
+    weights = [[stored.sha256 for stored in version.weights] for version in found]
+    files = [batches.committed(version.batch_entry).file for version in found if version.batch_entry is not None]
+    tables = [TrajectoryBatch.from_bytes(batches.read(file)).table for file in files]
     return weights, [table.drop(["generation_seconds", "reward_seconds"]).to_pylist() for table in tables]
 
 

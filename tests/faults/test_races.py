@@ -1,4 +1,4 @@
-"""Of two writers that want the same name at the same moment exactly one gets it, and the other stops with Conflict."""
+"""Writers that want the same thing at the same moment: the log decides, one gets it, and the others stop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage.errors import Conflict
+from rollflow.storage.log.entries import BatchCommitted, Claimed, VersionPublished
 from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.state import Refused
 from rollflow.storage.objects.local import LocalStore
-from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Cursor, GroupKey
-from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.storage.records import GroupKey
+from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.rollout.scheduler import Beginning
-from tests.storage.test_stores import group, publish, staged
+from tests.support.batches import begin, file_of, learning, publish, ready, scheduling, staged, train
 from tests.support.described import describe
+from tests.support.log_model import Model
+from tests.support.log_runs import of_kind
 from tests.support.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
@@ -56,18 +59,29 @@ def _racer(root: Path, step: Step, rounds: int, racer: int, barrier: Barrier, re
     results.put(won)
 
 
+def check_story(store: LocalStore) -> Model:
+    """The log by rules of its own: chained, one fate for each dispatch, each version on its batch."""
+    model = Model()
+    for path in store.list("log"):
+        model.take(store.get(path), store.get)
+    model.check_story()
+    return model
+
+
 def learner(root: Path, number: int, _: int) -> str:
-    """Publish version `number` + 1."""
-    policies = PolicyStore(LocalStore(root))
-    publish(policies, number + 1)
-    return policies.writer
+    """Claim the learner's role and publish version `number` + 1."""
+    policies, writer = learning(LocalStore(root))
+    if number not in policies.log.state.waiting:
+        raise Refused(f"version {number + 1} is there")
+    return str(publish(policies, writer, number + 1).claim)
 
 
 def scheduler(root: Path, number: int, _: int) -> str:
-    """Commit batch `number`."""
-    batches = TrajectoryStore(LocalStore(root))
-    record, _ = batches.commit(staged(number, number), 0)
-    return record.file
+    """Claim the scheduler's role and commit batch `number`."""
+    batches, writer = scheduling(LocalStore(root))
+    entry, _data = batches.commit(writer, staged(number))
+    assert isinstance(entry.body, BatchCommitted)
+    return entry.body.file.path
 
 
 def supervisor(root: Path, _: int, racer: int) -> str:
@@ -76,22 +90,23 @@ def supervisor(root: Path, _: int, racer: int) -> str:
 
 
 def test_two_learners_race_for_every_version(tmp_path: Path) -> None:
-    publish(PolicyStore(LocalStore(tmp_path)), 0)
+    store = LocalStore(tmp_path)
+    batches, writer = ready(store, async_ratio=ROUNDS)
+    for number in range(ROUNDS):
+        batches.commit(writer, staged(number))
     won = race(tmp_path, learner, ROUNDS)
     assert [len(winners) for winners in won] == [1] * ROUNDS
-    policies = PolicyStore(LocalStore(tmp_path))
-    assert policies.latest() == ROUNDS
-    for number, [winner] in enumerate(won):
-        manifest = policies.manifest(number + 1)
-        assert manifest.writer == winner
-        assert manifest.parent == policies.manifest_sha256(number)
+    assert [str(entry.claim) for entry in of_kind(store, VersionPublished)[1:]] == [winner for [winner] in won]
+    assert check_story(store).latest == ROUNDS
 
 
 def test_two_schedulers_race_for_every_batch(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    ready(store, async_ratio=ROUNDS)
     won = race(tmp_path, scheduler, ROUNDS)
     assert [len(winners) for winners in won] == [1] * ROUNDS
-    batches = TrajectoryStore(LocalStore(tmp_path))
-    assert [batches.read(number)[0].file for number in range(ROUNDS)] == [winner for [winner] in won]
+    assert [file_of(TrajectoryStore(Log(store)), number).path for number in range(ROUNDS)] == [w for [w] in won]
+    check_story(store)
 
 
 def test_of_all_supervisors_only_the_newest_goes_on(tmp_path: Path) -> None:
@@ -107,30 +122,42 @@ def test_of_all_supervisors_only_the_newest_goes_on(tmp_path: Path) -> None:
             Writer(log, "supervisor", claim).check()
 
 
-def settle_or_commit(root: Path, number: int, racer: int) -> str:
-    """One begins anew and settles a void; the other does not know of it and commits the next batch."""
-    batches = TrajectoryStore(LocalStore(root / str(number)))
+def void_begin_or_commit(root: Path, number: int, racer: int) -> str:
+    """A learner voids batch 0, another scheduler begins, and the one that was there commits batch 1."""
+    store = LocalStore(root / str(number))
     if racer == 0:
-        Beginning.of(batches, 0)
-        return "settled"
-    batches.commit(StagedBatch(1, (group(1),), Cursor((2,), (0,)), (), (), order=1), async_ratio=1)
+        batches = TrajectoryStore(Log(store))
+        return f"voided: {batches.void(_holder(store, 'learner'), 0, 'gone')}"
+    if racer == 1:
+        batches, _writer = scheduling(store)
+        return f"began: {len(batches.log.state.holes)}"
+    writer = _holder(store, "scheduler")
+    TrajectoryStore(writer.log).commit(writer, staged(1))
     return "committed"
 
 
-def test_a_settlement_and_a_commit_race_for_one_name(tmp_path: Path) -> None:
-    """Either the commit comes first and the settlement counts it in, or it fails: no dispatch gets two fates."""
+def _holder(store: LocalStore, role: str) -> Writer:
+    """Who was the first to claim a role, with a view of the log of its own."""
+    claim = next(entry for entry in of_kind(store, Claimed) if entry.role == role)
+    return Writer(Log(store), claim.role, claim.claim)
+
+
+def test_a_void_a_beginning_and_a_commit_race(tmp_path: Path) -> None:
+    """Either the commit comes before the claim, and who begins counts it in, or it fails: no dispatch has two fates."""
     for number in range(20):
         store = LocalStore(tmp_path / str(number))
-        record, _ = TrajectoryStore(store).commit(
-            StagedBatch(0, (group(0),), Cursor((2,), (0,)), (GroupKey(1, 0),), ()), 0
-        )
-        store.delete(record.file)
-        TrajectoryStore(store).void(0, "gone")
-    won = race(tmp_path, settle_or_commit, 20)
-    assert all("settled" in outcomes for outcomes in won)
+        begin(store, async_ratio=1)
+        train(store, 1)
+        batches, writer = scheduling(store)
+        batches.commit(writer, staged(0))
+        store.delete(file_of(batches, 0).path)
+    won = race(tmp_path, void_begin_or_commit, 20, racers=3)
     for number, outcomes in enumerate(won):
-        found = Beginning.of(TrajectoryStore(LocalStore(tmp_path / str(number))), 0)
-        if "committed" in outcomes:
-            assert set(found.again) == {GroupKey(0, 1)}
-        else:
-            assert set(found.again) == {GroupKey(0, 1), GroupKey(1, 0)}
+        store = LocalStore(tmp_path / str(number))
+        assert "voided: True" in outcomes
+        assert any(outcome.startswith("began") for outcome in outcomes)
+        found = Beginning.of_state(Log(store).state)
+        again = {GroupKey(0, 1), GroupKey(1, 1), GroupKey(2, 1)}  # the third one was left behind before
+        assert set(found.again) == again | ({GroupKey(5, 1)} if "committed" in outcomes else set())
+        assert (found.missing, found.number) == ((0,), 2 if "committed" in outcomes else 1)
+        check_story(store)

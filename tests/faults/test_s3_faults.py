@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.audit import audit
 from rollflow.storage.errors import Conflict
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import s3_requests
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
-from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.rollout.proxy import Probe
 from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline
 from tests.support.s3_server import s3_server, use
 
@@ -91,18 +92,21 @@ class Fetching(Pipeline):
     cache: Path
 
     async def fetch(self, version: int) -> tuple[Path, Probe]:
-        manifest = await asyncio.to_thread(self.policies.manifest, version)
-        folder = await asyncio.to_thread(self.policies.weights_folder, manifest, self.cache)
-        assert (folder / "model.safetensors").read_bytes() == f"weights {version}".encode()
+        found = await asyncio.to_thread(self.policies.find, version)
+        folder = await asyncio.to_thread(self.policies.weights_folder, found, self.cache)
+        assert (folder / "model.safetensors").read_bytes() == f"weights/model.safetensors {version}".encode()
         return await super().fetch(version)
 
 
 def test_a_run_ends_and_its_audit_is_clean(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """A lost answer is not a lost entry, and never two."""
     pipeline = Fetching(store, versions=8, train_seconds=0.05)  # type: ignore[arg-type]
     pipeline.cache = tmp_path
     asyncio.run(pipeline.run())
-    assert PolicyStore(store).latest() == 8
-    report = audit(store)
+    assert Log(store).state.version == 8
+    report = audit(store, deep=True)
     assert report.violations == []
     assert report.trajectories == 8 * 4 * 2
+    appended = read(store)
+    assert len({entry.id for entry in appended}) == len(appended) == report.entries
     assert all(proxy.faults[kind] > 5 for kind in KINDS)

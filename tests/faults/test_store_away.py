@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
 from rollflow.storage.errors import ConfigError, Unreachable
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
-from rollflow.storage.policies import PolicyStore
 from rollflow.storage.recoveries import Notes, Recovery, RecoveryLog
 from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.rewards.actor import RewardActor
@@ -55,7 +56,7 @@ def test_a_run_goes_on_by_itself(
     victim = Victim(tmp_path / "home", recipe, "--set", f"store.uri=s3://{BUCKET}")
     use(server, monkeypatch)  # we look past the proxy
     victim.store = S3Store(f"{BUCKET}/runs/chaos")
-    victim.policies, victim.recoveries = PolicyStore(victim.store), RecoveryLog(victim.store)
+    victim.log, victim.recoveries = Log(victim.store), RecoveryLog(victim.store)
     try:
         victim.wait_version(5, 300)
         spent = victim.recoveries.read()  # an actor that starts slowly on a busy machine is taken for stuck
@@ -84,7 +85,9 @@ async def call(method: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(method)
 
 
-@pytest.mark.parametrize("kind", [RolloutActor, LearnerActor, RewardActor])
+@pytest.mark.parametrize(
+    "kind", [partial(RolloutActor, address=""), LearnerActor, RewardActor], ids=["rollout", "learner", "reward"]
+)
 async def test_an_actor_tells_what_it_waits_for(kind: Any, proxy: FaultyProxy, tmp_path: Path) -> None:
     """It was started while storage is away; its flow takes one that does not answer for stuck."""
     proxy.fall_silent()

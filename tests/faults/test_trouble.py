@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -17,14 +16,18 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from rollflow.storage.audit import audit
-from rollflow.storage.errors import ConfigError, Corrupt, RollflowError
+from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import RunCreated, VersionPublished, entry_path
+from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
-from rollflow.storage.policies import Manifest, PolicyStore, manifest_path
+from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.run import FORMAT, RunContext
+from tests.support.batches import begin, learning, scheduling, staged
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.pipeline import Pipeline
 from tests.support.s3_server import s3_server, use
@@ -34,25 +37,54 @@ NOBODY = 65534
 MEBIBYTE = 1 << 20
 
 
-def publish(run: ObjectStore, version: int) -> None:
-    store = PolicyStore(run)
-    parent = store.manifest_sha256(version - 1) if version else None
-    weights = store.stage(version, {"weights/model.safetensors": bytes([version]) * 2 * MEBIBYTE})
-    store.publish(Manifest(version, parent, weights, (), None, writer=store.writer))
+def publish(policies: PolicyStore, writer: Writer) -> None:
+    """The next version, of two mebibytes, on the batch that waits for it."""
+    version, state = policies.newest() + 1, policies.log.state
+    weights = policies.stage(writer, version, {"weights/model.safetensors": bytes([version]) * 2 * MEBIBYTE})
+    learned = policies.stage(writer, version, {"learner/state.safetensors": b"state"})
+    batch = state.waiting[version - 1].entry if version else None
+    policies.publish(writer, VersionPublished(version, batch, weights, learned))
+
+
+def started(run: ObjectStore) -> tuple[PolicyStore, Writer]:
+    """A run with version 0 and the batch for version 1; returns its learner."""
+    begin(run)
+    policies, writer = learning(run)
+    publish(policies, writer)
+    batches, scheduler = scheduling(run)
+    batches.commit(scheduler, staged())
+    policies.newest()
+    return policies, writer
 
 
 @pytest.fixture
-def run() -> Iterator[LocalStore]:
-    """A local store, in a folder that every user may look into, whose version 0 is published."""
+def learner() -> Iterator[tuple[PolicyStore, Writer]]:
+    """The learner of a started run in a folder that every user may look into."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
-    store = LocalStore(folder / "store")
-    publish(store, 0)
-    yield store
+    yield started(LocalStore(folder / "store"))
     shutil.rmtree(folder)
 
 
-def said_under(trouble: Callable[[], None], work: Callable[[], None]) -> str:
+@pytest.fixture
+def run(learner: tuple[PolicyStore, Writer]) -> LocalStore:
+    """Its storage."""
+    run = learner[0].run
+    assert isinstance(run, LocalStore)
+    return run
+
+
+@pytest.fixture
+def objects(run: LocalStore) -> set[Path]:
+    """What lay there when the run was started."""
+    return files_of(run)
+
+
+def files_of(run: LocalStore) -> set[Path]:
+    return {path for path in run.root.rglob("*") if path.is_file()}
+
+
+def said_under(trouble: Callable[[], None], work: Callable[[], object]) -> str:
     """Kind and words of the error that `work` ends with in a process that is in trouble."""
     ours, theirs = multiprocessing.Pipe()
 
@@ -71,35 +103,47 @@ def said_under(trouble: Callable[[], None], work: Callable[[], None]) -> str:
     return str(ours.recv())
 
 
-def goes_on(run: LocalStore) -> None:
+def goes_on(run: LocalStore, objects: set[Path]) -> None:
     """Nothing of version 1 is there, not even half of it; version 0 is whole, and version 1 can be published now."""
-    store = PolicyStore(run)
-    assert store.latest() == 0
-    objects = {run.root / manifest_path(0), run.root / store.manifest(0).weights[0].path}
-    assert {path for path in run.root.rglob("*") if path.is_file()} == objects
-    assert len(store.read(store.manifest(0).weights[0])) == 2 * MEBIBYTE
-    publish(run, 1)
-    assert store.latest() == 1
+    assert files_of(run) == objects
+    policies, writer = learning(run)
+    assert policies.newest() == 0
+    assert len(policies.read(policies.find(0).weights[0])) == 2 * MEBIBYTE
+    publish(policies, writer)
+    assert Log(run).state.version == 1
 
 
-def test_a_disk_that_takes_no_more(run: LocalStore) -> None:
-    said = said_under(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (MEBIBYTE, MEBIBYTE)), lambda: publish(run, 1))
+def test_a_disk_that_takes_no_more(learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]) -> None:
+    said = said_under(
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (MEBIBYTE, MEBIBYTE)), lambda: publish(*learner)
+    )
     assert said.startswith(f"StoreFailed: {run.root}/policies/00000001/")
     assert said.endswith(
         "/weights/model.safetensors cannot be written (File too large); nothing was committed: "
         "raise the largest file size that this process may write, then resume the run"
     )
-    goes_on(run)
+    goes_on(run, objects)
 
 
-def test_a_store_that_may_not_be_written(run: LocalStore) -> None:
+def test_a_disk_that_takes_no_entry(learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]) -> None:
+    log = learner[0].log
+    said = said_under(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)), lambda: log.claim("learner"))
+    assert said.startswith(
+        f"StoreFailed: {run.root}/{entry_path(log.state.n + 1)} cannot be written (File too large); "
+    )
+    goes_on(run, objects)
+
+
+def test_a_store_that_may_not_be_written(
+    learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]
+) -> None:
     def demoted() -> None:
         if os.getuid() == 0:
             os.setuid(NOBODY)
 
     run.root.chmod(0o555)
     (run.root / ".tmp").chmod(0o555)
-    said = said_under(demoted, lambda: publish(run, 1))
+    said = said_under(demoted, lambda: publish(*learner))
     assert said.startswith("StoreFailed: ")
     assert said.endswith("(Permission denied); nothing was committed: let this user write there, then resume the run")
     said = said_under(demoted, run.check)
@@ -109,20 +153,21 @@ def test_a_store_that_may_not_be_written(run: LocalStore) -> None:
     )
     run.root.chmod(0o755)
     (run.root / ".tmp").chmod(0o755)
-    goes_on(run)
+    goes_on(run, objects)
 
 
 def test_a_bucket_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with s3_server("gone") as endpoint:
         use(endpoint, monkeypatch)
         run = S3Store("gone/run")
-        publish(run, 0)
-        manifest = PolicyStore(run).manifest(0)
+        policies, writer = started(run)
+        version = policies.find(0)
         s3fs.S3FileSystem(skip_instance_cache=True).rm("gone", recursive=True)
         works: list[Callable[[], object]] = [
-            lambda: publish(run, 1),
-            lambda: PolicyStore(run).manifest(0),
-            lambda: PolicyStore(run).weights_folder(manifest, tmp_path),
+            lambda: publish(policies, writer),
+            lambda: policies.find(0),
+            lambda: policies.weights_folder(version, tmp_path),
+            lambda: Log(run),
             lambda: run.create("a", b""),
         ]
         for work in works:
@@ -149,24 +194,24 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "time", lambda: real() + jumps.choice((-3600.0, 0.0, 3600.0)))
     jumping = MemoryStore(uuid.uuid4().hex)
     run_virtual(Pipeline(jumping, versions=12).run())
-    report = audit(jumping)
+    report = audit(jumping, deep=True)
     assert report.violations == []
     assert report.trajectories == audit(straight).trajectories
     assert kept(jumping) == kept(straight)
 
 
 def kept(run: ObjectStore) -> set[int]:
-    policies = PolicyStore(run)
-    return {v for v in range(policies.latest() + 1) if run.exists(policies.manifest(v).weights[0].path)}
+    policies = PolicyStore(Log(run))
+    return {v for v in range(policies.newest() + 1) if run.exists(policies.find(v).weights[0].path)}
 
 
-def test_a_manifest_of_a_newer_format(run: LocalStore) -> None:
-    path = manifest_path(0)
-    body = json.loads(run.get(path))
-    run.put(path, json.dumps({**body, "format": 3, "code_version": "9.0", "new": {}}).encode())
-    with pytest.raises(
-        Corrupt,
-        match=rf"^{path} has format 3, this version of rollflow reads format 2; "
-        r"it was written by rollflow 9\.0: use that one to read it$",
-    ):
-        PolicyStore(run).manifest(0)
+def test_a_run_of_another_version_of_rollflow(tmp_path: Path) -> None:
+    logged, described = LocalStore(tmp_path / "logged"), LocalStore(tmp_path / "described")
+    Log(logged).create(RunCreated("another", {"async_ratio": 0, "group_size": 1}, "0" * 64, 1, format=FORMAT + 1))
+    described.put("run.json", b"{}")
+    for store in (logged, described):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^run '{store.uri}' was written by another version of rollflow; use that one to read it$",
+        ):
+            _ = RunContext(store.uri, tmp_path / "cache").config

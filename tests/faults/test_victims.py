@@ -18,8 +18,9 @@ from benchmarks import chaos, victims
 from benchmarks.chaos import Victim
 from benchmarks.chaos_table import Kill, Outcome, table_of
 from benchmarks.victims import RECORDED_AS, ROLES, is_record_of, kill, kill_everything, mine
+from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.recoveries import RecoveryLog
-from rollflow.storage.trajectories import TrajectoryStore
+from tests.support.log_runs import committed
 from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
 from tests.support.waiting import until
 
@@ -57,11 +58,15 @@ def test_a_kill_that_was_not_survived_is_in_the_table(monkeypatch: pytest.Monkey
 
     class Stuck(Victim):
         def __init__(self) -> None:
-            self.engine, self.versions, self.newest, self.home = "timed", 100, 0, tmp_path
+            self.engine, self.versions, self.home = "timed", 100, tmp_path
             self.struck: str | None = None
 
-        def version(self) -> int:
+        @property
+        def newest(self) -> int:
             return 3
+
+        def version(self) -> int:
+            return self.newest
 
         def strike(self, role: str, draw: random.Random, *, record: bool = True) -> Kill:
             if role == "scheduler":
@@ -99,7 +104,9 @@ def test_what_a_lost_batch_held_is_lost(tmp_path: Path, monkeypatch: pytest.Monk
     victim.process = cast(Any, SimpleNamespace(wait=lambda seconds: 0))
     before = victim.finish([], 1)
     assert (before.right, before.lost) == (True, 0)
-    context.store.delete(TrajectoryStore(context.store).record_of(3, 0).file)
+    batch = committed(context.store, 3).body
+    assert isinstance(batch, BatchCommitted)
+    context.store.delete(batch.file.path)
     after = victim.finish([], 1)
     assert (after.right, after.lost) == (False, GROUPS * SIZE)
 

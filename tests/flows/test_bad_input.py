@@ -57,12 +57,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
         ("policy.path=x", ["policy.path = 'x'", "one of the two"]),
         ("prompts.7.family=x", ["prompts.7.family", "not a position"]),
+        ("tracking.uri=https://me:hidden@hub/x", ["tracking.uri = 'https://...@hub'", "MLFLOW_TRACKING_PASSWORD"]),
         ("nonsense", ["'nonsense'", "key=value"]),
     ],
 )
 def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
     sentence = refused(capsys, "check", RECIPE, "--set", override)
     assert all(word in sentence for word in words), sentence
+    assert "hidden" not in sentence
 
 
 def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

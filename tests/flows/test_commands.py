@@ -1,4 +1,4 @@
-"""replay, inspect and gc on a small real run: what a person reads, and the sentence for what does not exist."""
+"""replay, inspect, audit and gc on a small real run: what a person reads, and the sentence for what does not exist."""
 
 from __future__ import annotations
 
@@ -6,35 +6,52 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from rollflow.flows.audit_table import show_audit, staleness_table
 from rollflow.flows.cli import main
+from rollflow.flows.progress import Progress
 from rollflow.flows.summary import SHARES, summarize
-from rollflow.storage.objects import open_store
-from rollflow.storage.policies import manifest_path
+from rollflow.storage import policies
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.log.entries import Written
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.reading import written
+from rollflow.storage.log.report import AuditReport
 from rollflow.storage.recoveries import Recovery, RecoveryLog
-from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.run import RunContext
+from tests.support.log_runs import changed
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """5 of 6 versions trained, state with every third; see `small_run.batch` for what is in the batches."""
+    """5 of 6 versions trained, the last two by a second learner, state with every third; see `small_run.batch`."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
         patch.setenv("COLUMNS", "110")
         context = prepare_small(home, state_every=3)
+        train_small(context, 3)
         train_small(context, 5)
         died = Recovery("learner", "its process was killed", 1e9, 1e9 + 2, 1e9 + 4.5, "the step of version 4")
         RecoveryLog(context.store).append(died)
         yield context
+
+
+@pytest.fixture
+def copy(trained: RunContext, tmp_path: Path) -> RunContext:
+    """The same run in a place of its own, to be changed."""
+    shutil.copytree(trained.store.uri, tmp_path / "copy")
+    return RunContext(str(tmp_path / "copy"), tmp_path / "cache")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -46,7 +63,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 
 def test_replay_says_what_was_trained_again(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    sha256 = trained.policies().manifest(5).weights[0].sha256[:12]
+    sha256 = trained.policies.find(5).weights[0].sha256[:12]
     sentence = f"version 5: parent 4, batch 4 (2 groups, 8 trajectories): weights identical (sha256 {sha256})"
     assert sentence in shown(capsys, "replay", "small")
     every = shown(capsys, "replay", "small", "--all")
@@ -55,17 +72,11 @@ def test_replay_says_what_was_trained_again(trained: RunContext, capsys: pytest.
     assert "version 3: parent 2, batch 2 (2 groups, 8 trajectories): weights and learner state identical" in every
 
 
-def test_replay_fails_where_something_else_was_published(
-    trained: RunContext, capsys: pytest.CaptureFixture[str]
-) -> None:
-    policies, path = trained.policies(), manifest_path(4)
-    before, manifest = trained.store.get(path), policies.manifest(4)
-    other = replace(manifest.weights[0], sha256="0" * 64)
-    trained.store.put(path, replace(manifest, weights=(other,)).to_json())
-    try:
-        out = shown(capsys, "replay", "small", "--all", code=1)
-    finally:
-        trained.store.put(path, before)
+def test_replay_fails_where_something_else_was_published(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    published = copy.policies.find(4)
+    other = replace(published.weights[0], sha256="0" * 64)
+    changed(copy.store, published.entry, lambda body: replace(body, weights=(other,)))
+    out = shown(capsys, "replay", copy.uri, "--all", code=1)
     assert "batch 3 (2 groups, 8 trajectories): DIFFERENT in weights/model.safetensors" in out
     assert "only on the same kind of machine" in out
     assert out.endswith("versions 5 to 5 follow from it and were not trained again ")
@@ -76,7 +87,8 @@ def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) 
     for words in (
         "version 5 of 6",
         "6 committed, 1 of them waiting for the learner",
-        "trained on 40 trajectories",
+        "trained on 40 trajectories in 10 groups, ",
+        "0 20% 1 80%",
         "in flight 12.0",
         "next prompt 13",
         "stale │ 1 │ 21 │ 21",
@@ -104,27 +116,46 @@ def test_domains_are_shown_beside_what_was_asked_for(
         assert "│ gcd │ 5 │ 50.0% │ 75.0% │ │ lcm │ 5 │ 50.0% │ 25.0% │" in out
     assert "next prompt 14 or 13" in out
     assert "the next prompt is 14 or 13" in shown(capsys, "inspect", "two", "14.0", code=2)
-    metrics = context.policies().manifest(3).metrics
+    metrics = context.policies.find(3).metrics
     assert (metrics["groups_gcd"], metrics["groups_lcm"]) == (1.0, 1.0)
     summary = summarize(context, {}, dict.fromkeys(SHARES, 0.0), {})
     assert summary["domains"]["gcd"] == {"groups": 5, "share": 0.5, "asked": 0.75}
 
 
 def test_inspect_a_version(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = trained.policies().manifest(3)
+    version, parent = trained.policies.find(3), trained.policies.find(2)
+    [weights] = version.weights
     out = shown(capsys, "inspect", "small", "3")
     for words in (
-        f"by writer {manifest.writer}",
-        f"parent version 2 (manifest {str(manifest.parent)[:12]})",
-        f"batch 2 (commit {str(manifest.batch)[:12]}), 2 groups: 4.1, 5.0",
+        f"entry {version.entry}, by claim {version.claim} ",
+        f"config {trained.created.config_sha256[:12]} ",
+        f"parent version 2 (entry {parent.entry}) ",
+        f"batch 2 (entry {version.batch_entry}), 2 groups: 4.1, 5.0",
         "discarded 1 stale: 4.0",
-        f"weights/model.safetensors │ {manifest.weights[0].size:,} │ {manifest.weights[0].sha256[:12]} │ yes",
+        "issued 5.0, 6.0 ",
+        f"objects in policies/00000003/{version.claim} ",
+        f"weights/model.safetensors │ {weights.size:,} │ {weights.sha256[:12]} │ yes",
         "learner/state.safetensors",
         "reward 0.5",
     ):
         assert words in out, out
     assert re.search(r"tokens by version 1: \d+, version 2: \d+", out)
     assert "learner state not stored with this version" in shown(capsys, "inspect", "small", "4")
+
+
+def test_inspect_a_version_whose_batch_was_formed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the damaged batch had given up is shown with the one that was trained on."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "110")
+    context = prepare_small(tmp_path, "again")
+    train_small(context, 2)
+    context.store.delete(context.log.state.waiting[2].file.path)
+    train_small(context, 3)
+    out = shown(capsys, "inspect", "again", "3")
+    for words in ("2 groups: 4.2, 5.1", "discarded 1 stale: 4.0"):
+        assert words in out, out
 
 
 def test_inspect_a_trajectory(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +202,8 @@ def test_what_does_not_exist_gets_a_sentence(
 
 
 def test_gc_shows_then_deletes(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    stray = "policies/00000005/lost-the-race/weights/model.safetensors"
+    superseded = trained.policies.find(1).claim
+    stray = f"policies/00000005/{superseded}/weights/model.safetensors"
     trained.store.put(stray, b"x" * 1234)
     assert "nothing to collect that is older than 1h" in shown(capsys, "gc", "small", "--dry-run")
     out = shown(capsys, "gc", "small", "--dry-run", "--older-than", "0s")
@@ -183,19 +215,70 @@ def test_gc_shows_then_deletes(trained: RunContext, capsys: pytest.CaptureFixtur
     assert "identical" in shown(capsys, "replay", "small", "--all")
 
 
-def test_inspect_shows_what_was_quarantined(
-    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_inspect_shows_what_was_quarantined(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copy.log.state.waiting[5].file.path
+    copy.store.put(file, b"not what it was")
+    copy.batches.void(copy.log.claim("scheduler"), 5, "it was cut")
+    out = shown(capsys, "inspect", copy.uri)
+    assert f"quarantined files: 1 batch 5: {file}: it was cut" in out, out
+    assert "5 committed, 0 of them waiting for the learner, to be formed again: 5 " in out
+    assert "in flight 10.1, 11.1, 12.0 " in out
+    again = shown(capsys, "inspect", copy.uri, "10.0")
+    assert "attempt 0 in batch 5, which was quarantined; issued again" in again
+    assert "attempt 1 in flight when batch 5, the newest, was formed" in again
+    assert ": it was cut" in shown(capsys, "audit", copy.uri)
+
+
+def test_an_audit_says_what_it_read_and_begins_where_the_one_before_ended(
+    copy: RunContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(trained.store.uri, tmp_path / "copy")
-    copy = str(tmp_path / "copy")
-    batches = TrajectoryStore(open_store(copy))
-    file = batches.record(5).file
-    batches.run.put(file, b"not what it was")
-    batches.void(5, f"{file} is not what batch 5 committed")
-    out = shown(capsys, "inspect", copy)
-    assert f"quarantined files: 1 batch 5: {file} is not what batch 5 committed" in out, out
-    assert "5 committed, 0 of them waiting" in out
-    assert "in batch 5, which was quarantined; to be issued again" in shown(capsys, "inspect", copy, "10.0")
+    entries = copy.log.state.n + 1
+    first = shown(capsys, "audit", copy.uri)
+    assert f"{entries} entries, " in first
+    assert re.search(rf"read {entries} entries and [\d,]+ bytes of objects trajectories", first), first
+    second = shown(capsys, "audit", copy.uri)
+    assert f"read 0 entries and 0 bytes of objects, from entry {entries} on: an audit found nothing wrong" in second
+    file = copy.batches.committed(copy.policies.find(1).batch_entry or 0).file.path
+    copy.store.put(file, b"not what it was")
+    deep = shown(capsys, "audit", copy.uri, "--deep", code=1)
+    assert f"read {entries} entries" in deep
+    assert f"altered {file}" in deep
+
+
+def test_a_terminal_shows_how_far_an_audit_is(copy: RunContext) -> None:
+    for terminal in (True, False):
+        console = Console(file=StringIO(), force_terminal=terminal, width=110)
+        assert show_audit(copy.store, deep=True, console=console).clean
+        assert isinstance(console.file, StringIO)
+        assert ("audit: " in console.file.getvalue()) == terminal
+
+
+def test_staleness_is_told_by_spans_of_versions() -> None:
+    """A row has as many versions as the report counts together; the last span may not be full."""
+    report = AuditReport(versions=7, span=3, staleness=Counter({0: 7}))
+    report.staleness_by_version = {1: Counter({0: 3}), 4: Counter({0: 3}), 7: Counter({0: 1})}
+    assert list(staleness_table(report).columns[0].cells) == ["1-3", "4-6", "7", "all"]
+
+
+def test_a_run_is_followed_version_by_version_whatever_fails(
+    trained: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each version is told once, also where a read of the log breaks off in the middle."""
+    progress = Progress(RunContext(trained.uri, trained.cache))
+
+    def broken(log: Log, first: int, last: int) -> Iterator[Written]:
+        yield from written(log, first, last // 2)
+        raise Unreachable("object storage did not answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(policies, "written", broken)
+        with pytest.raises(Unreachable):
+            progress.advance()
+    assert [version.number for version in progress.advance()] == [0, 1, 2, 3, 4, 5]
+    assert progress.advance() == []
+    assert progress.version == 5
+    assert progress.staleness == {0: 2, 1: 8}
+    assert progress.domains.total() == 10
 
 
 def test_reading_a_run_needs_nothing_heavy(trained: RunContext) -> None:
@@ -204,6 +287,7 @@ import sys
 from rollflow.flows.cli import main
 assert [main(["inspect", "{trained.uri}", *what]) for what in ([], ["3"], ["4.1.2"])] == [0, 0, 0]
 assert main(["gc", "{trained.uri}", "--dry-run"]) == 0
+assert main(["audit", "{trained.uri}"]) == 0
 heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """

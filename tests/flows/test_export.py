@@ -17,7 +17,6 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
-from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
@@ -53,7 +52,7 @@ def test_a_version_is_a_whole_folder(trained: RunContext, capsys: pytest.Capture
         assert "vllm serve" in out
         assert {file.name for file in folder.iterdir()} == FILES
         assert list(folder.parent.glob(".*")) == []
-    [weights] = trained.policies().manifest(3).weights
+    [weights] = trained.policies.find(3).weights
     assert (tmp_path / "empty/model.safetensors").read_bytes() == trained.store.get(weights.path)
 
 
@@ -98,11 +97,11 @@ def test_the_prompts_need_not_be_to_be_had_any_more(
 def test_damaged_weights_are_not_exported(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    [weights] = trained.policies().manifest(5).weights
+    [weights] = trained.policies.find(5).weights
     before = trained.store.get(weights.path)
     trained.store.put(weights.path, before[:-1] + bytes([before[-1] ^ 1]))
     try:
-        assert "is not what its manifest committed" in command(capsys, "small", 5, tmp_path / "new", code=1)
+        assert "is not what its entry committed" in command(capsys, "small", 5, tmp_path / "new", code=1)
     finally:
         trained.store.put(weights.path, before)
     assert os.listdir(tmp_path) == []
@@ -162,8 +161,8 @@ def test_neither_needs_the_prompts(
     file.unlink()
     command(capsys, "small", 3, tmp_path / "new", code=0)
     assert {one.name for one in (tmp_path / "new").iterdir()} == FILES
-    [discarded, *_] = [d.key for n in range(3) for d in TrajectoryStore(context.store).record(n).discards]
-    assert main(["inspect", "small", f"{discarded.prompt}.{discarded.attempt}"]) == 0
+    [discarded] = context.batches.committed(context.policies.find(3).batch_entry or 0).discards
+    assert main(["inspect", "small", f"{discarded.key.prompt}.{discarded.key.attempt}"]) == 0
     shown = capsys.readouterr().out
     assert "discarded" in shown
     assert "cannot be read" in shown
@@ -246,7 +245,7 @@ def test_a_run_from_before_goes_on_but_is_not_exported_for_others(
         context = prepare_small(tmp_path)
     train_small(context, 2)
     train_small(context, 4)
-    assert context.policies().latest() == 4
+    assert context.policies.newest() == 4
     sentence = command(capsys, "small", 4, tmp_path / "new", code=2)
     assert "run 'small' cannot be exported for other tools" in sentence
     assert "AutoTokenizer makes the tokens" in sentence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,11 @@ from rollflow.flows.config import SHIPPED_HARDWARE, load_hardware, load_recipe
 from rollflow.flows.home import context_of
 from rollflow.flows.recorded import read_recorded
 from rollflow.flows.toml import to_toml
+from rollflow.storage.log.entries import BatchCommitted, VersionPublished
+from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.objects import open_store
-from rollflow.storage.policies import Manifest, PolicyStore, Retention
-from rollflow.storage.records import Cursor, Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.storage.updates import Update, read_update, store_update
 from rollflow.tasks.simulation.hardware import Hardware
@@ -147,6 +148,7 @@ def test_hardware_is_read_back_from_what_was_written(tmp_path: Path) -> None:
 # --- a recorded run -----------------------------------------------------------------------------------------
 
 GENERATION, REWARD, TRAIN, PAUSE = 0.5, 0.25, 2.0, 0.125
+STEP = GENERATION + REWARD + TRAIN + PAUSE
 
 
 def group(number: int, index: int) -> TrajectoryGroup:
@@ -164,33 +166,50 @@ def group(number: int, index: int) -> TrajectoryGroup:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A synchronous run of 12 versions that recorded a step of generation + reward + training + update."""
+    return recorded(tmp_path, 12)
+
+
+def recorded(folder: Path, versions: int) -> Path:
+    """The log of such a run, whose clock goes on by a step with each version."""
     recipe = load_recipe(Path(RECIPE), ["groups=2", "group_size=4", "async_ratio=0", "versions=12"])
-    path = tmp_path / "store" / "runs" / "recorded"
+    path = folder / "store" / "runs" / "recorded"
     store = open_store(str(path))
     describe(store, "recorded", recipe, probe_tokens=(1,))
-    policies, batches = PolicyStore(store, Retention()), TrajectoryStore(store)
-    step = GENERATION + REWARD + TRAIN + PAUSE
-    for version in range(13):
-        weights = policies.stage(version, {"weights/model.safetensors": b"w"})
-        parent = policies.manifest_sha256(version - 1) if version else None
-        manifest = Manifest(version, parent, weights, (), None, created_at=1000.0 + version * step)
-        if version:
-            groups = tuple(group(version - 1, 2 * version + i) for i in (-2, -1))
-            cursor = Cursor((2 * version,), (0,))
-            commit, _ = batches.commit(StagedBatch(version - 1, groups, cursor, (), (), 0, version - 1, 0), 0.0)
-            metrics = {"wait_seconds": step - TRAIN, "step_seconds": TRAIN, "publish_seconds": 0.0}
-            metrics["response_tokens"] = float(sum(commit.response_tokens))
-            manifest = replace(manifest, batch=batches.commit_sha256(version - 1), consumed=commit.groups)
-            manifest = replace(manifest, metrics=metrics, cursor=cursor)
-        policies.publish(manifest)
-        store_update(store, Update(version, PAUSE, manifest.created_at + PAUSE))
+    log = Log(store)
+    log.claim("supervisor")
+    scheduler, learner = log.claim("scheduler"), log.claim("learner")
+    with pytest.MonkeyPatch.context() as clock:
+        for version in range(versions + 1):
+            clock.setattr("time.time", lambda now=1000.0 + version * STEP: now)
+            batch = commit(log, scheduler, version - 1) if version else None
+            at = publish(log, learner, version, batch)
+            store_update(store, Update(version, PAUSE, at + PAUSE))
     return path
+
+
+def commit(log: Log, scheduler: Writer, number: int) -> BatchCommitted:
+    prompts = (2 * number, 2 * number + 1)
+    staged = StagedBatch(number, tuple(group(number, prompt) for prompt in prompts), prompts)
+    store = TrajectoryStore(log)
+    return store.committed(store.commit(scheduler, staged)[0].n)
+
+
+def publish(log: Log, learner: Writer, version: int, batch: BatchCommitted | None) -> float:
+    """Publish a version that was trained on `batch`; returns when."""
+    policies, metrics, entry = PolicyStore(log), dict[str, float](), None
+    if batch is not None:
+        entry = log.state.waiting[batch.number].entry
+        metrics = {"wait_seconds": STEP - TRAIN, "step_seconds": TRAIN, "publish_seconds": 0.0}
+        metrics["response_tokens"] = float(sum(group.tokens for group in batch.groups))
+    weights = policies.stage(learner, version, {"weights/model.safetensors": b"w"})
+    state = policies.stage(learner, version, {"learner/state.safetensors": b"s"})
+    return policies.publish(learner, VersionPublished(version, entry, weights, state, metrics=metrics)).at
 
 
 def test_a_recorded_run_is_read_and_predicted(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
     found = read_recorded(context_of(str(run.parent.parent), "recorded"))
     assert [one.version for one in found] == list(range(3, 13))
-    assert found[0].seconds == pytest.approx(GENERATION + REWARD + TRAIN + PAUSE)
+    assert found[0].seconds == pytest.approx(STEP)
     assert found[0].pause == PAUSE
     assert found[0].fetched == pytest.approx(0.0, abs=1e-9)
     assert np.mean(found[0].generation_R) == GENERATION
@@ -211,12 +230,11 @@ def test_a_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[s
     assert "%" not in out.rpartition("step time")[2]
 
 
-def test_a_run_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    for version in range(6, 13):
-        (run / "policies" / f"{version:08d}" / "manifest.json").unlink()
-    assert "has 5 versions; a prediction needs 8" in refused(capsys, "--from-run", str(run))
+def test_a_run_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    short = recorded(tmp_path, 5)
+    assert "has 5 versions; a prediction needs 8" in refused(capsys, "--from-run", str(short))
 
 
 def test_an_update_that_was_not_written_down_is_not_there(run: Path) -> None:
     assert read_update(open_store(str(run)), 99) is None
-    assert read_update(open_store(str(run)), 3) == Update(3, PAUSE, pytest.approx(1000.0 + 3 * 2.875 + PAUSE))
+    assert read_update(open_store(str(run)), 3) == Update(3, PAUSE, pytest.approx(1000.0 + 3 * STEP + PAUSE))

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from rollflow.flows import cluster
+from rollflow.flows import cluster, post_training
+from rollflow.flows.post_training import _finish, _give_up
 from rollflow.flows.progress import Progress
 from rollflow.flows.supervision import Budget, Keeper, Pending, StageFailed, Ward
-from rollflow.storage.errors import Conflict, StoreFailed, Unreachable
-from rollflow.storage.log.log import Log
+from rollflow.storage.errors import Conflict, RollflowError, StoreFailed, Unreachable
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.state import Deposed, Superseded
 from rollflow.storage.objects import open_store
-from rollflow.storage.policies import Manifest
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import RecoveryConfig, RunConfig
+from tests.support.batches import begin, train
 from tests.support.described import describe
 
 
@@ -46,13 +52,16 @@ def test_no_recovery_ends_before_it_began_when_the_clock_steps_back(monkeypatch:
     assert first.noticed_at == later.noticed_at <= later.resumed_at
 
 
-def test_a_clock_that_steps_back_makes_no_nonsense_of_a_runs_pace(tmp_path: Path) -> None:
+def test_a_clock_that_steps_back_makes_no_nonsense_of_a_runs_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     progress = Progress(RunContext(str(tmp_path), tmp_path / "cache"))
-    for version, at in enumerate((5000.0, 5001.0, 1402.0)):
+    for number, at in enumerate((5000.0, 5001.0, 1402.0)):
         metrics = {"response_tokens": 100.0}
-        progress.manifests.append(Manifest(version, None, (), (), None, writer="w", metrics=metrics, created_at=at))
+        progress.versions.append(PolicyVersion(number, number, 0, at, None, (), (), (), metrics, ""))
+    monkeypatch.setattr(PolicyStore, "find", lambda _, number: progress.versions[number])
     assert progress.training_seconds == 0.0
-    assert progress.tokens_per_second() == progress.tokens_per_second(1) == 0.0
+    assert progress.tokens_per_second == progress.tokens_per_second_now == 0.0
 
 
 def test_the_newest_claim_holds(tmp_path: Path) -> None:
@@ -75,7 +84,7 @@ def cluster_of_one() -> Iterator[None]:
 
 
 class Worker:
-    """An actor whose lives end as the file `lives` says: "die", "full", "raise", "hang", "work"."""
+    """An actor whose lives end as the file `lives` says: "die", "full", "raise", "deposed", "hang", "work"."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,6 +101,10 @@ class Worker:
             raise StoreFailed("the disk is full: free space, then resume the run")
         if self.life == "raise":
             raise Conflict("somebody else published version 3")
+        if self.life == "deposed":
+            raise Deposed("this run has another worker now; this one stops")
+        if self.life == "superseded":
+            raise Superseded("a worker is claimed under the newest supervisor, which is another one")
         while self.life == "hang":
             time.sleep(0.1)
         for _ in range(20):
@@ -158,3 +171,90 @@ def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
 def test_what_a_person_must_mend_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="free space, then resume"):
         keep(tmp_path, "full work")  # a second life would end well
+
+
+def test_whose_supervisor_is_another_one_s_now_is_not_started_again(tmp_path: Path) -> None:
+    with pytest.raises(Superseded, match="which is another one"):
+        keep(tmp_path, "superseded work")
+    assert RecoveryLog(open_store(str(tmp_path))).read() == []
+
+
+def test_who_was_deposed_by_the_late_claim_of_a_dead_one_is_started_again(tmp_path: Path) -> None:
+    _, result = keep(tmp_path, "deposed work")
+    assert result == "done"
+
+
+# --- the end of a supervisor -------------------------------------------------------------------------------------
+
+
+def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any]:
+    """A claim as the supervisor on cluster A, and a board that says what is done with it."""
+    stages = SimpleNamespace(
+        address="A",
+        abandon=lambda: done.append("stages ended"),
+        statuses=dict,
+        all={"rollout": SimpleNamespace(seen={})},
+    )
+    tracker = SimpleNamespace(page="", finish=done.append, log_reward_plot=lambda curves, plot: None)
+    board = SimpleNamespace(stages=stages, tracker=tracker, refresh=done.append, failure="", curves=None)
+    return Log(store).claim("supervisor", cluster="A"), board
+
+
+FAILED = StageFailed("the train stage failed: Deposed: a learner is claimed under the newest supervisor")
+
+
+@pytest.mark.parametrize(("cluster", "done"), [("B", ["stages ended"]), ("A", [])])
+def test_a_superseded_supervisor_whose_stage_fails_first_leaves_status_and_tracking(
+    cluster: str, done: list[str]
+) -> None:
+    """It has not read that there is another one, whose they are now; so are the stages of its own cluster."""
+    store, told = MemoryStore(uuid.uuid4().hex), list[str]()
+    begin(store)
+    supervisor, board = supervised(store, told)
+    Log(store).claim("supervisor", cluster=cluster)
+    assert supervisor.valid()
+    _give_up(board, supervisor, FAILED)
+    assert (told, board.failure) == (done, "")
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_the_supervisor_of_a_run_says_why_it_failed(monkeypatch: pytest.MonkeyPatch, *, away: bool) -> None:
+    """Also where the log cannot be read any more."""
+    store, told = MemoryStore(uuid.uuid4().hex), list[str]()
+    begin(store)
+    supervisor, board = supervised(store, told)
+
+    def get(self: MemoryStore, path: str) -> bytes:
+        raise Unreachable("object storage did not answer")
+
+    if away:
+        monkeypatch.setattr(MemoryStore, "get", get)
+    _give_up(board, supervisor, FAILED)
+    assert told == ["stages ended", "failed", "FAILED"]
+    assert board.failure == f"StageFailed: {FAILED}"
+
+
+@pytest.mark.parametrize("failure", [None, Unreachable("object storage did not answer"), StoreFailed("read-only")])
+def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: RollflowError | None
+) -> None:
+    """It is the supervisor that prunes then; where the store does not let it, the run ends all the same."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
+    store, told = MemoryStore(uuid.uuid4().hex), list[str]()
+    begin(store, keep_last=1, keep_every=100)
+    train(store, 5)
+    supervisor, board = supervised(store, told)
+    tracking = SimpleNamespace(tracking=SimpleNamespace(uri=None))
+    board.context = SimpleNamespace(policies=PolicyStore(supervisor.log), config=tracking, key="test-1", store=store)
+    left = len(supervisor.log.state.releasable)
+
+    def delete(self: MemoryStore, path: str) -> None:
+        assert failure is not None
+        raise failure
+
+    if failure:
+        monkeypatch.setattr(MemoryStore, "delete", delete)
+    assert _finish(board, board.tracker, supervisor) == {"summary": "of it"}
+    assert told == ["FINISHED", "done"]
+    assert (left, supervisor.log.state.releasable) == (4, [])

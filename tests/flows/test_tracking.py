@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from rollflow.flows import tracking
-from rollflow.flows.tracking import Curves, Tracker, TrackingPlace, flatten, names_secret
+from rollflow.flows.tracking import (
+    VERSION,
+    Curves,
+    Point,
+    Tracker,
+    TrackingPlace,
+    accuracy_point,
+    flatten,
+    names_secret,
+    version_point,
+)
 from tests.support.waiting import HANG_SECONDS
 
 PARAMETERS = {
@@ -85,6 +95,34 @@ def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(
     database = Path(place.uri.removeprefix("sqlite:///")).read_bytes()
     assert b"hidden" not in database
     assert b"max_new_tokens" in database
+
+
+@pytest.mark.slow
+def test_versions_that_nobody_followed_are_asked_for_and_logged(place: TrackingPlace) -> None:
+    first = Tracker(place, "run-left", PARAMETERS)
+    for version in (1, 2, 3):
+        first.log_version(version, {"reward": version / 10}, when=1000.0 + version)
+    assert first.finish("FAILED", HANG_SECONDS)
+    first_again = Tracker(place, "run-left", PARAMETERS)
+    first_again.log_accuracy(2, 0.2, when=1002.0)
+    assert first_again.finish("FAILED", HANG_SECONDS)
+    asked: list[tuple[str, range]] = []
+
+    def missed(marker: str, versions: range) -> list[Point]:
+        asked.append((marker, versions))
+        if marker == VERSION:
+            return [version_point(version, {"reward": version / 10}, 1000.0 + version) for version in versions]
+        return [accuracy_point(version, 0.5, 1000.0 + version) for version in versions if version % 2 == 0]
+
+    second = Tracker(place, "run-left", PARAMETERS, missed=missed)
+    for version in (8, 9):
+        second.log_version(version, {"reward": version / 10}, when=1000.0 + version)
+    second.log_accuracy(8, 0.8, when=1008.0)
+    assert second.finish("FINISHED", HANG_SECONDS)
+    assert sorted(asked) == [("eval/version", range(3, 8)), ("train/version", range(4, 8))]
+    client, run = stored(place, "run-left")
+    assert steps(client, run, "rollout/reward") == list(range(1, 10))
+    assert steps(client, run, "eval/accuracy") == [2, 4, 6, 8]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The channel: bounded, leased, idempotent, refilled from the store, never a voided edition."""
+"""The channel: bounded, leased, idempotent, refilled from the store, never a voided batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rollflow.tasks.clock import run_virtual
 
 @dataclass
 class Stored:
-    """`Source` from a table: number -> edition, payload."""
+    """`Source` from a table: number -> entry, payload."""
 
     batches: dict[int, tuple[int, str]] = field(default_factory=dict)
     reads: int = 0
 
-    async def edition(self, number: int) -> int | None:
+    async def entry(self, number: int) -> int | None:
         return self.batches[number][0] if number in self.batches else None
 
     async def read(self, number: int) -> str:
@@ -108,7 +108,7 @@ def test_a_batch_whose_put_was_lost_is_found_in_the_store() -> None:
     run_virtual(main())
 
 
-def test_a_voided_edition_is_never_handed_out() -> None:
+def test_a_voided_batch_is_never_handed_out() -> None:
     async def main() -> None:
         stored = Stored({0: (0, "a")})
         made = Channel(2, stored)
@@ -121,7 +121,7 @@ def test_a_voided_edition_is_never_handed_out() -> None:
         waiting = asyncio.create_task(made.lease(0, 60))
         await asyncio.sleep(5)
         stored.batches[0] = (1, "b")
-        await made.put(0, "b", 1, edition=1)
+        await made.put(0, "b", 1, entry=1)
         await made.put(0, "a", 1)
         assert await waiting == "b"
         assert (made.waiting, stored.reads) == (1, 0)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import entries as entries_module
@@ -27,7 +29,7 @@ from rollflow.storage.log.entries import (
     sealed,
 )
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import GroupKey, StoredObject
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
 
 FILE = StoredObject("weights", 3, "ab")
 
@@ -122,3 +124,26 @@ def test_what_is_not_an_entry_is_corrupt(data: bytes, why: str) -> None:
     with pytest.raises(Corrupt, match=why) as caught:
         decode(data, 7, MemoryStore(uuid.uuid4().hex).get)
     assert "log/0000000007.json" in str(caught.value)
+
+
+LEFT = Discard(GroupKey(4, 1), DiscardReason.STALE, 2, 9)
+WHOLE = encode(entry(BatchCommitted(3, FILE, 8, (Group(1, 0, 2, 3, 11),), (5, 6), (LEFT,), 4))).data
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
+def test_no_byte_of_an_entry_can_change_unseen(place: int, value: int) -> None:
+    """Neither a count nor a prompt: an altered entry is corrupt, and never another error."""
+    data = bytearray(WHOLE)
+    data[place] = value
+    try:
+        assert decode(bytes(data), 7, lambda path: b"").entry == decode(WHOLE, 7, lambda path: b"").entry
+    except Corrupt as error:
+        assert entry_path(7) in str(error)  # noqa: PT017 - either way is right
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, len(WHOLE) - 1))
+def test_an_entry_that_was_cut_is_corrupt(length: int) -> None:
+    with pytest.raises(Corrupt, match=entry_path(7)):
+        decode(WHOLE[:length], 7, lambda path: b"")

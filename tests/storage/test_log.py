@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,6 @@ from rollflow.storage.batch import packed
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log import snapshots
-from rollflow.storage.log.batches import committed_group
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -43,6 +43,7 @@ from rollflow.storage.records import (
     Trajectory,
     TrajectoryGroup,
 )
+from rollflow.storage.trajectories import committed_group
 from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries
 
 
@@ -259,7 +260,8 @@ def test_many_writers_and_readers_see_one_order_and_nobody_starves(tmp_path: Pat
     create_run(store)
     supervisor = Supervisor(store)
     Learner(store, supervisor.writer.claim).publish()
-    target, stop, failures = 400, threading.Event(), []
+    target, stop, failures = 1_000, threading.Event(), []
+    refused: Counter[str] = Counter()
     appended = dict.fromkeys(["scheduler", "learner", "supervisor"], 0)
 
     def newest() -> int:
@@ -272,6 +274,7 @@ def test_many_writers_and_readers_see_one_order_and_nobody_starves(tmp_path: Pat
                 step()
                 appended[role] += 1
             except (Refused, KeyError):
+                refused[role] += 1
                 stop.wait(draw.uniform(0, 0.01))
             except Exception as error:  # noqa: BLE001 - whatever it is, the test names it
                 failures.append(error)
@@ -318,7 +321,8 @@ def test_many_writers_and_readers_see_one_order_and_nobody_starves(tmp_path: Pat
     assert chained(data)
     kinds = {json.loads(one)["body"]["kind"] for one in data}
     assert kinds >= {"batch-committed", "version-published", "pruned", "claimed"}
-    assert min(appended.values()) > 0, appended
+    assert min(appended.values()) > 0, (appended, refused)
+    assert min(refused[role] for role in ("scheduler", "learner")) > 0, "nobody met anybody"
     state = Log(store).state
     assert state.totals.groups["trained"] == 2 * state.version
 

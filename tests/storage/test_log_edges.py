@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,6 +32,7 @@ from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import StoredObject
 from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
+from tests.support.waiting import HANG_SECONDS
 
 
 class Counting(MemoryStore):
@@ -390,3 +392,39 @@ ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")
 def test_a_role_that_nobody_has_is_nobodys(store: Counting) -> None:
     state = claims(store, 3).state
     assert [state.newest_claim(role) for role in ROLES] == [2, -1, -1]
+
+
+class Crowded(MemoryStore):
+    """An entry that is read waits until so many are read at the same moment."""
+
+    crowd: ClassVar[threading.Barrier | None] = None
+
+    def get(self, path: str) -> bytes:
+        if self.crowd is not None and path.startswith("log/"):
+            self.crowd.wait(HANG_SECONDS)
+        return super().get(path)
+
+
+@pytest.mark.parametrize("window", [4, 1_024])
+def test_what_follows_the_snapshot_is_read_several_at_a_time(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """As far as it is held: a log that no snapshot stands for is read in parts."""
+    store = Crowded(uuid.uuid4().hex)
+    create_run(store)
+    learner = Learner(store, Supervisor(store).writer.claim)
+    learner.publish()  # four entries
+    for _ in range(4):
+        learner = Learner(store, learner.log.state.newest_claim("supervisor"))
+    held: list[int] = []
+    read_ahead = Log._read_ahead
+
+    def noted(log: Log, numbers: Sequence[int]) -> None:
+        read_ahead(log, numbers)
+        held.append(len(log._ahead))
+
+    monkeypatch.setattr(log_module, "WINDOW", window)
+    monkeypatch.setattr(Log, "_read_ahead", noted)
+    monkeypatch.setattr(Log, "_goes_on", lambda log: False)
+    monkeypatch.setattr(Log, "_follow", lambda log, last=math.inf, follow=Log._follow: follow(log, min(last, 7)))
+    monkeypatch.setattr(Crowded, "crowd", threading.Barrier(4))
+    assert Log(store).state.n == 7
+    assert held == ([4, 4] if window == 4 else [8])

@@ -12,7 +12,7 @@ import pytest
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Entry, Role, RunCreated, Written
 from rollflow.storage.log.retention import Retention
-from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld, apply, decide
+from rollflow.storage.log.state import Deposed, Refused, RunState, Superseded, TooOld, apply, decide
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
 from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
@@ -75,6 +75,16 @@ def test_the_rich_run_is_rich(rich: Rich) -> None:
     assert rich.model.pruned
     for entry in legal(rich.model):
         decided(rich.state, entry)
+
+
+def test_a_supervisor_may_prune_as_a_learner_does(rich: Rich) -> None:
+    _, _, body = rich.entry("pruned")
+    assert not rich.model.why_not("supervisor", rich.newest, body)
+    assert decided(rich.state, ("supervisor", rich.newest, body)).releasable == []
+    for role, claim in (("supervisor", rich.old), ("supervisor", rich.state.newest_claim("learner"))):
+        assert rich.model.why_not(role, claim, body)
+        with pytest.raises(Deposed):
+            decided(rich.state, (role, claim, body))
 
 
 Change = Callable[[Rich], tuple[Role, int, Json]]
@@ -245,13 +255,12 @@ def test_a_refusal_says_what_its_catcher_does(rich: Rich) -> None:
     """A deposed role stops, a group that is too old is issued again, and anything else is an error."""
     kinds = {name: type(refused(rich, change)) for name, (change, _) in REFUSALS.items()}
     assert {name for name, kind in kinds.items() if kind is TooOld} == {"a group that is too old"}
-    assert {name for name, kind in kinds.items() if kind is Deposed} == {
+    assert {name for name, kind in kinds.items() if kind is Superseded} == {
         "a supervisor under one",
         "under an old supervisor",
         "under none",
-        "a role of before",
-        "another role's claim",
     }
+    assert {name for name, kind in kinds.items() if kind is Deposed} == {"a role of before", "another role's claim"}
 
 
 def refused(rich: Rich, change: Change) -> Refused:

@@ -1,7 +1,8 @@
-"""Any order of commits, publications, deaths, damage and repeated calls, against a plain model of the run.
+"""Any order of commits, publications, deaths, damage and repeated calls, on the stores and the channel.
 
-The model knows only what was committed and trained. After every step the channel may hand out nothing but the edition
-that counts, and at the end the audit, from storage alone, must find every dispatch with exactly one fate.
+What is remembered is what was committed, by its entry, and what was trained. The channel may hand out nothing but what
+waits by the log; whoever has its role is never refused; and at the end the audit, from storage alone, must find every
+dispatch with one fate. The rules of the log itself have a machine of their own (`test_fold`).
 """
 
 from __future__ import annotations
@@ -9,27 +10,28 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, deque
-from contextlib import suppress
-from dataclasses import replace
 
-import pyarrow as pa
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from rollflow.storage.audit import audit
 from rollflow.storage.channel import Channel
-from rollflow.storage.errors import Conflict, Corrupt
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.state import Deposed, Refused, Waiting
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.policies import Manifest, PolicyStore, Retention
-from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
-from rollflow.storage.settlement import newest_commit
-from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore, commit_path, committed_editions
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Discard, DiscardReason, GroupKey
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
 from rollflow.tasks.clock import VirtualClockLoop
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.rollout.scheduler import Beginning
+from tests.support.batches import group
 from tests.support.described import describe
+from tests.support.log_runs import of_kind
 from tests.support.pipeline import Damage, StoredBatches, damaged
 
 GROUPS, ALPHA = 2, 4
@@ -39,71 +41,75 @@ SHARES = (0.5, 0.3, 0.2)
 class Scheduler:
     """What the real one keeps in its head, without the engines: it dies by being forgotten."""
 
-    def __init__(self, run: MemoryStore, trained: int) -> None:
-        self.batches = TrajectoryStore(run)
-        found = Beginning.of(self.batches, trained)
-        self.number, self.order, self.voids = found.number, found.order, found.voids
+    def __init__(self, run: MemoryStore) -> None:
+        self.batches = TrajectoryStore(Log(run))
+        self.writer = self.batches.log.claim("scheduler")
+        self.begin()
+
+    def begin(self) -> None:
+        """From the log alone."""
+        self.batches.log.follow()
+        found = Beginning.of_state(self.batches.log.state)
+        self.number, self.voids = found.number, found.voids
         self.mixture = Mixture(SHARES, found.cursor.issued, found.cursor.filtered)
         self.missing, self.again = deque(found.missing), deque(found.again)
         self.running: list[GroupKey] = []
+        self.issued: list[int] = []
         self.discards: list[Discard] = []
         self.behind = Counter(dict(found.behind))
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The batch and edition it will commit next."""
-        return self.missing[0] if self.missing else (self.number, 0)
+    def place(self) -> int:
+        """The batch it will commit next."""
+        return self.missing[0] if self.missing else self.number
 
     def dispatch(self) -> None:
         """Issue one group."""
         if self.again:
             self.running.append(self.again.popleft())
         else:
-            self.running.append(GroupKey(self.mixture.next(), 0))
+            self.issued.append(self.mixture.next())
+            self.running.append(GroupKey(self.issued[-1], 0))
 
     def discard(self, key: GroupKey, reason: DiscardReason) -> None:
         """A group failed, was left behind, or was filtered for good."""
         self.running.remove(key)
         self.discards.append(Discard(key, reason, 0, 3))
-        if reason is DiscardReason.STALE:
-            self.behind[key.prompt] += 1
         if reason.issued_again:
             self.again.append(GroupKey(key.prompt, key.attempt + 1))
         else:
             self.mixture.filtered(key.prompt)
 
-    def commit(self, version: int) -> tuple[BatchCommit, pa.Buffer]:
+    def commit(self, version: int) -> tuple[Entry, bytes]:
         """Form a batch of what runs longest."""
         while len(self.running) < GROUPS:
             self.dispatch()
         taken, self.running = self.running[:GROUPS], self.running[GROUPS:]
-        number, edition = self.place
-        in_flight = (*self.running, *self.again)
-        prompts = {key.prompt for key in in_flight}
-        staged = StagedBatch(
-            number,
-            tuple(group(key, version) for key in taken),
-            self.mixture.state,
-            in_flight,
-            tuple(self.discards),
-            edition,
-            self.order,
-            self.voids,
-            tuple((prompt, times) for prompt, times in self.behind.items() if prompt in prompts),
-        )
-        self.discards = []
-        made = self.batches.commit(staged, ALPHA)
+        groups = tuple(group(key.prompt, version, key.attempt) for key in taken)
+        staged = StagedBatch(self.place, groups, tuple(self.issued), tuple(self.discards))
+        self.issued, self.discards = [], []
+        entry, data = self.batches.commit(self.writer, staged)
         if self.missing:
             self.missing.popleft()
         else:
             self.number += 1
-        self.order += 1
-        return made
+        return entry, data.to_pybytes()
 
 
-def group(key: GroupKey, version: int) -> TrajectoryGroup:
-    one = Trajectory(0, version, (1, 2), (False, True), (0.0, -0.5), (-1, version), 1.0, "r", Ending.STOP)
-    return TrajectoryGroup(key, f"p{key.prompt}", "test", (one,))
+class Learner:
+    """Its view of the run."""
+
+    def __init__(self, run: MemoryStore) -> None:
+        log = Log(run)
+        self.batches, self.policies = TrajectoryStore(log), PolicyStore(log)
+        self.writer = log.claim("learner")
+
+    def publish(self, version: int, batch_entry: int | None) -> None:
+        """A version, and then what it pushes out of retention."""
+        files = {"weights/model.safetensors": b"w", "learner/state.safetensors": b"s"}
+        weights, state = ((stored,) for stored in self.policies.stage(self.writer, version, files))
+        self.policies.publish(self.writer, VersionPublished(version, batch_entry, weights, state))
+        self.policies.prune(self.writer)
 
 
 class Run(RuleBasedStateMachine):
@@ -112,14 +118,17 @@ class Run(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.store = MemoryStore(uuid.uuid4().hex)
-        describe(self.store, config={"async_ratio": ALPHA, "store": {"keep_last": 100, "keep_every": 10}})
-        self.policies, self.batches = PolicyStore(self.store, Retention(100)), TrajectoryStore(self.store)
+        config = {"async_ratio": ALPHA, "group_size": 2, "store": {"keep_last": 2, "keep_every": 10}}
+        describe(self.store, config=config, sources=len(SHARES))
+        self.log = Log(self.store)
+        self.log.claim("supervisor")
         self.runner = asyncio.Runner(loop_factory=VirtualClockLoop)
-        self.committed: dict[tuple[int, int], bytes] = {}  # (number, edition) -> what was committed
+        self.committed: dict[int, bytes] = {}  # entry -> what it committed
         self.trained: dict[int, tuple[GroupKey, ...]] = {}
-        self.publish(None)
+        self.learner = Learner(self.store)
+        self.learner.publish(0, None)
         self.new_channel()
-        self.schedulers = [Scheduler(self.store, 0)]
+        self.schedulers = [Scheduler(self.store)]
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):
@@ -131,30 +140,30 @@ class Run(RuleBasedStateMachine):
         """The newest policy version."""
         return len(self.trained)
 
-    def publish(self, record: BatchCommit | None) -> None:
-        version = self.policies.latest() + 1
-        weights = self.policies.stage(version, {"weights/model.safetensors": b"w"})
-        manifest = Manifest(version, None, weights, (), None)
-        if record is not None:
-            manifest = replace(
-                manifest,
-                parent=self.policies.manifest_sha256(version - 1),
-                batch=self.batches.commit_sha256(record.number),
-                consumed=record.groups,
-                discarded=self.batches.discards(record),
-            )
-        self.policies.publish(manifest)
+    @property
+    def waiting(self) -> dict[int, Waiting]:
+        """What waits by the log."""
+        self.log.follow()
+        return self.log.state.waiting
 
     @rule()
     def new_channel(self) -> None:
         """The channel died, and another one was started."""
-        source = StoredBatches(TrajectoryStore(self.store))
+        source = StoredBatches(TrajectoryStore(Log(self.store)))
         self.channel: Channel[object] = Channel(ALPHA + 1, source, self.version)
 
     @rule()
     def new_scheduler(self) -> None:
-        """Another one starts from storage; the old ones may be dead, or only slow."""
-        self.schedulers = [*self.schedulers[-2:], Scheduler(self.store, self.version)]
+        """Another one starts from the log; the old ones may be dead, or only slow."""
+        self.schedulers = [*self.schedulers[-2:], Scheduler(self.store)]
+
+    @rule()
+    def new_learner(self) -> None:
+        """Another one starts, and the old one publishes nothing more."""
+        old, self.learner = self.learner, Learner(self.store)
+        if self.version in self.waiting:
+            with pytest.raises(Deposed):
+                old.publish(self.version + 1, self.waiting[self.version].entry)
 
     @rule(
         which=st.integers(0, 2),
@@ -175,70 +184,80 @@ class Run(RuleBasedStateMachine):
         for key in [key for key in scheduler.running if key.prompt % len(SHARES) == 1 or filtered == 3][:filtered]:
             scheduler.discard(key, DiscardReason.FILTERED)
 
-    @rule(which=st.sampled_from([0, 1, 2, -1, -1]), puts=st.lists(st.integers(0, 2), min_size=1, max_size=3))
-    def commit(self, which: int, puts: list[int]) -> None:
-        """Batches are committed and handed over, or not, or repeatedly."""
+    @rule(
+        which=st.sampled_from([0, -1, -1]),
+        puts=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+        hears=st.sampled_from([True, True, False]),
+    )
+    def commit(self, which: int, puts: list[int], hears: bool) -> None:
+        """Batches are committed and handed over, or not, or repeatedly, by one who has heard of voids, or not yet."""
         for times in puts:
-            self.commit_one(which, times)
+            scheduler = self.schedulers[which % len(self.schedulers)]
+            scheduler.batches.log.follow()
+            if hears and scheduler.batches.log.state.voids > scheduler.voids:
+                scheduler.begin()
+            self.commit_one(scheduler, times)
 
-    def commit_one(self, which: int, puts: int) -> None:
+    def commit_one(self, scheduler: Scheduler, puts: int) -> None:
         """One batch; or its scheduler learns that it is not the one."""
-        scheduler = self.schedulers[which % len(self.schedulers)]
-        place = scheduler.place
-        if place[0] > self.version + ALPHA:
+        if scheduler.place > self.version + ALPHA:
             return
         try:
-            record, data = scheduler.commit(self.version)
-        except Conflict:
-            assert self.store.exists(commit_path(*place))  # a batch of another scheduler, or a settlement
+            entry, data = scheduler.commit(self.version)
+        except Deposed:
+            assert scheduler is not max(self.schedulers, key=lambda one: one.writer.claim)
             self.schedulers.remove(scheduler)
-            if not self.schedulers:
-                self.new_scheduler()
             return
-        assert place not in self.committed
-        self.committed[place] = data.to_pybytes()
+        assert isinstance(entry.body, BatchCommitted)
+        self.committed[entry.n] = data
         for _ in range(puts):
-            self.runner.run(self.channel.put(record.number, data, 1, record.edition))
+            self.runner.run(self.channel.put(entry.body.number, data, 1, entry.n))
 
-    @rule(
-        how=st.sampled_from(["flipped", "cut", "gone", "commit"]), where=st.sampled_from([0, 0, 1]), met=st.booleans()
-    )
+    @rule(how=st.sampled_from(["flipped", "cut", "gone"]), where=st.sampled_from([0, 0, 1]), met=st.booleans())
     def damage(self, how: Damage, where: int, met: bool) -> None:
         """A batch rots that nobody has trained on, and perhaps the learner meets it at once."""
-        waiting = [n for n in range(self.version, self.batches.next_number()) if self.batches.committed(n)]
+        waiting = sorted(self.waiting)
         if not waiting:
             return
-        try:
-            record = self.batches.record(waiting[where % len(waiting)])
-        except Corrupt:
-            return  # its commit is damaged already
-        if how == "commit" or self.store.exists(record.file):
-            damaged(self.store, record, how)
+        file = self.waiting[waiting[where % len(waiting)]].file
+        if self.store.exists(file.path):
+            damaged(self.store, file, how)
         if met:
             self.learn(times=1, afresh=False)
+
+    @rule(how=st.sampled_from(["flipped", "cut", "gone"]), puts=st.integers(0, 2))
+    def make_again(self, how: Damage, puts: int) -> None:
+        """The batch that is to be trained on rots, is voided, and formed again; perhaps its put is lost."""
+        if self.version in self.waiting:
+            self.damage(how, 0, met=True)
+            scheduler = max(self.schedulers, key=lambda one: one.writer.claim)
+            scheduler.begin()
+            self.commit_one(scheduler, puts)
 
     @rule(times=st.integers(1, 3), afresh=st.booleans())
     def learn(self, times: int, afresh: bool) -> None:
         """The learner leases its batch and trains on it, or voids it; every call may be repeated."""
-        number = self.version
+        number, learner = self.version, self.learner
+        waiting = learner.batches.waiting(number)
         try:
             for _ in range(times):
                 leased = self.runner.run(self.channel.lease(number, 0, afresh=afresh))
-            record, stored = self.batches.read(number)
+            assert waiting is not None
+            verify(waiting.file, leased)  # type: ignore[arg-type]  # it is the file's bytes
+            stored = learner.batches.read(waiting.file)
         except TimeoutError:
-            assert not self.batches.committed(number)
+            assert waiting is None
             return
         except Corrupt as error:
-            for _ in range(times):
-                self.batches.void(number, str(error))
-            assert self.batches.current_edition(number) is None
+            voided = [learner.batches.void(learner.writer, number, str(error)) for _ in range(times)]
+            assert voided == [True, False, False][:times]
+            assert learner.batches.waiting(number) is None
             return
-        assert leased == stored
-        assert stored.to_pybytes() == self.committed[number, record.edition]
-        self.publish(record)
-        with pytest.raises(Conflict):
-            self.policies.publish(self.policies.manifest(number + 1))  # a second learner
-        self.trained[number] = record.groups
+        assert leased == stored == self.committed[waiting.entry]
+        learner.publish(number + 1, waiting.entry)
+        with pytest.raises(Refused):
+            learner.publish(number + 1, waiting.entry)  # the call is repeated
+        self.trained[number] = tuple(one.key for one in waiting.groups)
         for _ in range(times):
             self.runner.run(self.channel.ack(number))
             self.runner.run(self.channel.announce(self.version))
@@ -246,28 +265,28 @@ class Run(RuleBasedStateMachine):
     @rule()
     def whole(self) -> None:
         """From storage alone, once what is damaged was noticed: clean, and nobody's prompt is lost."""
-        Scheduler(self.store, self.version)  # settles; notices commits that cannot be read
-        for number in range(self.version, self.batches.next_number()):
-            self.batches.void(number, "looked for")
-        scheduler = Scheduler(self.store, self.version)
-        report = audit(self.store)
+        self.schedulers = [Scheduler(self.store)]
+        [scheduler] = self.schedulers
+        for number in sorted(self.waiting):
+            scheduler.batches.void(scheduler.writer, number, "looked for")
+        scheduler.begin()
+        report = audit(self.store, deep=True)
         assert report.violations == []
         assert report.fates["trained"] == GROUPS * self.version
-        prompts = [key.prompt for groups in self.trained.values() for key in groups]
-        assert len(prompts) == len(set(prompts))
-        newest = newest_commit(self.batches)
-        assert (set(newest.in_flight) if newest else set()) == set(scheduler.again)
-        assert scheduler.behind == self.left_behind({key.prompt for key in scheduler.again})
+        assert list(scheduler.missing) == [n for n in range(self.version, scheduler.number) if n not in self.waiting]
+        again = [key.prompt for key in scheduler.again]
+        ended = [key.prompt for groups in self.trained.values() for key in groups]
+        ended += [one.prompt for batch in self.waiting.values() for one in batch.groups]
+        ended += [one.key.prompt for one in self.discards() if one.reason is DiscardReason.FILTERED]
+        issued = scheduler.mixture.state
+        assert sorted([*again, *ended]) == [i for i in range(max(issued.upcoming)) if issued.covers(i)]
+        assert scheduler.behind == Counter(d.key.prompt for d in self.discards() if d.slow and d.key.prompt in again)
 
-    def left_behind(self, prompts: set[int]) -> Counter[int]:
-        """How often these were, by all discards that can be read."""
-        commits = []
-        for name in committed_editions(self.store):
-            with suppress(Corrupt):
-                commits.append(self.batches.record_of(*name))
-        discards = (d for commit in commits for d in commit.discards)
-        return Counter(d.key.prompt for d in discards if d.slow and d.key.prompt in prompts)
+    def discards(self) -> list[Discard]:
+        """All that was given up, by the entries."""
+        bodies = [entry.body for entry in of_kind(self.store, BatchCommitted)]
+        return [one for body in bodies if isinstance(body, BatchCommitted) for one in body.discards]
 
 
-Run.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Run.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestRun = Run.TestCase

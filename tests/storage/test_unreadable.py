@@ -14,13 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rollflow.storage.errors import ConfigError, Corrupt, Unreachable
+from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed, Unreachable
+from rollflow.storage.log.entries import VersionPublished
+from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.objects.s3_requests import Patience
-from rollflow.storage.policies import Manifest, PolicyStore
+from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.trajectories import TrajectoryStore
-from tests.storage.test_stores import staged
+from tests.support.batches import begin, file_of, learning, scheduling, staged
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.s3_server import use
 
@@ -29,25 +31,26 @@ WEIGHTS = {"weights/a.safetensors": b"a" * 1000, "weights/b.safetensors": b"b" *
 OUT_OF_DESCRIPTORS = """
 import os, resource, sys
 from pathlib import Path
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore
 
 run = open_store(sys.argv[1])
-batches, policies = TrajectoryStore(run), PolicyStore(run)
-manifest = policies.manifest(0)
+log = Log(run)
+batches, policies, writer = TrajectoryStore(log), PolicyStore(log), Writer(log, "scheduler", int(sys.argv[2]))
+version, waiting = policies.find(0), batches.waiting(0)
 calls = {
-    "read": lambda: batches.read(0),
-    "void": lambda: batches.void(0, "cannot be read"),
-    "record": lambda: batches.record(0),
-    "weights": lambda: policies.read(manifest.weights[0]),
-    "folder": lambda: policies.weights_folder(manifest, Path(sys.argv[1]) / "cache"),
+    "read": lambda: batches.read(waiting.file),
+    "void": lambda: batches.void(writer, 0, "cannot be read"),
+    "entry": lambda: batches.committed(waiting.entry),
+    "log": lambda: Log(run).state,
+    "weights": lambda: policies.read(version.weights[0]),
+    "folder": lambda: PolicyStore(log).weights_folder(version, Path(sys.argv[1]) / "cache"),
     "list": lambda: run.list("trajectories"),
 }
 for call in calls.values():
     call()  # all that is imported late is there now
-policies = PolicyStore(run)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 held = []
 try:
@@ -68,30 +71,36 @@ for name, what in found.items():
 """
 
 
-def committed(run: ObjectStore) -> Manifest:
-    """A run with a batch and a version."""
-    TrajectoryStore(run).commit(staged(0), 1.0)
-    policies = PolicyStore(run)
-    manifest = Manifest(0, None, policies.stage(0, WEIGHTS), (), None, writer=policies.writer)
-    policies.publish(manifest)
-    return manifest
+def committed(run: ObjectStore) -> tuple[TrajectoryStore, Writer, PolicyVersion]:
+    """A run with a version of two shards, and a batch that waits; and the scheduler's view of it."""
+    begin(run)
+    policies, learner = learning(run)
+    weights = policies.stage(learner, 0, WEIGHTS)
+    state = policies.stage(learner, 0, {"learner/state.safetensors": b"s"})
+    version = policies.publish(learner, VersionPublished(0, None, weights, state))
+    batches, writer = scheduling(run)
+    batches.commit(writer, staged())
+    return batches, writer, version
 
 
 def test_a_process_out_of_descriptors_condemns_nothing(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
-    committed(run)
-    ended = subprocess.run(
-        [sys.executable, "-c", OUT_OF_DESCRIPTORS, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
+    batches, writer, _ = committed(run)
+    command = [sys.executable, "-c", OUT_OF_DESCRIPTORS, str(tmp_path), str(writer.claim)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     found = dict(line.split(" ", 1) for line in ended.stdout.splitlines())
-    assert found.keys() == {"read", "void", "record", "weights", "folder", "list"}
+    assert found.keys() == {"read", "void", "entry", "log", "weights", "folder", "list"}
     for what in found.values():
         assert what.startswith("Unreachable: "), found
         assert "Too many open files" in what
-    batches = TrajectoryStore(run)
-    assert batches.voids() == []
-    assert batches.read(0)[0].number == 0
+    is_whole(batches)
+
+
+def is_whole(batches: TrajectoryStore) -> None:
+    """Nothing was voided, and the batch can be read."""
+    assert batches.read(file_of(batches, 0)).size > 0
+    assert batches.log.state.voids == 0
 
 
 def failing(code: int) -> Callable[..., Any]:
@@ -107,48 +116,45 @@ def test_a_file_that_cannot_be_read_now_may_be_good(
     code: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = open_store(str(tmp_path))
-    manifest = committed(run)
-    batches, policies = TrajectoryStore(run), PolicyStore(run)
+    batches, writer, version = committed(run)
+    policies, file = PolicyStore(Log(run)), file_of(batches, 0)
     with monkeypatch.context() as trouble:
         match what:
             case "open":
                 trouble.setattr("builtins.open", failing(code))
                 trouble.setattr("io.open", failing(code))
-                calls = [lambda: batches.record(0), lambda: policies.read(manifest.weights[0])]
+                calls = [lambda: batches.committed(0), lambda: Log(run), lambda: policies.read(version.weights[0])]
             case "pyarrow":
                 trouble.setattr(pa, "memory_map", failing(code))
-                calls = [lambda: batches.read(0), lambda: batches.void(0, "cannot be read")]
+                calls = [lambda: batches.read(file), lambda: batches.void(writer, 0, "cannot be read")]
             case _:
                 trouble.setattr(os, "stat", failing(code))
-                calls = [lambda: batches.read(0), lambda: run.exists("a"), lambda: batches.current_edition(0)]
+                calls = [lambda: batches.read(file), lambda: run.exists("a"), lambda: Log(run)]
         for call in calls:
             with pytest.raises(Unreachable, match="cannot be read now"):
                 call()
-    assert batches.voids() == []
-    assert batches.read(0)[0].number == 0
+    is_whole(batches)
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "folder"])
 def test_what_is_truly_not_there_is_quarantined(damage: str, tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
-    committed(run)
-    batches = TrajectoryStore(run)
-    file = tmp_path / batches.record(0).file
-    file.unlink()
+    batches, writer, _ = committed(run)
+    file = file_of(batches, 0)
+    path = tmp_path / file.path
+    path.unlink()
     if damage == "empty":
-        file.touch()
+        path.touch()
     elif damage == "folder":
-        file.mkdir()
-    with pytest.raises(Corrupt, match="is not what batch 0 committed" if damage == "empty" else "is missing"):
-        batches.read(0)
-    batches.void(0, "it is damaged")
-    assert len(batches.voids()) == 1
+        path.mkdir()
+    with pytest.raises(Corrupt, match="is not what was committed" if damage == "empty" else "is missing"):
+        batches.read(file)
+    assert batches.void(writer, 0, "it is damaged")
+    assert batches.log.state.voids == 1
 
 
 def test_a_full_disk_is_still_told_apart_from_a_bad_source(tmp_path: Path) -> None:
     """`fetch` reads one file and writes another: which one fails says what to do."""
-    from rollflow.storage.errors import StoreFailed
-
     run = open_store(str(tmp_path / "run"))
     run.put("a", b"x" * 10)
     with pytest.raises(StoreFailed, match="No space left"):

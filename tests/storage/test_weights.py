@@ -16,8 +16,11 @@ import pytest
 
 from rollflow.storage import policies
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.entries import VersionPublished
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import ObjectStore, open_store
-from rollflow.storage.policies import Manifest, PolicyStore
+from rollflow.storage.policies import PolicyStore, PolicyVersion
+from tests.support.batches import begin, learning
 from tests.support.s3_server import s3_server, use
 
 SHARDS = {f"weights/model-{n}.safetensors": os.urandom(300_000) for n in range(6)}
@@ -29,11 +32,21 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 
 @pytest.fixture
-def manifest(run: ObjectStore) -> Manifest:
-    store = PolicyStore(run)
-    made = Manifest(0, None, store.stage(0, SHARDS), (), None, writer=store.writer)
-    store.publish(made)
-    return made
+def version(run: ObjectStore) -> PolicyVersion:
+    return published(run)
+
+
+def published(run: ObjectStore) -> PolicyVersion:
+    """Version 0 of a run, of several shards."""
+    begin(run)
+    store, writer = learning(run)
+    state = store.stage(writer, 0, {"learner/state.safetensors": b"s"})
+    return store.publish(writer, VersionPublished(0, None, store.stage(writer, 0, SHARDS), state))
+
+
+def opened(run: ObjectStore) -> PolicyStore:
+    """As another process sees it."""
+    return PolicyStore(Log(run))
 
 
 def lying(cache: Path) -> list[str]:
@@ -45,13 +58,13 @@ def whole(folder: Path) -> bool:
     return {f"weights/{f.name}": f.read_bytes() for f in folder.iterdir()} == SHARDS
 
 
-def test_several_engines_fetch_at_once(run: ObjectStore, manifest: Manifest, tmp_path: Path) -> None:
+def test_several_engines_fetch_at_once(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
     """Each gets whole weights at any moment, and nothing else stays in the cache."""
     barrier, right = threading.Barrier(6), []
 
     def fetch() -> None:
         barrier.wait()
-        right.append(whole(PolicyStore(run).weights_folder(manifest, tmp_path / "cache")))
+        right.append(whole(opened(run).weights_folder(version, tmp_path / "cache")))
 
     threads = [threading.Thread(target=fetch) for _ in range(6)]
     for thread in threads:
@@ -62,28 +75,23 @@ def test_several_engines_fetch_at_once(run: ObjectStore, manifest: Manifest, tmp
     assert len(lying(tmp_path / "cache")) == 1
 
 
-def test_damaged_weights_never_serve(run: ObjectStore, manifest: Manifest, tmp_path: Path) -> None:
-    run.put(manifest.weights[3].path, SHARDS["weights/model-3.safetensors"][:-1] + b"x")
-    with pytest.raises(Corrupt, match=r"model-3\.safetensors is not what its manifest committed"):
-        PolicyStore(run).weights_folder(manifest, tmp_path / "cache")
-    run.delete(manifest.weights[3].path)
+def test_damaged_weights_never_serve(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
+    run.put(version.weights[3].path, SHARDS["weights/model-3.safetensors"][:-1] + b"x")
+    with pytest.raises(Corrupt, match=r"model-3\.safetensors is not what its entry committed"):
+        opened(run).weights_folder(version, tmp_path / "cache")
+    run.delete(version.weights[3].path)
     with pytest.raises(Corrupt, match=r"model-3\.safetensors is missing"):
-        PolicyStore(run).weights_folder(manifest, tmp_path / "cache")
+        opened(run).weights_folder(version, tmp_path / "cache")
     assert lying(tmp_path / "cache") == []
 
 
-def published() -> tuple[ObjectStore, Manifest]:
-    run = open_store(f"memory://{uuid.uuid4().hex}")
-    store = PolicyStore(run)
-    return run, Manifest(0, None, store.stage(0, SHARDS), (), None, writer=store.writer)
-
-
 def test_a_damaged_cache_is_fetched_again(tmp_path: Path) -> None:
-    run, manifest = published()
-    folder = PolicyStore(run).weights_folder(manifest, tmp_path)
+    run = open_store(f"memory://{uuid.uuid4().hex}")
+    version = published(run)
+    folder = opened(run).weights_folder(version, tmp_path)
     for damage in (lambda file: file.write_bytes(b"half"), lambda file: file.unlink()):
         damage(folder / "model-2.safetensors")
-        assert whole(PolicyStore(run).weights_folder(manifest, tmp_path))
+        assert whole(opened(run).weights_folder(version, tmp_path))
 
 
 def test_bytes_are_read_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,33 +100,49 @@ def test_bytes_are_read_once_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check = policies._check
     monkeypatch.setattr(policies, "_check", lambda *of: (hashed.append(of[0].path), check(*of)))
     for run in (open_store(f"memory://{uuid.uuid4().hex}"), open_store(str(tmp_path / "run"))):
-        store = PolicyStore(run)
-        manifest = Manifest(0, None, store.stage(0, SHARDS), (), None, writer=store.writer)
+        version = published(run)
         for _ in range(3):
-            assert whole(PolicyStore(run).weights_folder(manifest, tmp_path / "cache"))
-        assert sorted(hashed) == sorted(stored.path for stored in manifest.weights)
+            assert whole(opened(run).weights_folder(version, tmp_path / "cache"))
+        assert sorted(hashed) == sorted(stored.path for stored in version.weights)
         hashed.clear()
 
 
 def test_another_version_lets_the_last_one_go(tmp_path: Path) -> None:
     """What was asked for last stays, however much others fetch meanwhile."""
-    run, manifest = published()
-    store, other = PolicyStore(run), PolicyStore(run)
-    folder = store.weights_folder(manifest, tmp_path)
-    for writer in "abcdef":
-        other.weights_folder(replace(manifest, writer=writer), tmp_path)
+    run = open_store(f"memory://{uuid.uuid4().hex}")
+    version = published(run)
+    store, other = opened(run), opened(run)
+    folder = store.weights_folder(version, tmp_path)
+    for number in range(1, 7):
+        other.weights_folder(replace(version, number=number), tmp_path)
     assert whole(folder)
-    store.weights_folder(replace(manifest, writer="g"), tmp_path)
-    for writer in "hijk":
-        other.weights_folder(replace(manifest, writer=writer), tmp_path)
+    store.weights_folder(replace(version, number=7), tmp_path)
+    for number in range(8, 12):
+        other.weights_folder(replace(version, number=number), tmp_path)
     assert not folder.exists()
-    assert lying(tmp_path) == ["00000000-g", "00000000-j", "00000000-k"]
+    assert lying(tmp_path) == [f"{number:08d}-{version.sha256[:12]}" for number in (7, 10, 11)]
 
 
-def fetched(run: ObjectStore, manifest: Manifest, cache: Path, start: Barrier) -> Path:
+def test_other_weights_of_one_number_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    """A run that was removed and begun again under its name has other weights under the same numbers."""
+    run = open_store(f"memory://{uuid.uuid4().hex}")
+    version = published(run)
+    opened(run).weights_folder(version, tmp_path)
+    other = {name: data[::-1] for name, data in SHARDS.items()}
+    for path in list(run.list()):
+        run.delete(path)
+    begin(run)
+    store, writer = learning(run)
+    state = store.stage(writer, 0, {"learner/state.safetensors": b"s"})
+    again = store.publish(writer, VersionPublished(0, None, store.stage(writer, 0, other), state))
+    folder = store.weights_folder(again, tmp_path)
+    assert {f"weights/{f.name}": f.read_bytes() for f in folder.iterdir()} == other
+
+
+def fetched(run: ObjectStore, version: PolicyVersion, cache: Path, start: Barrier) -> Path:
     """In a process of its own."""
     start.wait(60)
-    return PolicyStore(run).weights_folder(manifest, cache)
+    return opened(run).weights_folder(version, cache)
 
 
 @pytest.mark.slow
@@ -128,10 +152,10 @@ def test_a_node_asks_the_service_once_for_each_file(tmp_path: Path, monkeypatch:
     with s3_server("once", reads=reads) as endpoint, multiprocessing.get_context("spawn").Manager() as manager:
         use(endpoint, monkeypatch)
         run = open_store("s3://once/run")
-        store = PolicyStore(run)
-        manifest = Manifest(0, None, store.stage(0, SHARDS), (), None, writer=store.writer)
+        version = published(run)
         start = manager.Barrier(4)
         with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
-            asked = [pool.submit(fetched, run, manifest, tmp_path, start) for _ in range(4)]
+            asked = [pool.submit(fetched, run, version, tmp_path, start) for _ in range(4)]
             assert all(whole(one.result(60)) for one in asked)
-    assert reads == {f"run/{stored.path}": 1 for stored in manifest.weights}
+    files = {path: count for path, count in reads.items() if not path.startswith("run/log/")}
+    assert files == {f"run/{stored.path}": 1 for stored in version.weights}

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ import ray
 from rollflow.flows import cluster
 from rollflow.storage import ray_channel
 from rollflow.storage.errors import Corrupt, Unreachable
+from rollflow.storage.log.log import Writer
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.ray_channel import CHANNEL, RayChannel, start_channel
-from rollflow.storage.records import Cursor
 from rollflow.storage.trajectories import TrajectoryStore
-from tests.storage.test_stores import staged
+from tests.support.batches import file_of, ready, staged
 from tests.support.waiting import HANG_SECONDS
 
 
@@ -48,13 +48,28 @@ async def blocking(function: Any, *arguments: Any, **options: Any) -> Any:
     return await asyncio.to_thread(function, *arguments, **options)
 
 
-async def ordinary(channel: RayChannel, store: ObjectStore) -> None:
+@dataclass(frozen=True)
+class Scheduler:
+    """Who commits; the run is so far ahead that no version is needed."""
+
+    store: ObjectStore
+    batches: TrajectoryStore
+    writer: Writer
+
+    def commit(self, number: int, attempt: int = 0) -> tuple[int, pa.Buffer]:
+        """Batch `number`; returns its entry and its bytes."""
+        entry, data = self.batches.commit(self.writer, staged(number, attempt=attempt))
+        return entry.n, data
+
+
+async def ordinary(channel: RayChannel, scheduler: Scheduler) -> None:
     """Bounded, leased, acknowledged, idempotent; payloads large enough for shared memory."""
-    _, data = TrajectoryStore(store).commit(staged(0), 0)
+    entry, data = scheduler.commit(0)
+    following, _ = scheduler.commit(1)
     big = pa.py_buffer(bytes(range(256)) * 8192)  # 2 MiB
-    await channel.put(0, data, HANG_SECONDS)
-    await channel.put(0, data, HANG_SECONDS)
-    await channel.put(1, big, HANG_SECONDS)
+    await channel.put(0, data, HANG_SECONDS, entry)
+    await channel.put(0, data, HANG_SECONDS, entry)
+    await channel.put(1, big, HANG_SECONDS, following)
     with pytest.raises(TimeoutError, match="room for batch 2"):
         await channel.put(2, big, 0.3)
     assert await blocking(channel.lease, 0, HANG_SECONDS) == data
@@ -64,13 +79,12 @@ async def ordinary(channel: RayChannel, store: ObjectStore) -> None:
     assert await channel.waiting() == 1
     with pytest.raises(TimeoutError, match=r"waited 0\.2 s for batch 7"):
         await blocking(channel.lease, 7, 0.2)
-    TrajectoryStore(store).commit(replace(staged(1), order=1), 1)
     first, second = await blocking(channel.lease, 1, HANG_SECONDS), await blocking(channel.lease, 1, HANG_SECONDS)
     assert first == big == second
     assert first.address == second.address  # one copy, in shared memory
 
 
-async def answered_by_the_next(channel: RayChannel, store: ObjectStore) -> None:
+async def answered_by_the_next(channel: RayChannel, scheduler: Scheduler) -> None:
     """The actor dies while clients wait for a batch, for room and for news."""
     calls: list[Coroutine[Any, Any, Any]] = [
         blocking(channel.lease, 2, HANG_SECONDS),
@@ -81,9 +95,9 @@ async def answered_by_the_next(channel: RayChannel, store: ObjectStore) -> None:
     await asyncio.sleep(1)
     assert not any(one.done() for one in waiting)
     kill_process()
-    take_its_place(store, 1)
+    take_its_place(scheduler.store, 1)
     assert await channel.waiting() == 0
-    _, third = TrajectoryStore(store).commit(replace(staged(2), order=2), 2)
+    _, third = scheduler.commit(2)
     assert await lease == third  # from the store: its put was lost
     for number in range(1, 5):
         await blocking(channel.finish, number, number + 1)
@@ -91,25 +105,25 @@ async def answered_by_the_next(channel: RayChannel, store: ObjectStore) -> None:
     assert await news >= 2
 
 
-async def never_a_voided_one(channel: RayChannel, store: ObjectStore) -> None:
-    """What was voided is not handed out again; the next edition is."""
-    batches = TrajectoryStore(store)
-    record, data = batches.commit(replace(staged(6), order=3), 6)
-    await channel.put(6, Path("gone.arrow"), HANG_SECONDS)  # not fatal: it is found in the store
-    await channel.put(6, data, HANG_SECONDS)
+async def never_a_voided_one(channel: RayChannel, scheduler: Scheduler) -> None:
+    """What was voided is not handed out again; what was committed in its place is."""
+    entry, data = [scheduler.commit(number) for number in range(3, 7)][-1]
+    await channel.put(6, Path("gone.arrow"), HANG_SECONDS, entry)  # not fatal: it is found in the store
+    await channel.put(6, data, HANG_SECONDS, entry)
     assert await blocking(channel.lease, 6, HANG_SECONDS) == data
-    store.put(record.file, b"something else")
-    with pytest.raises(Corrupt, match=record.file):
+    file = file_of(scheduler.batches, 6)
+    scheduler.store.put(file.path, b"something else")
+    with pytest.raises(Corrupt, match=file.path):
         await blocking(channel.lease, 6, HANG_SECONDS, afresh=True)
-    batches.void(6, "damaged")
+    assert scheduler.batches.void(scheduler.writer, 6, "damaged")
     anew = asyncio.create_task(blocking(channel.lease, 6, HANG_SECONDS))
     await asyncio.sleep(0.5)
-    _, other = batches.commit(replace(staged(6), cursor=Cursor((11,), (0,)), edition=1, order=4, voids=1), 6)
-    await channel.put(6, other, HANG_SECONDS, edition=1)
+    entry, other = scheduler.commit(6, attempt=1)
+    await channel.put(6, other, HANG_SECONDS, entry)
     assert await anew == other
 
 
-async def lost_with_its_owner(channel: RayChannel, store: ObjectStore) -> None:
+async def lost_with_its_owner(channel: RayChannel, scheduler: Scheduler) -> None:
     """The actor hands out a reference and dies before the bytes are fetched."""
     fetch, seen = ray.get, []
 
@@ -118,10 +132,10 @@ async def lost_with_its_owner(channel: RayChannel, store: ObjectStore) -> None:
         if not seen:
             seen.append(found)
             kill_process()
-            take_its_place(store, 5)
+            take_its_place(scheduler.store, 5)
         return found
 
-    expected = TrajectoryStore(store).read(6)[1]
+    expected = scheduler.batches.read(file_of(scheduler.batches, 6))
     ray_channel.ray.get = get
     try:
         assert await blocking(channel.lease, 6, HANG_SECONDS) == expected
@@ -130,18 +144,18 @@ async def lost_with_its_owner(channel: RayChannel, store: ObjectStore) -> None:
     assert seen
 
 
-async def by_the_name_of_its_file(channel: RayChannel, store: ObjectStore) -> None:
+async def by_the_name_of_its_file(channel: RayChannel, scheduler: Scheduler) -> None:
     """A file is not copied: who leases it maps it, or gets what the store has if there is no such file here."""
     await blocking(channel.finish, 6, 7)
-    batches = TrajectoryStore(store)
-    record, data = batches.commit(replace(staged(7), order=5, voids=1), 7)
-    file = store.local_path(record.file)
+    entry, data = scheduler.commit(7)
+    path = file_of(scheduler.batches, 7).path
+    file = scheduler.store.local_path(path)
     assert file is not None
-    await channel.put(7, file, HANG_SECONDS)
+    await channel.put(7, file, HANG_SECONDS, entry)
     assert isinstance(await channel.actor.lease.remote(7, HANG_SECONDS, afresh=False), str)
     assert await blocking(channel.lease, 7, HANG_SECONDS) == data
     file.rename(file.with_suffix(".away"))
-    with pytest.raises(Corrupt, match=record.file):
+    with pytest.raises(Corrupt, match=path):
         await blocking(channel.lease, 7, HANG_SECONDS)
     file.with_suffix(".away").rename(file)
     assert await blocking(channel.lease, 7, HANG_SECONDS) == data
@@ -157,12 +171,13 @@ async def nobody_there(channel: RayChannel) -> None:
 
 async def main(store: ObjectStore) -> None:
     """All of it, with one channel after the other and one client."""
+    scheduler = Scheduler(store, *ready(store, async_ratio=9))
     channel = start_channel(store, 2, 0)
-    await ordinary(channel, store)
-    await answered_by_the_next(channel, store)
-    await never_a_voided_one(channel, store)
-    await lost_with_its_owner(channel, store)
-    await by_the_name_of_its_file(channel, store)
+    await ordinary(channel, scheduler)
+    await answered_by_the_next(channel, scheduler)
+    await never_a_voided_one(channel, scheduler)
+    await lost_with_its_owner(channel, scheduler)
+    await by_the_name_of_its_file(channel, scheduler)
     await nobody_there(channel)
 
 

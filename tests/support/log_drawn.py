@@ -30,7 +30,8 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
         yield from ((role, claims[role], body) for role in ("scheduler", "learner") if role in claims)
     if "learner" in claims:
         yield from (("learner", claims["learner"], body) for body in versions(model))
-        yield "learner", claims["learner"], dump({"kind": "pruned", "objects": sorted(model.may_be_pruned())})
+    pruned = dump({"kind": "pruned", "objects": sorted(model.may_be_pruned())})
+    yield from ((role, claims[role], pruned) for role in ("learner", "supervisor") if role in claims)
 
 
 def batches(model: Model) -> Iterator[Json]:

@@ -24,7 +24,7 @@ WRITERS = {
     "batch-committed": {"scheduler"},
     "batch-voided": {"scheduler", "learner"},
     "version-published": {"learner"},
-    "pruned": {"learner"},
+    "pruned": {"learner", "supervisor"},
 }
 LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
 

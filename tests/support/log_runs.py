@@ -76,7 +76,7 @@ def told(group: TrajectoryGroup) -> Group:
 class RealScheduler(Scheduler):
     """Commits real batches."""
 
-    def commit(self) -> Entry:
+    def commit(self, surplus: int = 3) -> Entry:
         number, state = self.next, self.log.state
         while len(self.running) < GROUPS:
             self.dispatch(state.version)
@@ -86,7 +86,7 @@ class RealScheduler(Scheduler):
 
         def body(state: RunState, file: StoredObject | None) -> Body:
             assert file is not None
-            return BatchCommitted(number, file, G * GROUPS, told_of, issued, discards, 3)
+            return BatchCommitted(number, file, G * GROUPS, told_of, issued, discards, surplus)
 
         entry = self.writer.append(body, Attached(path, TrajectoryBatch.from_groups(taken).to_pieces()))
         self.running = self.running[GROUPS:]

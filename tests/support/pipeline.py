@@ -1,4 +1,7 @@
-"""The whole control path in one process: scheduler, proxy, controller, channel, stores; timed engines and learner."""
+"""The whole control path in one process: scheduler, proxy, controller, channel, log; timed engines and learner.
+
+The scheduler, the learner and the channel have each a view of the log of their own, as processes would.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rollflow.storage.channel import Channel, Source
+from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import entry_path
+from rollflow.storage.log.entries import BatchVoided, VersionPublished, entry_path
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.state import RunState, Waiting
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.policies import Manifest, PolicyStore, Retention
-from rollflow.storage.records import Prompt
-from rollflow.storage.trajectories import BatchCommit, StagedBatch, TrajectoryStore
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Prompt, StoredObject
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rewards.pool import ScoreRequest
@@ -25,29 +30,34 @@ from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.plan import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
-from rollflow.tasks.settings import Routing, TimedEngineConfig
+from rollflow.tasks.settings import RolloutConfig, Routing, TimedEngineConfig
 from tests.support.described import describe
+from tests.support.log_runs import read
 
 LOOK_SECONDS = 0.2  # how often a scheduler asks whether a batch was voided
 PATIENCE_SECONDS = 1e6
 STUCK_SECONDS = 1e3
 
-Damage = Literal["flipped", "cut", "gone", "commit"]
+Damage = Literal["flipped", "cut", "gone"]
 
 
 class StoredBatches:
-    """`Source` from the trajectory store, without threads."""
+    """`Source` from the log, without threads."""
 
     def __init__(self, batches: TrajectoryStore) -> None:
         self.batches = batches
 
-    async def edition(self, number: int) -> int | None:
+    async def entry(self, number: int) -> int | None:
         """See `Source`."""
-        return self.batches.current_edition(number)
+        waiting = self.batches.waiting(number)
+        return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> object:
         """See `Source`."""
-        return self.batches.read(number)[1]
+        waiting = self.batches.waiting(number)
+        if waiting is None:
+            raise Missing(f"batch {number} does not wait any more")
+        return self.batches.read(waiting.file)
 
 
 @dataclass
@@ -70,7 +80,7 @@ class Pipeline:
     seconds_per_token: float = 0.002
     keep_last: int = 5
     engine_list: Sequence[Engine] | None = None
-    damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # to (batch, edition), once committed
+    damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # to (batch, times it was voided before)
     engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, which engine); a new one joins in its place
     shares: tuple[float, ...] = (1.0,)
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
@@ -82,20 +92,29 @@ class Pipeline:
     def describe(self) -> None:
         """Create the run once."""
         config = {"async_ratio": self.async_ratio, "store": {"keep_last": self.keep_last, "keep_every": 10}}
+        rollout = RolloutConfig(extra_responses=self.choices.get("extra_responses", 0))
+        config |= {"group_size": self.group_size, "rollout": rollout.model_dump(mode="json")}
         if not self.store.exists(entry_path(0)):
-            describe(self.store, config={**config, "group_size": self.group_size}, sources=len(self.shares))
+            describe(self.store, config=config, sources=len(self.shares))
+
+    @property
+    def state(self) -> RunState:
+        """What the log says now."""
+        self.log.follow()
+        return self.log.state
 
     async def run(self) -> None:
         """Train up to `versions`."""
         self._open()
-        if self._newest() < 0:
+        if self.policies.newest() < 0:
             self._publish(0, None)
         engines = self.engine_list or [self._engine() for _ in range(self.engines)]
         for engine in engines:
             await engine.start()
         patience = PATIENCE_SECONDS if self.engine_deaths else 0.0
         self.proxy = InferenceProxy(engines, self.slots, patience, self.routing)
-        self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, self._source(), self._newest())
+        source = StoredBatches(TrajectoryStore(Log(self.store)))
+        self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, source, self.policies.newest())
         self.scheduler = self._scheduler()
         evaluations = self.evaluating(self) if self.evaluating else None
 
@@ -117,21 +136,17 @@ class Pipeline:
             killing.cancel()
 
     def _open(self) -> None:
+        """Take every role of the run."""
         self.describe()
-        self.policies = PolicyStore(self.store, Retention(self.keep_last))
-        self.batches = TrajectoryStore(self.store)
-
-    def _newest(self) -> int:
-        return self.policies.latest()
-
-    def _source(self) -> Source[object]:
-        return StoredBatches(TrajectoryStore(self.store))
+        self.log = Log(self.store)
+        self.log.claim("supervisor")
+        self.policies, self.batches = PolicyStore(self.log), TrajectoryStore(self.log)
+        self.learning = self.log.claim("learner")
+        self.scheduling: Writer = Log(self.store).claim("scheduler")
 
     def _beginning(self) -> Beginning:
-        return Beginning.of(self.batches, self._newest())
-
-    def _voided(self) -> int:
-        return self.batches.voided()
+        self.scheduling.log.follow()
+        return Beginning.of_state(self.scheduling.log.state)
 
     def _engine(self) -> Engine:
         pace = self.seconds_per_token
@@ -161,13 +176,13 @@ class Pipeline:
         return replace(prompt_at(index), domain=f"source {index % len(self.shares)}")
 
     async def _schedule(self) -> None:
-        """Form batches; whenever one is voided, begin again from storage."""
+        """Form batches; whenever one is voided, begin again from the log."""
         clock = asyncio.get_running_loop().time
         while True:
             moved, batch = clock(), -1
             async with asyncio.TaskGroup() as tasks:
                 forming = tasks.create_task(self.scheduler.run())
-                while self._voided() == self.scheduler.voids:
+                while self.state.voids == self.scheduler.voids:
                     await asyncio.sleep(LOOK_SECONDS)
                     moved, batch = clock() if self.scheduler.number > batch else moved, self.scheduler.number
                     assert clock() - moved < STUCK_SECONDS, f"no batch after {batch}"
@@ -205,63 +220,60 @@ class Pipeline:
         return Score(float(sum(request.tokens) % 2), "parity")
 
     async def _commit(self, staged: StagedBatch) -> None:
-        record, data = self.batches.commit(staged, self.async_ratio)
-        if (harm := self.damage.get((record.number, record.edition))) is not None:
-            damaged(self.store, record, harm)
-        await self.channel.put(record.number, data, PATIENCE_SECONDS, record.edition)
+        entry, data = TrajectoryStore(self.scheduling.log).commit(self.scheduling, staged)
+        if self.damage and (harm := self.damage.get((staged.number, voids_of(self.store, staged.number)))):
+            damaged(self.store, self.batches.committed(entry.n).file, harm)
+        await self.channel.put(staged.number, data, PATIENCE_SECONDS, entry.n)
 
     async def _learn(self) -> None:
-        version = self._newest()
+        version = self.policies.newest()
         draw = random.Random(self.seed)
         while version < self.versions:
-            record = await self._next_batch(version)
+            batch = await self._next_batch(version)
             await asyncio.sleep(self.train_seconds * draw.uniform(0.5, 1.5))
             version += 1
-            self._publish(version, record)
+            self._publish(version, batch)
             await self.channel.ack(version - 1)
             await self.channel.announce(version)
 
-    async def _next_batch(self, number: int) -> Any:
-        """Batch `number` as it stands in the store; a damaged one is voided and waited for anew."""
+    async def _next_batch(self, number: int) -> Waiting:
+        """Batch `number` as it stands in the log; a damaged one is voided and waited for anew."""
         while True:
             try:
                 leased = await self.channel.lease(number, PATIENCE_SECONDS)
-                record, stored = self.batches.read(number)
+                waiting = self.batches.waiting(number)
+                assert waiting is not None, "the channel handed out what was voided"
+                stored = self.batches.read(waiting.file)
             except Corrupt as error:
-                self.batches.void(number, str(error))
-            except Missing:
-                continue
+                self.batches.void(self.learning, number, str(error))
             else:
                 assert leased == stored, "the channel handed out something else than what was committed"
-                return record
+                return waiting
 
-    def _publish(self, version: int, record: Any) -> None:
-        weights = self.policies.stage(version, {"weights/model.safetensors": f"weights {version}".encode()})
-        manifest = Manifest(version, None, weights, (), None)
-        if record is not None:
-            manifest = Manifest(
-                version,
-                self.policies.manifest_sha256(version - 1),
-                weights,
-                (),
-                self.batches.commit_sha256(version - 1),
-                record.groups,
-                self.batches.discards(record),
-                record.cursor,
-            )
-        self.policies.publish(manifest)
+    def _publish(self, version: int, batch: Waiting | None) -> None:
+        files = {
+            name: f"{name} {version}".encode() for name in ("weights/model.safetensors", "learner/state.safetensors")
+        }
+        weights, state = ((stored,) for stored in self.policies.stage(self.learning, version, files))
+        entry = None if batch is None else batch.entry
+        self.policies.publish(self.learning, VersionPublished(version, entry, weights, state))
+        self.policies.prune(self.learning)
 
 
-def damaged(store: ObjectStore, record: BatchCommit, how: Damage) -> None:
+def voids_of(store: ObjectStore, number: int) -> int:
+    """How often batch `number` was voided."""
+    return sum(isinstance(entry.body, BatchVoided) and entry.body.number == number for entry in read(store))
+
+
+def damaged(store: ObjectStore, file: StoredObject, how: Damage) -> None:
     """Damage a committed batch as a disk, a person or another program might."""
-    path = record.path if how == "commit" else record.file
-    data = store.get(path)
+    data = store.get(file.path)
     if how == "gone":
-        store.delete(path)
+        store.delete(file.path)
     elif how == "cut":
-        store.put(path, data[: len(data) // 2])
+        store.put(file.path, data[: len(data) // 2])
     else:
-        store.put(path, data[:99] + bytes([data[99] ^ 1]) + data[100:])
+        store.put(file.path, data[:99] + bytes([data[99] ^ 1]) + data[100:])
 
 
 def prompt_at(index: int) -> Prompt:

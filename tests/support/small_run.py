@@ -1,10 +1,12 @@
-"""A small real run without Ray: its own policy folder, made-up batches, the real learner's actor in this process."""
+"""A small real run without Ray: its own policy folder, made-up batches, the real learner's actor in this process.
+
+A batch is made up when the learner asks for it: its newest tokens are of the version that the learner has published.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollflow.flows.config import parse
 from rollflow.flows.prepare import prepare
-from rollflow.storage.records import Cursor, Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
-from rollflow.storage.settlement import settled
-from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.storage.log.state import NOBODY
+from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run import RunContext
@@ -29,16 +31,27 @@ class Halt(Exception):
 
 
 class StoreFeed:
-    """`BatchFeed` straight from storage; the first thing it is asked for beyond `until` ends the learner."""
+    """`BatchFeed` of made-up batches; the first thing it is asked for from batch `until` on ends the learner.
 
-    def __init__(self, batches: TrajectoryStore, until: int) -> None:
-        self.batches, self.until = batches, until
+    That batch is committed, and waits. It takes the run as its supervisor, if nobody has, and as its scheduler.
+    """
+
+    def __init__(self, context: RunContext, until: int | None = None) -> None:
+        self.context, self.log, self.batches = context, context.log, context.batches
+        self.until = context.config.versions if until is None else until
+        if self.log.state.newest_claim("supervisor") == NOBODY:
+            self.log.claim("supervisor")
+        self.writer = self.log.claim("scheduler")
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
         """The committed batch."""
+        waiting = self.batches.waiting(number)
+        if waiting is None:
+            self.batches.commit(self.writer, batch(self.context, number))
+            waiting = self.log.state.waiting[number]
         if number >= self.until:
             raise Halt
-        return self.batches.read(number)[1]
+        return self.batches.read(waiting.file)
 
     def finish(self, number: int, version: int) -> None:
         """Nothing to do."""
@@ -54,7 +67,7 @@ def prepare_small(
     prompts: Sequence[Mapping[str, object]] = (),
     **store: object,
 ) -> RunContext:
-    """A prepared run in `ROLLFLOW_HOME`, with `versions` committed batches and no policy version yet."""
+    """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
     policy = folder / "policy"
     if not policy.exists():
         make_policy(policy)
@@ -72,10 +85,7 @@ def prepare_small(
             **({"prompts": prompts} if prompts else {}),
         }
     )
-    context = prepare(config, run_id)
-    for number in range(versions):
-        TrajectoryStore(context.store).commit(batch(context, number), 1.0)
-    return context
+    return prepare(config, run_id)
 
 
 def make_policy(folder: Path) -> None:
@@ -89,29 +99,22 @@ def make_policy(folder: Path) -> None:
 
 
 def batch(context: RunContext, number: int) -> StagedBatch:
-    """Made-up answers to the run's own prompts; in batch 2 one was discarded as stale and issued again."""
-    order, draw = context.order(), random.Random(number)
+    """Made-up answers to the run's own prompts; in batch 2 one was discarded as stale and issued again.
+
+    One prompt more is in flight than batches have used. A batch that was voided is made again of the next attempts.
+    """
+    order, draw, state = context.order(), random.Random(number), context.log.state
+    again, first = number in state.holes, number * GROUPS
+    gone = (Discard(GroupKey(first, 0), DiscardReason.STALE, 0, 21),) if number == 2 and not again else ()
+    attempts = state.open | {discard.key.prompt: discard.key.attempt + 1 for discard in gone}
     groups = []
-    for index in range(number * GROUPS, (number + 1) * GROUPS):
+    for index in range(first, first + GROUPS):
         prompt = order.prompt(index)
-        key = GroupKey(index, 1 if index == 2 * GROUPS else 0)
         samples = (trajectory(prompt.tokens, sample, number, draw) for sample in range(SIZE))
+        key = GroupKey(index, attempts.get(index, 0))
         groups.append(TrajectoryGroup(key, prompt.id, prompt.domain, tuple(samples)))
-    gone = (Discard(GroupKey(2 * GROUPS, 0), DiscardReason.STALE, 0, 21),) if number == 2 else ()
-    issued, sources = (number + 1) * GROUPS + 1, len(context.config.prompts)
-    cursor = Cursor(tuple(len(range(s, issued, sources)) for s in range(sources)), (0,) * sources)
-    return StagedBatch(number, tuple(groups), cursor, (GroupKey(issued - 1, 0),), gone, order=number)
-
-
-def batch_again(context: RunContext, number: int) -> StagedBatch:
-    """The next edition of a voided batch: its prompts issued again."""
-    batches = TrajectoryStore(context.store)
-    last = settled(batches, number)
-    assert last is not None
-    groups = tuple(replace(g, key=GroupKey(g.key.prompt, g.key.attempt + 1)) for g in batch(context, number).groups)
-    flying = tuple(key for key in last.in_flight if key not in {g.key for g in groups})
-    edition = batches.edition(number)
-    return StagedBatch(number, groups, last.cursor, flying, (), edition, last.order + 1, last.voids)
+    issued = range(first + 1 if number else 0, first + GROUPS + 1)
+    return StagedBatch(number, tuple(groups), () if again else tuple(issued), gone)
 
 
 def trajectory(prompt: tuple[int, ...], sample: int, number: int, draw: random.Random) -> Trajectory:
@@ -135,8 +138,7 @@ def trajectory(prompt: tuple[int, ...], sample: int, number: int, draw: random.R
 
 def train_small(context: RunContext, until: int | None = None) -> LearnerActor:
     """Train to the end, or until batch `until` is asked for; returns the learner's actor as it then is."""
-    batches = TrajectoryStore(context.store)
-    actor = LearnerActor(context, StoreFeed(batches, context.config.versions if until is None else until))
+    actor = LearnerActor(context, channel=StoreFeed(context, until))
     try:
         actor.run()
     except Halt:

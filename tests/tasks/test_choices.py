@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from rollflow.storage.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
-from rollflow.storage.trajectories import BatchCommit, TrajectoryStore
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
@@ -43,9 +43,14 @@ def ran(**kwargs: Any) -> tuple[Pipeline, float]:
     return pipeline, seconds
 
 
-def commits(pipeline: Pipeline) -> list[BatchCommit]:
-    store = TrajectoryStore(pipeline.store)
-    return [store.record(number) for number in range(pipeline.versions)]
+def commits(pipeline: Pipeline) -> list[BatchCommitted]:
+    """Of the batches that were trained on, in their order."""
+    entries = [pipeline.policies.find(version).batch_entry for version in range(1, pipeline.versions + 1)]
+    return [pipeline.batches.committed(entry) for entry in entries if entry is not None]
+
+
+def batches(pipeline: Pipeline) -> list[TrajectoryBatch]:
+    return [TrajectoryBatch.from_bytes(pipeline.batches.read(commit.file)) for commit in commits(pipeline)]
 
 
 def reasons(pipeline: Pipeline) -> Counter[str]:
@@ -62,10 +67,9 @@ def test_extra_groups_shorten_a_synchronous_step_and_are_issued_again() -> None:
     pipeline, spared = ran(**common, choices={"extra_groups": 4, **DROP})
     assert spared < 0.9 * plain
     assert set(reasons(pipeline)) == {"redundant"}
-    last = commits(pipeline)[-1]
-    waiting = {key.prompt for key in last.in_flight}
+    waiting = {key.prompt for key in pipeline.state.in_flight}
     trained = {key.prompt for commit in commits(pipeline) for key in commit.groups}
-    assert waiting | trained == set(range(last.cursor.issued[0]))  # whatever was left behind is still to come
+    assert waiting | trained == set(range(pipeline.state.issued[0]))  # whatever was left behind is still to come
 
 
 def test_of_extra_responses_the_first_to_end_are_kept() -> None:
@@ -75,8 +79,7 @@ def test_of_extra_responses_the_first_to_end_are_kept() -> None:
     pipeline, spared = ran(**common, choices={"extra_responses": 2})
     assert spared < 0.9 * plain
     assert pipeline.scheduler.counts.surplus_tokens > 0
-    batch = TrajectoryStore(pipeline.store).read(0)[0]
-    assert batch.rows == 4 * 4
+    assert commits(pipeline)[0].rows == len(batches(pipeline)[0]) == 4 * 4
     assert reasons(pipeline) == {}
 
 
@@ -87,7 +90,7 @@ def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
     attempts = [{key.attempt > 0 for key in commit.groups} for commit in made]
     assert attempts.count({True}) >= 5  # long rounds: nothing but prompts that were left behind
     assert {False, True} not in attempts[:-1]
-    assert len(made[-1].in_flight) <= 1  # the last round is for what waits: no more than the extras fit into it
+    assert len(pipeline.state.open) <= 1  # the last round is for what waits: no more than the extras fit into it
 
 
 def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
@@ -101,7 +104,7 @@ def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
     issued = [rounds.next(), rounds.next()]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(4, 1)]
     assert all(issue.awaited and issue.responses == 1 for issue in issued)
-    assert rounds.again == ()
+    assert rounds.next().key == GroupKey(6, 0)  # nothing waits any more
 
 
 def test_the_last_round_takes_what_waits_in_the_tail() -> None:
@@ -119,8 +122,7 @@ def test_the_last_round_takes_what_waits_in_the_tail() -> None:
 
 def spoken(pipeline: Pipeline) -> dict[tuple[int, int], tuple[int, ...]]:
     """(prompt, sample) -> the tokens it was trained with."""
-    store = TrajectoryStore(pipeline.store)
-    groups = [g for n in range(pipeline.versions) for g in TrajectoryBatch.from_bytes(store.read(n)[1]).groups()]
+    groups = [group for batch in batches(pipeline) for group in batch.groups()]
     return {(group.key.prompt, one.sample): one.tokens for group in groups for one in group.trajectories}
 
 
@@ -153,8 +155,16 @@ def test_a_scheduler_that_died_still_knows_who_was_left_behind() -> None:
     rounds = Rounds(plan_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
     rounds.enter(0, 0)
     assert [rounds.next() for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
-    assert rounds.behind([GroupKey(4, 1)]) == ((4, 2),)
-    assert rounds.behind([GroupKey(3, 5)]) == ()
+    rounds.ended(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
+    rounds.enter(1, 1)
+    assert rounds.next() == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
+
+
+def test_of_what_is_trained_on_or_filtered_nothing_is_kept() -> None:
+    rounds = Rounds(plan_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)])
+    rounds.taken([4, 8])
+    rounds.ended(Discard(GroupKey(3, 5), DiscardReason.FILTERED, 0, 7))
+    assert not rounds._behind
 
 
 @pytest.mark.parametrize("reason", list(DiscardReason))
@@ -162,9 +172,9 @@ def test_a_scheduler_that_died_still_knows_who_was_left_behind() -> None:
 def test_only_what_ran_and_was_left_behind_counts_as_slow(reason: DiscardReason, tokens: int) -> None:
     """Not an engine's death, nor a batch that rotted, nor a request that had no time to start."""
     rounds = Rounds(plan_for(tail_batching=True), Cursor((9,), (0,)), [])
-    rounds.ended(Discard(GroupKey(3, 0), reason, 0, tokens))
+    rounds.ended(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
     slow = tokens > 0 and reason in (DiscardReason.REDUNDANT, DiscardReason.STALE)
-    assert rounds.behind([GroupKey(3, 1)]) == (((3, 1),) if slow else ())
+    assert discard.slow == slow
     rounds.enter(5, 5)
     waits_in_the_tail = reason.issued_again and rounds.next().key.prompt != 3
     assert waits_in_the_tail == slow
@@ -212,8 +222,7 @@ def test_in_batch_mode_rewards_wait_for_the_last_response() -> None:
     common = {"versions": 5, "groups": 8, "async_ratio": 0.0, "slots": 4, "reward_seconds": 2.0}
     for mode, waits in (("queue", False), ("batch", True)):
         pipeline, _ = ran(**common, choices={"mode": mode})
-        table = TrajectoryBatch.from_bytes(TrajectoryStore(pipeline.store).read(3)[1]).table
-        seconds = table["reward_seconds"].to_pylist()
+        seconds = batches(pipeline)[3].table["reward_seconds"].to_pylist()
         assert min(seconds) == pytest.approx(2.0, abs=1e-5)
         assert (max(seconds) > 2.01) == waits
 
@@ -255,9 +264,8 @@ def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
     """A request that waits in an engine through an update has its first token under a newer version."""
     choices = {"staleness": "oldest-token"}
     pipeline, _ = ran(versions=20, async_ratio=2.0, choices=choices)
-    store = TrajectoryStore(pipeline.store)
-    for number in range(20):
-        for group in TrajectoryBatch.from_bytes(store.read(number)[1]).groups():
+    for batch in batches(pipeline):
+        for group in batch.groups():
             assert all(t.started_version == min(v for v in t.versions if v >= 0) for t in group.trajectories)
 
 

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.supervision import Budget
-from rollflow.storage.audit import audit
 from rollflow.storage.errors import Corrupt, EngineFailed
+from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.policies import Manifest, PolicyStore, Retention
-from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
@@ -44,6 +43,7 @@ from rollflow.tasks.settings import (
     TransformersEngineConfig,
     VllmEngineConfig,
 )
+from tests.support.batches import begin, learning, publish, scheduling, staged
 from tests.support.pipeline import Pipeline, prompt_at
 
 SLOW = TimedEngineConfig(slots=8, sigma=0, median_tokens=50, max_new_tokens=64, seconds_per_token=2.0)
@@ -122,8 +122,9 @@ def test_while_an_evaluation_runs_versions_are_published_and_loaded(alpha: float
 def test_at_alpha_0_what_is_trained_is_the_same_with_and_without() -> None:
     def trained(beside: Beside | None, engines: int) -> list[bytes]:
         pipeline = ran(beside, async_ratio=0.0, engines=engines)
-        batches = TrajectoryStore(pipeline.store)
-        return [batches.read(number)[1].to_pybytes() for number in range(LAST)]
+        found = [pipeline.policies.find(version).batch_entry for version in range(1, LAST + 1)]
+        files = [pipeline.batches.committed(entry).file for entry in found if entry is not None]
+        return [pipeline.batches.read(file).to_pybytes() for file in files]
 
     assert trained(Beside(), 1) == trained(None, 1)
     assert trained(Beside(lent=True), 2) == trained(None, 2)
@@ -137,7 +138,7 @@ def test_a_lent_engine_comes_back_and_its_requests_go_on_elsewhere(alpha: float)
     assert sorted(pipeline.proxy.engines) == [0, 1]
     assert {engine.version for engine in pipeline.proxy.engines.values()} == {LAST}
     assert sum(engine._usage.restarted for engine in pipeline.proxy.engines.values()) == 0  # tokens made in vain
-    assert pipeline.policies.latest() == LAST
+    assert pipeline.policies.newest() == LAST
 
 
 @given(
@@ -160,7 +161,7 @@ def test_whenever_engines_die_every_evaluation_is_made_and_the_run_ends(
         seed=seed,
     )
     assert [(each.version, each.pinned) for each in evaluations(pipeline.store)] == [(v, True) for v in (0, 2, 4, 6)]
-    assert pipeline.policies.latest() == LAST
+    assert pipeline.policies.newest() == LAST
     assert audit(pipeline.store).clean
 
 
@@ -256,16 +257,17 @@ def test_a_version_whose_weights_are_gone_is_skipped_with_its_reason() -> None:
 
 
 def test_weights_stay_until_their_evaluation_is_stored() -> None:
-    store = MemoryStore(uuid4().hex)
+    begin(store := MemoryStore(uuid4().hex), keep_last=2, keep_every=100)
+    (batches, scheduler), (policies, learner) = scheduling(store), learning(store)
     waiting = {3}
-    policies = PolicyStore(store, Retention(keep_last=2, keep_every=100), in_use=waiting.__contains__)
-    weights = {}
+    policies = PolicyStore(policies.log, in_use=waiting.__contains__)
     for version in range(10):
         if version == 8:
             waiting.clear()
-        weights[version] = policies.stage(version, {"weights/model.safetensors": b"weights"})
-        policies.publish(Manifest(version, None, weights[version], (), None))
-        there = [v for v in range(1, version + 1) if store.exists(weights[v][0].path)]
+        publish(policies, learner)
+        policies.prune(learner)
+        batches.commit(scheduler, staged(version, version))
+        there = [v for v in range(1, version + 1) if store.exists(policies.find(v).weights[0].path)]
         kept = list(range(max(1, version - 2), version + 1))
         assert there == sorted({*kept, *([3] if 3 <= version < 8 else [])})
 

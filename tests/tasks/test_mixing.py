@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.storage.audit import AuditReport, audit
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import Group
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Cursor, GroupKey, TrajectoryGroup
-from rollflow.storage.settlement import newest_commit
+from rollflow.storage.records import Cursor, TrajectoryGroup
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest
@@ -201,9 +203,11 @@ def mixed(store: MemoryStore, **changes: object) -> Pipeline:
     return Pipeline(store, **(settings | changes))  # type: ignore[arg-type]
 
 
-def trained(store: MemoryStore) -> list[tuple[GroupKey, ...]]:
-    policies = PolicyStore(store)
-    return [policies.manifest(version).consumed for version in range(1, policies.latest() + 1)]
+def trained(store: MemoryStore) -> list[tuple[Group, ...]]:
+    """Version by version."""
+    log = Log(store)
+    entries = [PolicyStore(log).find(version).batch_entry for version in range(1, log.state.version + 1)]
+    return [TrajectoryStore(log).committed(entry).groups for entry in entries if entry is not None]
 
 
 def finished(pipeline: Pipeline) -> AuditReport:
@@ -219,12 +223,13 @@ def test_shares_hold_in_what_is_trained(alpha: float) -> None:
     store = MemoryStore(uuid.uuid4().hex)
     report = finished(mixed(store, versions=150, async_ratio=alpha, train_seconds=0.2))
     assert report.fates["discarded: filtered"] > 400
-    counts = Counter(sources([key.prompt for batch in trained(store) for key in batch], len(MIXED)))
+    batches = trained(store)
+    counts = Counter(sources([group.prompt for batch in batches for group in batch], len(MIXED)))
     assert report.domains == {f"source {source}": count for source, count in counts.items()}
     for source, share in enumerate(MIXED):
         assert counts[source] / 1200 == pytest.approx(share, abs=0.02)
         for start in range(0, 150, 25):
-            stretch = sources([key.prompt for batch in trained(store)[start : start + 25] for key in batch], 3)
+            stretch = sources([group.prompt for batch in batches[start : start + 25] for group in batch], 3)
             assert stretch.count(source) / 200 == pytest.approx(share, abs=0.1)
 
 
@@ -232,7 +237,7 @@ def test_nobody_waits_for_the_slow_source() -> None:
     """It is late by what is in flight of it, while the batches go on with what the others have ready."""
     store = MemoryStore(uuid.uuid4().hex)
     run_virtual(mixed(store, versions=10, async_ratio=4.0, train_seconds=0.05).run())
-    first = Counter(sources([key.prompt for key in trained(store)[0]], len(MIXED)))
+    first = Counter(sources([group.prompt for group in trained(store)[0]], len(MIXED)))
     assert first[SLOW] < MIXED[SLOW] * 8
 
 
@@ -245,11 +250,9 @@ def test_at_alpha_zero_neither_timing_nor_death_changes_what_is_trained() -> Non
     for _ in range(12):
         run_virtual(stopped(mixed(killed, versions=20, async_ratio=0.0), draw.uniform(0.1, 1.5)))
     finished(mixed(killed, versions=20, async_ratio=0.0))
-    for number in range(20):
-        records = [TrajectoryStore(store).record(number) for store in (quiet, other, killed)]
-        assert records[0].groups == records[1].groups == records[2].groups
-        assert records[0].cursor == records[1].cursor == records[2].cursor
-        assert records[0].response_tokens == records[1].response_tokens == records[2].response_tokens
+    assert trained(quiet) == trained(other) == trained(killed)
+    states = [Log(store).state for store in (quiet, other, killed)]
+    assert states[0].cursor == states[1].cursor == states[2].cursor
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,7 +264,7 @@ def test_at_alpha_zero_neither_timing_nor_death_changes_what_is_trained() -> Non
     stops=st.lists(st.floats(0.05, 4.0), max_size=4),
     damage=st.dictionaries(
         st.tuples(st.integers(0, 5), st.integers(0, 1)),
-        st.sampled_from(["flipped", "cut", "gone", "commit"]),
+        st.sampled_from(["flipped", "cut", "gone"]),
         max_size=4,
     ),
 )
@@ -275,11 +278,10 @@ def test_whatever_dies_or_rots_the_mixture_goes_on(
         run_virtual(stopped(mixed(store, **changes), after))
     report = finished(mixed(store, **changes))
     assert report.fates["trained"] == 6 * groups
-    newest = newest_commit(TrajectoryStore(store))
-    assert newest is not None
-    flying = Counter(sources([key.prompt for key in newest.in_flight], len(MIXED)))
-    counts = Counter(sources([key.prompt for batch in trained(store) for key in batch], len(MIXED)))
-    kept = [issued - gone for issued, gone in zip(newest.cursor.issued, newest.cursor.filtered, strict=True)]
+    state = Log(store).state
+    flying = Counter(sources([key.prompt for key in state.in_flight], len(MIXED)))
+    counts = Counter(sources([group.prompt for batch in trained(store) for group in batch], len(MIXED)))
+    kept = [issued - gone for issued, gone in zip(state.issued, state.filtered, strict=True)]
     assert kept == [counts[source] + flying[source] for source in range(len(MIXED))]
     if alpha == 0.0 and not damage:
         assert all(abs(kept[s] - 6 * groups * share) < 1 for s, share in enumerate(MIXED))

@@ -87,7 +87,7 @@ def test_what_engines_are_fetching_stays_however_far_the_learner_may_run_ahead_m
     config = RunConfig(async_ratio=alpha, store=StoreConfig(keep_last=2))
     context = RunContext(str(tmp_path), tmp_path / "cache")
     describe(context.store, "ahead", config)
-    fetched, retention = 11, context.policies().retention
+    fetched, retention = 11, context.policies.retention
     assert all(retention.keeps(fetched, latest) for latest in range(fetched, fetched + math.floor(alpha) + 1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,8 +13,8 @@ import pytest
 
 from rollflow.flows.cli import main
 from rollflow.flows.home import attach_run
-from rollflow.storage.audit import audit
 from rollflow.storage.errors import ConfigError, Corrupt
+from rollflow.storage.log.audit import audit
 from rollflow.tasks.prompts import pins
 from rollflow.tasks.prompts.jsonl import questions
 from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
@@ -174,11 +175,21 @@ def test_damage_to_what_is_kept_is_found(tmp_path: Path) -> None:
     context.store.put(path, content().replace(b"7", b"8"))
     with pytest.raises(Corrupt, match="was altered"):
         asked(context)
-    assert [(v.kind, v.where) for v in audit(context.store).violations] == [("altered", path)]
+    assert [(v.kind, v.where) for v in audit(context.store, deep=True).violations] == [("altered", path)]
     context.store.delete(path)
     with pytest.raises(Corrupt, match="is missing"):
         asked(context)
-    assert [(v.kind, v.where) for v in audit(context.store).violations] == [("missing", path)]
+    assert [(v.kind, v.where) for v in audit(context.store, deep=True).violations] == [("missing", path)]
+
+
+def test_the_first_entry_pins_the_policy_that_the_run_began_with(tmp_path: Path) -> None:
+    context, _ = prepared(tmp_path)
+    kept = {path: hashlib.sha256(context.store.get(path)).hexdigest() for path in context.store.list("policy")}
+    assert "policy/config.json" in kept
+    assert {stored.path: stored.sha256 for stored in context.created.policy} == kept
+    context.store.put("policy/config.json", context.store.get("policy/config.json") + b" ")
+    found = audit(context.store, deep=True).violations
+    assert [(v.kind, v.where) for v in found] == [("altered", "policy/config.json")]
 
 
 def test_another_version_of_the_package_is_refused(

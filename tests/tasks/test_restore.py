@@ -12,19 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollflow.storage.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Conflict, Corrupt, RollflowError, Unreachable
+from rollflow.storage.errors import Corrupt, RollflowError, Unreachable
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchVoided, VersionPublished
+from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.policies import PolicyStore, manifest_path
-from rollflow.storage.records import Cursor, GroupKey, StoredObject
-from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.storage.records import GroupKey, StoredObject
 from rollflow.tasks.learners.actor import LearnerActor
 from rollflow.tasks.learners.base import Learner
-from rollflow.tasks.learners.restore import Restored, base_of, files, new_learner, restore, train_again
+from rollflow.tasks.learners.restore import Restored, files, new_learner, restore, train_again
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run import RunContext
-from tests.support.small_run import StoreFeed, batch_again, prepare_small, train_small
+from tests.support.log_runs import of_kind
+from tests.support.small_run import StoreFeed, prepare_small, train_small
 
 Prepare = Callable[..., RunContext]
 
@@ -41,14 +42,14 @@ def hashes(learner: Learner) -> dict[str, str]:
 
 def restored(context: RunContext, version: int, *, heal: bool = False) -> tuple[Learner, Restored]:
     learner = new_learner(context)
-    return learner, restore(context.policies(), TrajectoryStore(context.store), learner, version, heal=heal)
+    return learner, restore(context.policies, context.batches, learner, version, heal=heal)
 
 
 @pytest.mark.parametrize(("every", "bases"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 0, 0, 3, 3, 3, 6])])
 def test_any_version_can_be_restored(small: Prepare, every: int, bases: list[int]) -> None:
     context = small(state_every=every)
     train_small(context)
-    policies, batches = context.policies(), TrajectoryStore(context.store)
+    policies, batches = context.policies, context.batches
     forward, _ = restored(context, 0)
     for version in range(7):
         if version:
@@ -56,8 +57,7 @@ def test_any_version_can_be_restored(small: Prepare, every: int, bases: list[int
         learner, how = restored(context, version)
         assert hashes(learner) == hashes(forward)
         assert (how.base, how.replayed) == (bases[version], version - bases[version])
-        assert base_of(policies, version) == bases[version]
-        assert bool(policies.manifest(version).learner) == (bases[version] == version)
+        assert bool(policies.find(version).state) == (bases[version] == version)
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -69,7 +69,7 @@ def test_a_killed_learner_ends_where_the_unbroken_one_does(small: Prepare, every
     last = train_small(broken)
     assert last.version == 6
     assert last.status()["replayed"] == (1 if every == 4 else 0)
-    shas = [{o.path.rpartition("/")[2]: o.sha256 for o in c.policies().manifest(6).weights} for c in (whole, broken)]
+    shas = [{o.path.rpartition("/")[2]: o.sha256 for o in c.policies.find(6).weights} for c in (whole, broken)]
     assert shas[0] == shas[1]
     assert hashes(restored(broken, 6)[0]) == hashes(restored(whole, 6)[0])
     assert audit(broken.store).clean
@@ -86,8 +86,7 @@ def test_damaged_objects_are_made_again(small: Prepare, damage: Callable[[RunCon
     """The newest version's weights and the state of the one before are lost; a restarted learner heals both."""
     context = small()
     train_small(context, 5)
-    policies = context.policies()
-    lost = [policies.manifest(5).weights[0], policies.manifest(4).learner[0]]
+    lost = [context.policies.find(5).weights[0], context.policies.find(4).state[0]]
     before = [context.store.get(o.path) for o in lost]
     for stored in lost:
         damage(context, stored)
@@ -105,7 +104,7 @@ def test_what_cannot_be_rebuilt_is_named(small: Prepare) -> None:
     context = small()
     train_small(context, 2)
     for version in range(3):
-        flip(context, context.policies().manifest(version).weights[0])
+        flip(context, context.policies.find(version).weights[0])
     with pytest.raises(Corrupt, match=r"version 2 cannot be restored: policies/00000002/.* is damaged or missing"):
         restored(context, 2)
 
@@ -113,12 +112,11 @@ def test_what_cannot_be_rebuilt_is_named(small: Prepare) -> None:
 def test_a_replay_that_differs_goes_on_with_the_published_weights(small: Prepare) -> None:
     """Version 3 was published with other weights than its batch gives, as another machine would have."""
     context = small(state_every=2)
-    train_small(context, 3)
-    policies = context.policies()
-    manifest = policies.manifest(3)
-    foreign = context.store.get(policies.manifest(1).weights[0].path)
-    [weights] = policies.stage(3, {"weights/model.safetensors": foreign})
-    context.store.put(manifest_path(3), replace(manifest, weights=(weights,)).to_json())
+    train_small(context, 2)
+    policies, writer = context.policies, context.log.claim("learner")
+    foreign = context.store.get(policies.find(1).weights[0].path)
+    [weights] = policies.stage(writer, 3, {"weights/model.safetensors": foreign})
+    policies.publish(writer, VersionPublished(3, context.log.state.waiting[2].entry, (weights,)))
     learner, how = restored(context, 3)
     assert how.differed == [3]
     assert "differs" in how.sentence()
@@ -128,23 +126,23 @@ def test_a_replay_that_differs_goes_on_with_the_published_weights(small: Prepare
         restored(context, 3, heal=True)
 
 
-def test_only_the_batch_that_was_recorded_is_trained_again(small: Prepare) -> None:
+def test_only_the_batch_that_was_committed_is_trained_again(small: Prepare) -> None:
     context = small(state_every=6)
     train_small(context, 2)
-    batches = TrajectoryStore(context.store)
-    record = batches.record(1)
-    other = replace(record, cursor=Cursor((9,), (0,)))
-    context.store.put("trajectories/00000001.json", other.to_json())
-    with pytest.raises(Corrupt, match="batch 1 is not the one version 2 was trained on"):
+    entry = context.policies.find(2).batch_entry
+    assert entry is not None
+    file = context.batches.committed(entry).file
+    flip(context, file)
+    with pytest.raises(Corrupt, match=rf"{file.path} is not what was committed"):
         restored(context, 2)
-    context.store.delete("trajectories/00000001.json")
-    with pytest.raises(Corrupt, match="batch 1, which version 2 was trained on, is missing"):
+    context.store.delete(file.path)
+    with pytest.raises(Corrupt, match=rf"{file.path} is missing"):
         restored(context, 2)
 
 
 def test_a_second_run_call_joins_the_first(small: Prepare) -> None:
     context = small()
-    actor = LearnerActor(context, StoreFeed(TrajectoryStore(context.store), 6))
+    actor = LearnerActor(context, channel=StoreFeed(context))
     ended: list[int] = []
     calls = [threading.Thread(target=lambda: ended.append(actor.run())) for _ in range(4)]
     for call in calls:
@@ -155,39 +153,119 @@ def test_a_second_run_call_joins_the_first(small: Prepare) -> None:
     assert audit(context.store).versions == 6
 
 
-def test_a_second_learner_stops_and_names_the_first(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_another_one_followed_stops_and_names_it(small: Prepare) -> None:
+    """It had trained on a batch, and stored what came of it; the other one trains on that batch anew."""
     context = small()
-    first, second = (LearnerActor(context, StoreFeed(TrajectoryStore(context.store), 6)) for _ in range(2))
-    first.run()
-    winner = context.policies().manifest(0).writer
-    monkeypatch.setattr(PolicyStore, "latest", lambda *_: -1)  # the second looked before the first had published
-    for _ in range(2):  # whoever asks again hears the same
-        with pytest.raises(Conflict, match=rf"version 0 was published by another learner \(writer {winner}\)"):
-            second.run()
-    report = audit(context.store)
-    assert report.clean, report.violations
 
-
-def test_a_damaged_batch_is_voided_and_its_next_edition_trained_on(small: Prepare) -> None:
-    context = small()
-    train_small(context, 3)
-    batches = TrajectoryStore(context.store)
-    file = batches.record(3).file
-    context.store.put(file, context.store.get(file)[:-9])
-
-    class Reforming(StoreFeed):
+    class Followed(StoreFeed):
         def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-            if not self.batches.committed(number):
-                self.batches.commit(batch_again(context, number), 1.0)
+            if number == 2:
+                replace(self.context).log.claim("learner", who="the second one", host="elsewhere", process=7)
             return super().lease(number, deadline, afresh=afresh)
 
-    actor = LearnerActor(context, Reforming(TrajectoryStore(context.store), 6))
-    assert actor.run() == 6
-    [void] = TrajectoryStore(context.store).voids()
-    assert (void.batch, void.file) == (3, file)
-    assert context.policies().manifest(4).consumed == (GroupKey(6, 1), GroupKey(7, 1))
+    first = LearnerActor(context, channel=Followed(context))
+    for _ in range(2):  # whoever asks again hears the same
+        with pytest.raises(Deposed, match=r"another learner now \(the second one, process 7 on elsewhere\); this one"):
+            first.run()
+    assert context.policies.newest() == 2
+    assert len(list(context.store.list("policies/00000003"))) > 0
+    train_small(replace(context))
+    assert context.policies.newest() == 6
     report = audit(context.store)
     assert report.clean, report.violations
+
+
+def test_a_damaged_batch_is_voided_and_trained_on_when_it_was_made_again(small: Prepare) -> None:
+    context = small()
+    train_small(context, 3)
+    damaged = context.log.state.waiting[3]
+    context.store.put(damaged.file.path, context.store.get(damaged.file.path)[:-9])
+    train_small(context)
+    assert consumed(context, 4) == [GroupKey(6, 1), GroupKey(7, 1)]
+    [void] = of_kind(context.store, BatchVoided)
+    assert isinstance(void.body, BatchVoided)
+    assert (void.body.number, void.body.entry, void.role) == (3, damaged.entry, "learner")
+    report = audit(context.store)
+    assert report.clean, report.violations
+
+
+def test_a_deposed_learner_stops_at_the_next_lease_that_times_out(small: Prepare) -> None:
+    """What it waits for is trained on by the other one, and never waits again."""
+    context, waited = small(), []
+    train_small(context, 2)
+
+    class Late(StoreFeed):
+        def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+            waited.append(number)
+            if len(waited) == 2:
+                train_small(replace(context), 4)
+            raise TimeoutError(f"waited for batch {number}")
+
+    first = LearnerActor(context, channel=Late(context))
+    with pytest.raises(Deposed, match="this run has another learner now"):
+        first.run()
+    assert waited == [2, 2]
+    assert context.policies.newest() == 4
+    assert audit(context.store).clean
+
+
+def test_the_figures_of_a_version_count_what_every_making_of_its_batch_gave_up(small: Prepare) -> None:
+    """Batch 2 gave up one group, was damaged, and formed again without giving up any."""
+    context = small()
+    train_small(context, 2)
+    context.store.put(context.log.state.waiting[2].file.path, b"rotten")
+    train_small(context)
+    metrics = context.policies.find(3).metrics
+    found = {name: metrics[name] for name in ("discarded_groups", "discarded_tokens", "discarded_stale")}
+    assert found == {"discarded_groups": 1.0, "discarded_tokens": 21.0, "discarded_stale": 1.0}
+    totals = context.log.state.totals
+    assert (totals.groups["stale"], totals.tokens["stale"]) == (1, 21)
+    others = [context.policies.find(version).metrics["discarded_groups"] for version in (1, 2, 4, 5, 6)]
+    assert others == [0.0] * 5
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before it is trained on", "while it is trained on"])
+def test_what_is_voided_by_another_is_not_published(
+    small: Prepare, monkeypatch: pytest.MonkeyPatch, *, late: bool
+) -> None:
+    """The learner is then where it was before that batch, and trains on the one that is made instead."""
+    whole, context = small("whole"), small("broken")
+    train_small(whole)
+    step = TorchLearner.step
+
+    def lost(feed: StoreFeed, number: int) -> None:
+        if number == 3 and not context.log.state.voids:
+            path = context.log.state.waiting[3].file.path
+            context.store.put(path, context.store.get(path)[:-9])
+            assert feed.batches.void(feed.writer, 3, "it was found damaged")
+
+    class Voiding(StoreFeed):
+        def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+            data = super().lease(number, deadline, afresh=afresh)
+            if not late:
+                lost(self, number)
+            return data
+
+    def voiding(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
+        metrics = step(self, batch, version)
+        if late:
+            lost(feed, version)
+        return metrics
+
+    feed = Voiding(context)
+    monkeypatch.setattr(TorchLearner, "step", voiding)
+    assert LearnerActor(context, channel=feed).run() == 6
+    assert context.log.state.voids == 1
+    assert consumed(context, 4) == [GroupKey(6, 1), GroupKey(7, 1)]
+    assert hashes(restored(context, 6)[0]) == hashes(restored(whole, 6)[0])
+    report = audit(context.store)
+    assert report.clean, report.violations
+
+
+def consumed(context: RunContext, version: int) -> list[GroupKey]:
+    entry = context.policies.find(version).batch_entry
+    assert entry is not None
+    return [group.key for group in context.batches.committed(entry).groups]
 
 
 def test_a_damaged_copy_in_the_channel_is_not_trained_on(small: Prepare) -> None:
@@ -199,8 +277,8 @@ def test_a_damaged_copy_in_the_channel_is_not_trained_on(small: Prepare) -> None
             data = super().lease(number, deadline)
             return data if afresh else pa.py_buffer(data.to_pybytes()[:-9])
 
-    assert LearnerActor(context, Damaging(TrajectoryStore(context.store), 6)).run() == 6
-    assert TrajectoryStore(context.store).voids() == []
+    assert LearnerActor(context, channel=Damaging(context)).run() == 6
+    assert of_kind(context.store, BatchVoided) == []
     report = audit(context.store)
     assert report.clean, report.violations
 
@@ -215,7 +293,7 @@ def test_a_channel_that_cannot_answer_is_asked_again(small: Prepare) -> None:
                 raise failures.pop()
             return super().lease(number, deadline, afresh=afresh)
 
-    assert LearnerActor(context, Failing(TrajectoryStore(context.store), 6)).run() == 6
+    assert LearnerActor(context, channel=Failing(context)).run() == 6
     assert failures == []
 
 
@@ -237,17 +315,22 @@ def moment(learner: Learner) -> torch.Tensor:
 def test_a_version_that_is_not_finite_leaves_nothing(
     small: Prepare, where: Callable[[Learner], torch.Tensor], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it is uploaded, wherever the value is; the version before stands, and the run goes on from it."""
+    """Nothing of it is stored, wherever the value is; the version before stands, and the run goes on from it."""
     context = small()
     train_small(context, 2)
-    before = sorted(context.store.list())
+    before = objects(context)
     with monkeypatch.context() as patch:
         patch.setattr(TorchLearner, "step", breaking(where, value))
         with pytest.raises(RollflowError, match=r"version 3 is not published: .* NaN or an infinity; lower train"):
             train_small(context, 3)
-    assert sorted(context.store.list()) == before
+    assert objects(context) == before
     train_small(context, 3)
-    assert context.policies().latest() == 3
+    assert context.policies.newest() == 3
+
+
+def objects(context: RunContext) -> list[str]:
+    """All but the log's entries: a learner that begins claims its role."""
+    return sorted(path for path in context.store.list() if not path.startswith("log/"))
 
 
 def breaking(where: Callable[[Learner], torch.Tensor], value: float) -> Callable[..., object]:

@@ -1,9 +1,14 @@
-"""The scheduler on a virtual clock: whatever the schedule, no prompt is lost or doubled and alpha holds."""
+"""The scheduler on a virtual clock: whatever the schedule, no prompt is lost or doubled and alpha holds.
+
+Each run is audited; `check` says the same of its entries and files without the fold that audit and run have in common.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +16,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.storage.audit import AuditReport, audit
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import EngineFailed, Stale
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, Written
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.state import Deposed, TooOld
+from rollflow.storage.objects import open_store
+from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Cursor, GroupKey, Prompt, TrajectoryGroup
-from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.storage.records import GroupKey, Prompt, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
 from rollflow.tasks.clock import Deadlock, run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rewards.pool import ScoreRequest
 from rollflow.tasks.rewards.verifier import Score
+from rollflow.tasks.rollout import actor
 from rollflow.tasks.rollout.admission import allowance
 from rollflow.tasks.rollout.dispatch import Dispatch, Surroundings
 from rollflow.tasks.rollout.plan import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.run import RunContext
 from rollflow.tasks.settings import FilterConfig, Routing, TimedEngineConfig
+from tests.support.described import describe
+from tests.support.ledger import check_log
+from tests.support.log_runs import read
 from tests.support.pipeline import Damage, Pipeline
 
 
@@ -36,7 +52,31 @@ def fresh_store() -> MemoryStore:
 
 def run_and_audit(pipeline: Pipeline) -> AuditReport:
     run_virtual(pipeline.run())
+    check(pipeline)
     return audit(pipeline.store)
+
+
+def trained(store: ObjectStore) -> Iterator[tuple[int, TrajectoryBatch]]:
+    """(version, the batch it was trained on), by the entries alone; each file is the one that was committed."""
+    entries = read(store)
+    for entry in entries:
+        if isinstance(entry.body, VersionPublished) and entry.body.batch_entry is not None:
+            committed = entries[entry.body.batch_entry].body
+            assert isinstance(committed, BatchCommitted)
+            verify(committed.file, data := store.get(committed.file.path))
+            yield entry.body.number, TrajectoryBatch.from_bytes(data)
+
+
+def check(pipeline: Pipeline) -> None:
+    """Of a run that has ended: its versions are all there, each of a fresh batch; every dispatch has one fate."""
+    keys = list[GroupKey]()
+    for version, (number, batch) in enumerate(trained(pipeline.store), 1):
+        assert version == number
+        assert len(batch) == pipeline.groups * pipeline.group_size
+        assert min(batch.table["started_version"].to_pylist()) >= version - 1 - pipeline.async_ratio
+        keys += batch.keys
+    assert len(set(keys)) == len(keys)
+    check_log(read(pipeline.store), pipeline.versions, pipeline.groups, pipeline.state.in_flight)
 
 
 @settings(max_examples=40, deadline=None)
@@ -175,7 +215,7 @@ def test_alpha_zero_is_reproducible_down_to_the_bytes() -> None:
     stores = [fresh_store(), fresh_store()]
     for store, slots in zip(stores, (8, 8), strict=True):
         run_virtual(Pipeline(store, async_ratio=0.0, slots=slots).run())
-    first, second = (TrajectoryStore(store).read(5)[0].groups for store in stores)
+    first, second = ([batch.table.to_pydict() for _, batch in trained(store)] for store in stores)
     assert first == second
 
 
@@ -197,7 +237,7 @@ def test_a_run_continues_from_storage_alone() -> None:
     async def stopped() -> None:
         pipeline = Pipeline(store, versions=12, async_ratio=2.0)
         task = asyncio.create_task(pipeline.run())
-        while not (hasattr(pipeline, "policies") and pipeline.policies.latest() >= 3):
+        while not (hasattr(pipeline, "policies") and pipeline.policies.newest() >= 3):
             await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -220,12 +260,13 @@ def test_a_run_continues_from_storage_alone() -> None:
     train_seconds=st.floats(0.0, 1.0),
     in_flight=st.sampled_from(["continue", "restart"]),
     seed=st.integers(0, 1000),
+    shares=st.sampled_from([(1.0,), (0.6, 0.4), (0.5, 0.25, 0.25)]),
     choices=CHOICES | STRICT,
     stops=st.lists(st.floats(0.05, 4.0), max_size=4),
     engine_deaths=st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 2)), max_size=4),
     damage=st.dictionaries(
         st.tuples(st.integers(0, 5), st.integers(0, 1)),
-        st.sampled_from(["flipped", "cut", "gone", "commit"]),
+        st.sampled_from(["flipped", "cut", "gone"]),
         max_size=4,
     ),
 )
@@ -237,12 +278,13 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
     train_seconds: float,
     in_flight: str,
     seed: int,
+    shares: tuple[float, ...],
     choices: dict[str, Any],
     stops: list[float],
     engine_deaths: list[tuple[float, int]],
     damage: dict[tuple[int, int], Damage],
 ) -> None:
-    """Engines die, batch files rot, and the whole process is stopped and goes on from storage, at any moment."""
+    """Engines die, batch files rot, and the whole process is stopped and goes on from its log, at any moment."""
     store = fresh_store()
 
     def pipeline() -> Pipeline:
@@ -255,6 +297,7 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
             train_seconds=train_seconds,
             in_flight=in_flight,
             seed=seed,
+            shares=shares,
             engine_deaths=engine_deaths,
             choices=choices,
             damage=damage,
@@ -262,12 +305,31 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
 
     for after in stops:
         run_virtual(stopped(pipeline(), after))
-    report = run_and_audit(pipeline())
+    last = pipeline()
+    report = run_and_audit(last)
     assert report.violations == []
     assert report.versions == 6
     assert report.fates["trained"] == 6 * groups
     assert max(report.staleness) <= alpha
-    assert len(report.quarantined) <= len(damage)
+    voids = [entry for entry in read(store) if isinstance(entry.body, BatchVoided)]
+    assert len(report.quarantined) == len(voids) == last.state.voids <= len(damage)
+
+
+@settings(max_examples=20, deadline=None)
+@given(stops=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), extra=st.integers(0, 2))
+def test_at_alpha_zero_a_run_that_was_killed_trains_the_same_trajectories(stops: list[float], extra: int) -> None:
+    """Equal means trajectories. Entries tell of claims; and a group that was left behind when a commit was made, and
+    had not noticed, goes on after a kill as the same attempt, with the same draws."""
+
+    def run(stops: list[float]) -> list[dict[str, Any]]:
+        store, choices = fresh_store(), {"extra_groups": extra, "at_bound": "drop"}
+        for after in stops:
+            run_virtual(stopped(Pipeline(store, async_ratio=0.0, group_size=3, choices=choices), after))
+        run_virtual(Pipeline(store, async_ratio=0.0, group_size=3, choices=choices).run())
+        other = ["attempt", "generation_seconds", "reward_seconds"]
+        return [batch.table.drop_columns(other).to_pydict() for _, batch in trained(store)]
+
+    assert run(stops) == run([])
 
 
 async def stopped(pipeline: Pipeline, after: float) -> None:
@@ -358,16 +420,18 @@ def test_a_request_that_fails_is_sent_again_and_its_group_keeps_the_rest(attempt
 
 
 def test_a_stale_group_cannot_be_committed() -> None:
-    """The check at batching holds even if admission and buffer were wrong."""
-    store = fresh_store()
-    run_virtual(Pipeline(store, async_ratio=0.0).run())
-    groups = tuple(groups_of(store, 0))
-    with pytest.raises(Stale, match="started under version 0, batch 9 allows 7"):
-        TrajectoryStore(store).commit(StagedBatch(9, groups, Cursor((4,), (0,)), (), ()), async_ratio=2.0)
-
-
-def groups_of(store: MemoryStore, number: int) -> list[TrajectoryGroup]:
-    return TrajectoryBatch.from_bytes(TrajectoryStore(store).read(number)[1]).groups()
+    """The checks at batching hold even if admission and buffer were wrong: in a simulation, and in the log."""
+    pipeline = Pipeline(fresh_store(), async_ratio=0.0)
+    run_virtual(pipeline.run())
+    first, entry = next(trained(pipeline.store))[1].groups()[0], pipeline.state.n
+    unused = GroupKey(pipeline.state.issued[0], 0)
+    batch = StagedBatch(6, (replace(first, key=unused),), (unused.prompt,))
+    with pytest.raises(Stale, match="started under version 0, batch 6 allows 4"):
+        batch.check_fresh(2.0)
+    writer = Log(pipeline.store).claim("scheduler")
+    with pytest.raises(TooOld, match="started under version 0, batch 6 allows 6"):
+        TrajectoryStore(writer.log).commit(writer, batch)
+    assert pipeline.state.n == entry + 1  # the claim
 
 
 @pytest.mark.parametrize(
@@ -408,3 +472,33 @@ def test_stragglers_past_the_bound_are_discarded_and_issued_again() -> None:
     assert report.discarded_tokens > 0
     assert report.fates["trained"] == 12 * pipeline.groups
     assert max(report.staleness) == 1
+
+
+def test_a_deposed_scheduler_stops_at_its_next_look_at_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batch is still being formed: it has nothing to commit yet that could be refused."""
+    monkeypatch.setattr(actor, "NEWS_SECONDS", 0.0)
+    describe(open_store(str(tmp_path)))
+    context, looks, follow = RunContext(str(tmp_path), tmp_path / "cache"), list[int](), Log.follow
+    context.log.claim("supervisor")
+
+    def counted(self: Log) -> list[Written]:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            Log(context.store).claim("scheduler", who="the second one")
+        return follow(self)
+
+    async def form() -> None:
+        while len(looks) < 10:
+            await asyncio.sleep(0.0)
+        raise AssertionError("it goes on")
+
+    async def watch() -> None:
+        first = actor.RolloutActor(context, "")
+        first.config, first.writer = context.config, context.log.claim("scheduler", who="the first one")
+        first.feed = actor.StoreFeed(context, first.channel)
+        monkeypatch.setattr(Log, "follow", counted)
+        await first._trained(asyncio.create_task(form()), 0)
+
+    with pytest.raises(Deposed, match=r"another scheduler now \(the second one"):
+        asyncio.run(watch())
+    assert len(looks) == 3

@@ -1,7 +1,7 @@
 """Ten thousand schedules: whatever is chosen and whatever happens, no prompt is lost or doubled, alpha holds, no engine
-gets more than its slots, and batches keep coming. What is checked of each stands in `tests/support/schedules.py`.
+gets more than its slots, and batches keep coming. What is checked of each stands in `tests/support/ledger.py`.
 
-Those of `test_scheduler` go through storage and its audit as well; these are the many.
+Those of `test_scheduler` go through batch files and the audit as well; these are the many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from rollflow.storage.records import DiscardReason
 from rollflow.tasks.settings import RolloutConfig
-from tests.support.schedules import FILTERS, Case, Ledger, Stop, Trouble, ran
+from tests.support.ledger import Ledger
+from tests.support.schedules import FILTERS, Case, Stop, Trouble, ran
 
 MANY = settings(
     deadline=None,
@@ -167,7 +168,7 @@ def test_every_choice_a_person_has_is_drawn() -> None:
 def test_a_fraction_ahead_is_started_once_however_long_the_learner_takes(seconds: float) -> None:
     """At alpha = 0.5 half a batch is left over each time: it waits for the next version, as nothing else would."""
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
-    assert ledger.cursor.issued == (16,)
+    assert ledger.issued == [16]
     assert ledger.discards[DiscardReason.STALE] <= 3 * 2
 
 
@@ -175,4 +176,4 @@ def test_a_fraction_ahead_is_started_once_however_long_the_learner_takes(seconds
 def test_where_slow_groups_are_waited_for_a_fraction_of_alpha_starts_none_that_no_batch_can_take(alpha: float) -> None:
     ledger = ran(Case(async_ratio=alpha, at_bound="wait", groups=4, slots=4, batches=8))
     assert not ledger.discards
-    assert ledger.cursor.issued <= (4 * 8 + 4 * int(alpha),)
+    assert ledger.issued[0] <= 4 * 8 + 4 * int(alpha)

@@ -12,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.entries import VersionPublished
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import pieces
-from rollflow.storage.policies import Manifest, PolicyStore
+from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.learners.shards import NAMES, from_files, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.settings import ColdStart, TrainConfig
+from tests.support.described import describe
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 
@@ -90,12 +93,16 @@ def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> No
         return TorchLearner(model, TrainConfig(), temperature=1.0, versions=1, seed=seed, shard_bytes=9000)
 
     made = learner(0)
-    store = PolicyStore(open_store(str(tmp_path / "run") if uri == "local" else uri))
-    manifest = Manifest(0, None, store.stage(0, made.weights()), store.stage(0, made.state()), None)
-    assert len(manifest.weights) > 3
-    for file in (folder := store.weights_folder(manifest, tmp_path / "cache")).iterdir():
+    describe(run := open_store(str(tmp_path / "run") if uri == "local" else uri))
+    store = PolicyStore(log := Log(run))
+    log.claim("supervisor")
+    writer = log.claim("learner")
+    weights, state = (store.stage(writer, 0, files) for files in (made.weights(), made.state()))
+    version = store.publish(writer, VersionPublished(0, None, weights, state))
+    assert len(version.weights) > 3
+    for file in (folder := store.weights_folder(version, tmp_path / "cache")).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert (folder / "model.safetensors.index.json").exists()
     again, other = learner(0, trained=True), learner(1)
-    other.load(store.read_all(manifest.weights), store.read_all(manifest.learner))
+    other.load(store.read_all(version.weights), store.read_all(version.state))
     assert again.logprobs([3, 4, 5, 6]) == other.logprobs([3, 4, 5, 6]) == made.logprobs([3, 4, 5, 6])

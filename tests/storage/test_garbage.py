@@ -6,25 +6,29 @@ import os
 import threading
 import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import VersionPublished, entry_path
-from rollflow.storage.log.garbage import collect, orphans, store_clock, sweep
+from rollflow.storage.log.entries import Pruned, VersionPublished, entry_path
+from rollflow.storage.log.garbage import abandoned, collect, orphans, store_clock, sweep
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.retention import KINDS
+from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
+from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import DiscardReason
-from tests.storage.test_collect import begun, ended, uploads
+from tests.support.batches import begin, train
 from tests.support.log_actors import Learner, Supervisor
-from tests.support.log_runs import Actors, RealScheduler, committed, forget, of_kind, read
+from tests.support.log_runs import Actors, RealScheduler, committed, forget, of_kind
 from tests.support.s3_server import s3_server, use
+from tests.support.uploads import BUCKET, PART, begun, ended, grow_old, uploads
 
 DAY = 24 * 3600.0
 
@@ -105,6 +109,50 @@ def test_what_a_pruned_entry_names_and_is_still_there(run: LocalStore) -> None:
     assert {orphan.why for orphan in found} >= {"version 1 does not need its weights any more"}
     collect(run, found)
     assert audit(run, deep=True).violations == []
+
+
+@given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=50)
+def test_what_killed_learners_did_not_remove_goes_with_the_next_pruning_or_is_garbage(ends: list[str]) -> None:
+    """Killed before the entry that gives objects up, or after it: in the end what is needed is there, and no more."""
+    store = MemoryStore(uuid.uuid4().hex)
+    begin(store, keep_last=2, keep_every=4, state_every=2)
+    for end in [*ends, "lives"]:
+        policies, writer = train(store, 1)
+        released = policies.log.state.releasable
+        if end == "lives":
+            policies.prune(writer)
+        elif end == "after" and released:
+            writer.append(lambda state, _, released=released: Pruned(tuple(released)))  # type: ignore[misc]
+    left = set(store.list("policies")) - needed(store)
+    found = orphans(store, store_clock(store))
+    assert {orphan.path for orphan in found} == left
+    assert bool(left) <= ("after" in ends)
+    collect(store, found)
+    assert set(store.list("policies")) == needed(store)
+    assert orphans(store, store_clock(store)) == []
+
+
+def needed(store: ObjectStore) -> set[str]:
+    """The objects of versions that must be there."""
+    state, found = Log(store).state, set()
+    for entry in of_kind(store, VersionPublished):
+        assert isinstance(entry.body, VersionPublished)
+        kept = [kind for kind in KINDS if state.retention.needed(kind, entry.body.number, state.version)]
+        found |= {stored.path for kind in kept for stored in getattr(entry.body, kind)}
+    return found
+
+
+def test_what_an_evaluation_still_needs_is_no_garbage(run: LocalStore) -> None:
+    """A learner that put a version's pruning off, and died, leaves it to the next one."""
+    begin(run, keep_last=2, keep_every=100)
+    policies, writer = train(run, 8)
+    weights = policies.find(3).weights[0].path
+    PolicyStore(policies.log, in_use=lambda version: version == 3).prune(writer)
+    train(run, 1)
+    age(run, weights, 100)
+    assert orphans(run, store_clock(run)) == []
+    assert run.exists(weights)
 
 
 def test_what_is_not_needed_and_was_not_pruned_stays(run: LocalStore) -> None:
@@ -255,13 +303,8 @@ def test_collecting_beside_a_run_whose_roles_depose_each_other_takes_nothing_tha
     assert len(freed) >= 10
     assert audit(store, deep=True).violations == []
     collect(store, orphans(store, store_clock(store)))
-    state, named = Log(store).state, set()
-    for entry in read(store):
-        if isinstance(entry.body, VersionPublished):
-            kept = [kind for kind in KINDS if state.retention.needed(kind, entry.body.number, state.version)]
-            named |= {stored.path for kind in kept for stored in getattr(entry.body, kind)}
-    assert state.releasable == []
-    assert set(store.list("policies")) == named
+    assert Log(store).state.releasable == []
+    assert set(store.list("policies")) == needed(store)
 
 
 def test_what_killed_writers_left_goes_after_a_week(run: LocalStore) -> None:
@@ -281,23 +324,38 @@ def test_what_killed_writers_left_goes_after_a_week(run: LocalStore) -> None:
     assert [path.name for path in scratch.iterdir()] == ["b"]
 
 
+def test_an_upload_that_nobody_ends_goes_and_a_live_one_beside_it_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server(BUCKET) as endpoint:
+        use(endpoint, monkeypatch)
+        run, other = S3Store(f"{BUCKET}/runs/mine"), S3Store(f"{BUCKET}/runs/mine-too")
+        stale, live = begun(run, "stale"), begun(run, "live")
+        empty, elsewhere = begun(run, "empty", 0), begun(other, "a")
+        grow_old(stale, elsewhere)
+        found = list(abandoned(run, store_clock(run)))
+        assert [(o.path, o.size, o.why) for o in found] == [("stale", PART, "its writer never ended it")]
+        assert sweep(run) == PART
+        assert set(uploads()) == {live, empty, elsewhere}
+        ended(run, "live", live)
+        assert run.stat("live").size == PART
+        assert sweep(run) == 0
+
+
 @pytest.mark.slow
 def test_on_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale upload, what a superseded claim left; a live upload ends well."""
-    with s3_server("uploads") as endpoint:
+    with s3_server(BUCKET) as endpoint:
         use(endpoint, monkeypatch)
-        run = S3Store("uploads/runs/mine")
+        run = S3Store(f"{BUCKET}/runs/mine")
         actors = Actors.begin(run).train(2)  # type: ignore[arg-type]
         stale, live = begun(run, "stale"), begun(run, "live")
-        for part in uploads()[stale].parts.values():
-            part.last_modified -= timedelta(days=8)
+        grow_old(stale)
         left = f"policies/00000003/{actors.learner.writer.claim}/weights.safetensors"
         run.put(left, b"left")
         new = Supervisor(run)
         Learner(run, new.writer.claim)
         found = orphans(run, store_clock(run))
         assert [orphan.path for orphan in found] == [left, "stale"]
-        assert collect(run, found) == 1004
+        assert collect(run, found) == PART + 4
         ended(run, "live", live)
         assert audit(run, deep=True).violations == []
         assert audit(run).clean

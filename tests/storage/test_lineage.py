@@ -64,6 +64,21 @@ def test_each_fate_of_a_dispatch(store: MemoryStore) -> None:
     assert fates(log, 10_000) == {}
 
 
+def test_what_is_in_flight_is_so_since_the_newest_batch_whatever_was_formed_again(store: MemoryStore) -> None:
+    """Batch 0 is damaged, and formed last; two batches that wait are newer."""
+    actors = Actors.begin(store)
+    actors.ahead(3)
+    actors.learner.log.follow()
+    actors.learner.void(0)
+    actors.scheduler.log.follow()
+    actors.scheduler.begin()
+    *_, left = (actors.scheduler.dispatch(0) for _ in range(3))  # two are the batch's groups
+    actors.ahead()
+    log = Log(store)
+    assert (log.state.holes, log.state.next_batch, log.state.in_flight) == ([], 3, (left,))
+    assert fates(log, left.prompt) == {left: InFlight(2)}
+
+
 def test_every_dispatch_of_a_run_has_the_fate_that_the_state_counts(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
@@ -76,7 +91,7 @@ def test_every_dispatch_of_a_run_has_the_fate_that_the_state_counts(store: Memor
         actors.train(1)
     log = Log(store)
     state = log.state
-    found = [fates(log, prompt) for prompt in state.cursor.indices()]
+    found = [fates(log, prompt) for prompt in range(max(state.cursor.upcoming)) if state.cursor.covers(prompt)]
     kinds = Counter(type(fate) for one in found for fate in one.values())
     open_ones = {key for one in found for key, fate in one.items() if isinstance(fate, InFlight)}
     assert open_ones == set(state.in_flight)

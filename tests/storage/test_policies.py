@@ -1,0 +1,271 @@
+"""The policy store: what a published version promises, and what stays of it, on every store without a server."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.errors import Conflict, Corrupt, Missing
+from rollflow.storage.log.entries import Pruned, entry_path
+from rollflow.storage.log.garbage import orphans, store_clock
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.retention import KINDS, Kind, Retention
+from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.policies import PolicyStore
+from tests.support.batches import begin, file_of, learning, publish, ready, scheduling, staged, train
+from tests.support.log_runs import of_kind
+from tests.support.together import together
+
+
+@pytest.fixture(params=["local", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def test_one_learner_wins(run: ObjectStore) -> None:
+    """Two learners race for every version: exactly one publishes it, and its own objects are the ones named."""
+    batches, scheduler = ready(run)
+    for version in range(1, 21):
+        batches.waiting(version - 1)
+        batches.commit(scheduler, staged(version - 1, version - 1))
+        losses: list[int] = []
+
+        def race(version: int = version, losses: list[int] = losses) -> None:
+            policies, writer = learning(run)
+            try:
+                publish(policies, writer, version)
+            except (Conflict, KeyError):  # deposed, refused, or the batch is trained on already
+                losses.append(writer.claim)
+
+        together(race, race)
+        assert len(losses) == 1
+        policies = PolicyStore(Log(run))
+        found = policies.find(version)
+        assert found.claim not in losses
+        assert policies.read(found.weights[0]) == f"{version} by {found.claim}".encode()
+        waited = batches.committed(found.batch_entry or 0)
+        assert waited.number == version - 1
+
+
+def test_a_version_is_found_as_it_was_published(run: ObjectStore) -> None:
+    begin(run)
+    policies, writer = train(run, 3)
+    other = PolicyStore(Log(run))
+    for version in range(3):
+        found = other.find(version)
+        assert (found.number, found.claim) == (version, writer.claim)
+        assert found.objects == (*found.weights, *found.state)
+        paths = [f"policies/{version:08d}/{writer.claim}/{name}" for name in ("weights/model", "learner/state")]
+        assert [stored.path for stored in found.objects] == [f"{path}.safetensors" for path in paths]
+        assert other.read_all(found.objects).keys() == {stored.path for stored in found.objects}
+    assert (other.newest(), other.retention) == (2, policies.retention)
+    for version in (-1, 3):
+        with pytest.raises(Missing, match=f"has no version {version}, the newest is 2"):
+            other.find(version)
+
+
+def test_a_version_that_was_published_meanwhile_is_found_and_told(run: ObjectStore) -> None:
+    begin(run)
+    train(run, 1)
+    early, late = PolicyStore(Log(run)), PolicyStore(Log(run))
+    train(run, 1)
+    assert (early.newest(), early.find(1).number) == (1, 1)
+    assert late.find(1).number == 1
+
+
+def test_a_version_of_a_batch_that_was_voided_meanwhile_is_refused(run: ObjectStore) -> None:
+    batches, writer = ready(run)
+    batches.commit(writer, staged())
+    policies, learner = learning(run)
+    policies.newest()
+    run.delete(file_of(batches, 0).path)
+    batches.void(writer, 0, "gone")
+    with pytest.raises(Refused, match="version 1 was not trained on its batch"):
+        publish(policies, learner, 1)
+    assert policies.newest() == 0
+
+
+def present(policies: PolicyStore) -> dict[Kind, set[int]]:
+    """The versions whose objects are all in storage, by kind; of the others there is none."""
+    found: dict[Kind, set[int]] = {kind: set() for kind in KINDS}
+    for number in range(policies.newest() + 1):
+        version = policies.find(number)
+        for kind, objects in zip(KINDS, (version.weights, version.state), strict=True):
+            there = {policies.run.exists(stored.path) for stored in objects}
+            assert len(there) <= 1
+            found[kind] |= {number} if there == {True} else set()
+    return found
+
+
+def required(rules: Retention, latest: int) -> dict[Kind, set[int]]:
+    """Word by word: what is kept, the newest, version 0, and from where each kept version is trained again."""
+    versions = range(latest + 1)
+    kept = {v for v in versions if v > latest - rules.keep_last or v % rules.keep_every == 0}
+    bases = {max(range(0, v, rules.state_every)) for v in kept if v}
+    states = bases | {0, latest}
+    return {"weights": kept | states, "state": {v for v in states if v % rules.state_every == 0}}
+
+
+RULES = st.fixed_dictionaries(
+    {"keep_last": st.integers(1, 6), "keep_every": st.integers(1, 7), "state_every": st.integers(1, 6)}
+)
+
+
+@given(RULES, st.integers(1, 20))
+@settings(deadline=None, max_examples=50)
+def test_exactly_what_is_needed_stays(rules: dict[str, int], versions: int) -> None:
+    """After every version: no more, and no less."""
+    run = MemoryStore(uuid.uuid4().hex)
+    begin(run, **rules)
+    (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
+    for latest in range(versions):
+        if latest:
+            batches.waiting(latest - 1)
+            batches.commit(scheduler, staged(latest - 1, latest - 1))
+        publish(policies, learner)
+        policies.prune(learner)
+        assert present(policies) == required(Retention(**rules), latest)
+
+
+def test_retention_by_hand(run: ObjectStore) -> None:
+    begin(run, keep_last=3, keep_every=4)
+    policies, _ = train(run, 11, prune=True)
+    found = present(policies)
+    assert found["weights"] == {0, 3, 4, 7, 8, 9, 10}  # each kept version, and what it can be trained again from
+    assert found["state"] == {0, 3, 7, 8, 9, 10}
+    assert all(policies.find(version).number == version for version in range(11))
+
+
+def test_what_goes_is_named_before_it_goes(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(memory, keep_last=1, keep_every=100)
+    policies, writer = train(memory, 4)
+    named: list[bool] = []
+    delete = MemoryStore.delete
+    monkeypatch.setattr(
+        MemoryStore,
+        "delete",
+        lambda self, path: (named.append(bool(of_kind(self, Pruned))), delete(self, path))[1],
+    )
+    assert policies.prune(writer) == ((1, "weights"), (1, "state"))
+    assert named == [True, True]
+    assert policies.prune(writer) == ()
+    assert len(of_kind(memory, Pruned)) == 1
+
+
+def test_what_an_evaluation_still_needs_is_not_pruned(memory: MemoryStore) -> None:
+    """Whoever learns next must wait as well."""
+    begin(memory, keep_last=2, keep_every=100)
+    train(memory, 8)
+    evaluated = False
+    policies, writer = learning(memory)
+    policies = PolicyStore(policies.log, in_use=lambda version: version == 3 and not evaluated)
+    policies.prune(writer)
+    assert present(policies) == {"weights": {0, 3, 5, 6, 7}, "state": {0, 5, 6, 7}}  # whose state evaluates nothing
+    evaluated = True
+    assert policies.prune(writer) == ((3, "weights"),)
+    assert present(policies)["weights"] == {0, 5, 6, 7}
+
+
+def test_what_waited_for_an_evaluation_goes_at_the_end_of_the_run(run: ObjectStore) -> None:
+    """The learner has ended by then: its supervisor prunes."""
+    begin(run, keep_last=1, keep_every=100)
+    policies, learner = train(run, 6)
+    PolicyStore(policies.log, in_use=lambda version: True).prune(learner)
+    assert present(policies) == {"weights": {0, 1, 2, 3, 4, 5}, "state": {0, 4, 5}}
+    log = Log(run)
+    supervisor = log.claim("supervisor")
+    released = tuple((version, "weights") for version in (1, 2, 3))
+    assert PolicyStore(log).prune(supervisor) == released
+    assert present(policies) == required(policies.retention, 5)
+    pruned = of_kind(run, Pruned)[-1]
+    assert (pruned.role, pruned.body) == ("supervisor", Pruned(released))
+    assert orphans(run, now=store_clock(run) + 1e9) == []
+
+
+def test_each_version_that_waits_is_asked_for_once(memory: MemoryStore) -> None:
+    """Each question is requests of the store, and the learner waits for the answers."""
+    begin(memory, keep_last=1, keep_every=100)
+    _, writer = train(memory, 8)
+    asked: list[int] = []
+
+    def in_use(version: int) -> bool:
+        asked.append(version)
+        return True
+
+    policies = PolicyStore(writer.log, in_use)
+    assert policies.prune(writer) == tuple((version, "state") for version in range(1, 6))
+    assert sorted(asked) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("damage", [b"rotten", None], ids=["damaged", "missing"])
+def test_an_entry_that_cannot_be_read_holds_up_no_other_version(memory: MemoryStore, damage: bytes | None) -> None:
+    """Its own objects stay until it can be read again."""
+    begin(memory, keep_last=1, keep_every=100)
+    policies, writer = train(memory, 8)
+    path = entry_path(policies.find(3).entry)
+    whole = memory.get(path)
+    if damage is None:
+        memory.delete(path)
+    else:
+        memory.put(path, damage)
+    others = tuple((version, kind) for version in (1, 2, 4, 5) for kind in KINDS)
+    assert policies.prune(writer) == others
+    assert policies.prune(writer) == ()
+    memory.put(path, whole)
+    assert present(policies) == {"weights": {0, 3, 6, 7}, "state": {0, 3, 6, 7}}
+    assert policies.prune(writer) == ((3, "weights"), (3, "state"))
+    assert present(policies) == required(policies.retention, 7)
+
+
+def test_a_deposed_learner_prunes_nothing(run: ObjectStore) -> None:
+    begin(run, keep_last=1, keep_every=100)
+    policies, writer = train(run, 4)
+    learning(run)
+    with pytest.raises(Deposed):
+        policies.prune(writer)
+    assert present(policies)["weights"] == {0, 1, 2, 3}
+
+
+def test_weights_are_local_files(run: ObjectStore, tmp_path: Path) -> None:
+    begin(run)
+    policies, writer = train(run, 1)
+    version = policies.find(0)
+    folder = policies.weights_folder(version, tmp_path / "cache")
+    assert (folder / "model.safetensors").read_bytes() == f"0 by {writer.claim}".encode()
+    assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+    policies.check_kept(version)
+    run.delete(version.weights[0].path)
+    with pytest.raises(Missing, match=f"there is no object {version.weights[0].path}"):
+        policies.check_kept(version)
+
+
+def test_a_cache_of_fetched_weights_stays_small(memory: MemoryStore, tmp_path: Path) -> None:
+    begin(memory)
+    policies, _ = train(memory, 8)
+    for version in range(8):
+        folder = policies.weights_folder(policies.find(version), tmp_path)
+        assert (folder / "model.safetensors").exists()
+    assert [f.name[:8] for f in sorted(tmp_path.glob("*/[0-9]*"))] == ["00000005", "00000006", "00000007"]
+
+
+def test_altered_weights_are_refused(run: ObjectStore) -> None:
+    begin(run)
+    policies, _ = train(run, 1)
+    stored = policies.find(0).weights[0]
+    run.put(stored.path, b"other")
+    with pytest.raises(Corrupt, match="is not what its entry committed"):
+        policies.read(stored)
+    run.delete(stored.path)
+    with pytest.raises(Corrupt, match="is missing"):
+        policies.read(stored)

@@ -1,0 +1,340 @@
+"""The trajectory store: what a commit and a void promise, on every object store that runs without a server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.batch import SCHEMA, TrajectoryBatch
+from rollflow.storage.errors import Conflict, Corrupt, Stale
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, entry_path
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, StoredObject
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
+from tests.support.batches import begin, file_of, group, learning, publish, ready, scheduling, staged, train
+from tests.support.log_runs import of_kind
+from tests.support.together import together
+
+
+@pytest.fixture(params=["local", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def again(run: ObjectStore, writer: Writer) -> tuple[TrajectoryStore, Writer]:
+    """The same claim, with a view of the run of its own."""
+    log = Log(run)
+    return TrajectoryStore(log), Writer(log, writer.role, writer.claim)
+
+
+def test_a_batch_comes_back_as_it_was(run: ObjectStore) -> None:
+    batches, writer = ready(run)
+    entry, data = batches.commit(writer, staged())
+    body, other = entry.body, TrajectoryStore(Log(run))
+    assert isinstance(body, BatchCommitted)
+    assert other.committed(entry.n) == body
+    assert other.read(body.file).equals(data)
+    assert tuple(TrajectoryBatch.from_bytes(other.read(body.file)).groups()) == staged().groups
+    assert (body.issued, body.discards, body.rows) == ((0, 1, 2), staged().discards, 4)
+    assert [(one.key, one.started, one.newest, one.tokens) for one in body.groups] == [
+        (GroupKey(0, 0), 0, 0, 4),
+        (GroupKey(1, 0), 0, 0, 4),
+    ]
+    waiting = other.waiting(0)
+    assert waiting is not None
+    assert (waiting.entry, waiting.file, waiting.groups) == (entry.n, body.file, body.groups)
+    state = other.log.state
+    assert (state.cursor, state.in_flight, state.next_batch) == (Cursor((3,), (0,)), (GroupKey(2, 1),), 1)
+
+
+def test_a_batch_is_committed_once(run: ObjectStore) -> None:
+    """Whoever commits it again has changed nothing: not the one who did, nor one who has another claim."""
+    first, writer = ready(run)
+    entry, data = first.commit(writer, staged())
+    before = run.get(entry_path(entry.n))
+    with pytest.raises(Conflict, match="batch 0 is not to be formed"):
+        first.commit(writer, staged())
+    second, other = scheduling(run)
+    with pytest.raises(Conflict, match="batch 0 is not to be formed"):
+        second.commit(other, staged())
+    with pytest.raises(Deposed):
+        first.commit(writer, staged(1, 1))
+    assert run.get(entry_path(entry.n)) == before
+    assert second.read(file_of(second, 0)).equals(data)
+    assert list(run.list("trajectories")) == [file_of(second, 0).path]
+
+
+def test_a_file_without_its_entry_is_no_batch(run: ObjectStore) -> None:
+    """Killed between the two writes: nothing happened, and the next commit goes through."""
+    first, writer = ready(run)
+    run.put(f"trajectories/00000000-{writer.claim}-0a1b2c3d.arrow", b"half a fi")
+    assert first.waiting(0) is None
+    assert first.log.state.next_batch == 0
+    second, other = scheduling(run)
+    entry, _ = second.commit(other, staged())
+    assert first.waiting(0) == second.waiting(0)
+    assert second.committed(entry.n).number == 0
+
+
+def test_an_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
+    batches, writer = ready(run)
+    for n in (0, writer.claim, writer.claim + 1):
+        with pytest.raises(Corrupt, match=f"entry {n} of .* commits no batch"):
+            batches.committed(n)
+
+
+def test_stale_groups_are_refused_before_anything_is_written(run: ObjectStore) -> None:
+    """At alpha 1, batch 2 takes what was started under version 1, and not what was started under version 0."""
+    begin(run, 1.0)
+    train(run, 3)
+    batches, writer = scheduling(run)
+    files = list(run.list("trajectories"))
+    stale, fresh = staged(2, 0), staged(2, 1)
+    with pytest.raises(Stale, match="started under version 0, batch 2 allows 1 at async_ratio 1"):
+        stale.check_fresh(1.0)
+    with pytest.raises(Stale, match="started under version 0, batch 2 allows 1 at async_ratio 1"):
+        batches.commit(writer, stale)
+    assert list(run.list("trajectories")) == files
+    fresh.check_fresh(1.0)
+    batches.commit(writer, fresh)
+    assert batches.waiting(2) is not None
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: d + b"x", lambda d: bytes([d[0] ^ 1]) + d[1:]])
+def test_damaged_batches_are_named(run: ObjectStore, damage: Callable[[bytes], bytes]) -> None:
+    batches, writer = ready(run)
+    batches.commit(writer, staged())
+    file = file_of(batches, 0)
+    run.put(file.path, damage(run.get(file.path)))
+    with pytest.raises(Corrupt, match=f"{file.path} is not what was committed"):
+        batches.read(file)
+    run.delete(file.path)
+    with pytest.raises(Corrupt, match=f"{file.path} is missing"):
+        batches.read(file)
+
+
+def arrow_file(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+GOOD = TrajectoryBatch.from_groups((group(0), group(1))).table
+REWARD = SCHEMA.get_field_index("reward")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a readable Arrow file"),
+        (b"PAR1 something else", "not a readable Arrow file"),
+        (arrow_file(GOOD).to_pybytes()[:-20], "not a readable Arrow file"),  # the footer is cut off
+        (arrow_file(pa.table({"x": [1]})), "trajectory schema none is not 1"),
+        (arrow_file(GOOD.replace_schema_metadata({b"rollflow.schema": b"2"})), "trajectory schema 2 is not 1"),
+        (arrow_file(GOOD.drop_columns("reward")), "columns are not those of trajectory schema 1"),
+        (
+            arrow_file(GOOD.set_column(REWARD, "reward", GOOD["reward"].cast(pa.float64()))),
+            "columns are not those of trajectory schema 1",
+        ),
+        (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "holds nulls"),
+    ],
+)
+def test_foreign_files_are_corrupt_not_fatal(data: bytes | pa.Buffer, message: str) -> None:
+    with pytest.raises(Corrupt, match=message):
+        TrajectoryBatch.from_bytes(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8),
+    st.integers(0, 4000),
+    st.integers(0, 4000),
+)
+def test_any_damage_is_corrupt_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
+    """Whatever bytes arrive, the answer is a batch that can be read through or `Corrupt`; never another error."""
+    data = bytearray(arrow_file(GOOD).to_pybytes())
+    for place, value in flips:
+        data[place % len(data)] = value
+    damaged = bytes(data[:start] + data[start + cut % 9 :])
+    try:
+        batch = TrajectoryBatch.from_bytes(damaged)
+    except Corrupt:
+        return
+    assert len(batch.table.to_pylist()) == len(batch)
+
+
+# --- voids -----------------------------------------------------------------------------------------------------
+
+
+def test_a_voided_batch_is_formed_again(run: ObjectStore) -> None:
+    first, scheduler = ready(run)
+    _, learner = learning(run)
+    other = TrajectoryStore(learner.log)
+    entry, data = first.commit(scheduler, staged())
+    assert not first.void(scheduler, 0, "a good batch is not voided")
+    run.put(file_of(first, 0).path, data.to_pybytes()[:-1])
+    assert other.void(learner, 0, "too short")
+    assert not other.void(learner, 0, "again")
+    assert not first.void(scheduler, 0, "and again")
+    assert [found.body for found in of_kind(run, BatchVoided)] == [BatchVoided(0, entry.n, "too short")]
+    assert first.waiting(0) is None
+    with pytest.raises(Refused, match=r"attempt=0\) is not open"):
+        first.commit(scheduler, replace(staged(), issued=(), discards=()))  # what was voided stays so
+    second, data = first.commit(scheduler, staged(attempt=1))
+    assert second.n > entry.n
+    assert other.read(file_of(other, 0)).equals(data)
+    assert other.committed(entry.n).groups[0].key == GroupKey(0, 0)
+    assert other.committed(second.n).groups[0].key == GroupKey(0, 1)
+
+
+def test_what_was_discarded_for_a_batch_counts_however_often_it_was_formed(
+    run: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch 1 of three is damaged twice; each time there is more that was given up for it."""
+    batches, writer = ready(run, async_ratio=2)
+    for number in range(3):
+        batches.commit(writer, staged(number))
+    made = [batches.log.state.waiting[1].entry]
+    gone = tuple(Discard(GroupKey(2, attempt), DiscardReason.STALE, 0, 5 + attempt) for attempt in (1, 2))
+    for attempt, discard in enumerate(gone, 1):
+        run.delete(file_of(batches, 1).path)
+        assert batches.void(writer, 1, "gone")
+        entry, _ = batches.commit(writer, replace(staged(1, attempt=attempt), discards=(discard,)))
+        made.append(entry.n)
+    first, other = staged(1).discards, TrajectoryStore(Log(run))
+    assert [other.discards(entry) for entry in made] == [first, first + gone[:1], first + gone]
+    for number in (0, 2):  # which lie before it, and between
+        assert other.discards(other.log.state.waiting[number].entry) == staged(number).discards
+
+
+def test_what_was_discarded_for_a_batch_is_found_in_one_read_where_none_was_voided(memory: MemoryStore) -> None:
+    batches, writer = ready(memory, async_ratio=5)
+    for number in range(5):
+        batches.commit(writer, staged(number))
+    for number in range(4):
+        memory.delete(entry_path(batches.log.state.waiting[number].entry))
+    assert batches.discards(batches.log.state.waiting[4].entry) == staged(4).discards
+
+
+def test_racing_voids_of_one_batch_are_one(run: ObjectStore) -> None:
+    batches, scheduler = ready(run, async_ratio=9)
+    _, learner = learning(run)
+    for number in range(10):
+        batches.commit(scheduler, staged(number))
+        run.delete(file_of(batches, number).path)
+        views = [again(run, writer) for writer in (scheduler, learner, scheduler, learner)]
+        together(*(lambda view=view, number=number: view[0].void(view[1], number, "gone") for view in views))
+    assert [found.body.number for found in of_kind(run, BatchVoided)] == list(range(10))  # type: ignore[union-attr]
+    batches.log.follow()
+    assert batches.log.state.holes == list(range(10))
+
+
+def test_who_was_deposed_voids_nothing(run: ObjectStore) -> None:
+    batches, writer = ready(run)
+    batches.commit(writer, staged())
+    scheduling(run)
+    run.delete(file_of(batches, 0).path)
+    with pytest.raises(Deposed):
+        batches.void(writer, 0, "gone")
+    assert batches.waiting(0) is not None
+
+
+def test_a_batch_that_was_trained_on_is_not_voided(run: ObjectStore) -> None:
+    batches, writer = ready(run)
+    batches.commit(writer, staged())
+    file = file_of(batches, 0)
+    policies, learner = learning(run)
+    publish(policies, learner)
+    run.delete(file.path)
+    assert not batches.void(writer, 0, "gone")
+    assert of_kind(run, BatchVoided) == []
+
+
+def test_what_a_void_lost_the_race_to_stays(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner trains on the batch between the look at its file and the entry."""
+    batches, writer = ready(memory)
+    batches.commit(writer, staged())
+    policies, learner = learning(memory)
+    memory.delete(file_of(batches, 0).path)
+    looked = TrajectoryStore._is_whole
+
+    def look(self: TrajectoryStore, file: StoredObject) -> bool:
+        publish(policies, learner)
+        return looked(self, file)
+
+    monkeypatch.setattr(TrajectoryStore, "_is_whole", look)
+    assert not batches.void(writer, 0, "gone")
+    assert (batches.log.state.version, batches.log.state.voids) == (1, 0)
+
+
+def test_bytes_from_elsewhere_are_checked_against_the_commit(run: ObjectStore) -> None:
+    batches, writer = ready(run)
+    _, data = batches.commit(writer, staged())
+    file, whole = file_of(batches, 0), data.to_pybytes()
+    verify(file, whole)
+    for other in (whole[:-1] + b"?", whole[:-1], whole + b"?"):
+        with pytest.raises(Corrupt, match=file.path):
+            verify(file, other)
+
+
+def test_a_void_that_a_scheduler_has_not_heard_of_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
+    """Its own groups are open as before, and count; those of the voided batch are open again."""
+    batches, writer = ready(run, async_ratio=2)
+    _, learner = learning(run)
+    for number in range(2):
+        batches.commit(writer, staged(number))
+    run.delete(file_of(batches, 1).path)
+    _, view = again(run, writer)
+    assert TrajectoryStore(learner.log).void(learner, 1, "gone")
+    TrajectoryStore(view.log).commit(view, staged(2))
+    batches.log.follow()
+    state = batches.log.state
+    assert (state.holes, state.next_batch, state.voids) == ([1], 3, 1)
+    assert sorted(state.waiting) == [0, 2]
+    assert set(state.in_flight) == {GroupKey(prompt, 1) for prompt in (2, 3, 4, 5, 8)}
+    assert state.totals.groups == {"stale": 3, "corrupt": 2}
+    batches.commit(writer, staged(1, attempt=1))
+    assert (batches.log.state.holes, sorted(batches.log.state.waiting)) == ([], [0, 1, 2])
+
+
+def test_a_void_leaves_what_was_issued_and_filtered_by_source(run: ObjectStore) -> None:
+    """Two sources, batch 1 of three is lost: its group and what was in flight is open, the filtered ones are not."""
+    batches, writer = ready(run, async_ratio=2, sources=2)
+    groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # by batch
+    issued = (0, 1, 2, 3), (4, 5, 6), (8, 10)
+    for number, prompts in enumerate(groups):
+        gone = tuple(Discard(GroupKey(prompt, 0), DiscardReason.FILTERED, 0, 7) for prompt in filtered[number])
+        batches.commit(writer, StagedBatch(number, tuple(map(group, prompts)), issued[number], gone))
+    before = batches.log.state
+    run.put(file_of(batches, 1).path, b"rotten")
+    batches.void(writer, 1, "rotten")
+    state = batches.log.state
+    assert state.cursor == before.cursor == Cursor((6, 3), (2, 2))
+    assert before.in_flight == (GroupKey(10, 0),)
+    assert set(state.in_flight) == {GroupKey(2, 1), GroupKey(10, 0)}
+    assert state.totals.groups == {"filtered": 4, "corrupt": 1}
+
+
+def test_a_cursor_by_hand() -> None:
+    cursor = Cursor((3, 1), (0, 1))
+    assert cursor.upcoming == (6, 3)
+    assert [index for index in range(9) if cursor.covers(index)] == [0, 1, 2, 4]
+    assert not Cursor().covers(0)
+    with pytest.raises(ValueError, match="a cursor of 2 sources counts what 1 had filtered"):
+        Cursor((3, 1), (0,))

@@ -1,0 +1,92 @@
+"""Runs on the two stores: batches as a scheduler would form them, versions as a learner would publish them."""
+
+from __future__ import annotations
+
+from rollflow.storage.log.entries import RunCreated, VersionPublished
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.objects.base import ObjectStore
+from rollflow.storage.policies import PolicyStore, PolicyVersion
+from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+
+SIZE = 2  # trajectories of a group
+TURN = 3  # prompts that are issued with each batch: two are its groups, one was left behind
+
+
+def begin(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1, **kept: int) -> None:
+    """Create a run and claim it as a supervisor; `kept` are its rules of retention."""
+    config = {"async_ratio": async_ratio, "group_size": SIZE, "store": kept}
+    log = Log(run)
+    log.create(RunCreated("test", config, "0" * 64, sources))
+    log.claim("supervisor")
+
+
+def scheduling(run: ObjectStore) -> tuple[TrajectoryStore, Writer]:
+    """A scheduler's own view of the run, and its claim."""
+    log = Log(run)
+    return TrajectoryStore(log), log.claim("scheduler")
+
+
+def learning(run: ObjectStore) -> tuple[PolicyStore, Writer]:
+    """A learner's own view of the run, and its claim."""
+    log = Log(run)
+    return PolicyStore(log), log.claim("learner")
+
+
+def group(prompt: int, started: int = 0, attempt: int = 0) -> TrajectoryGroup:
+    """Two trajectories of two tokens each, all of version `started`."""
+    made = tuple(
+        Trajectory(
+            s, started, (1, 2, 3), (False, True, True), (0.0, -0.5, -0.25), (-1, started, started), s, "r", Ending.STOP
+        )
+        for s in range(SIZE)
+    )
+    return TrajectoryGroup(GroupKey(prompt, attempt), f"p{prompt}", "test", made)
+
+
+def staged(number: int = 0, started: int = 0, attempt: int = 0) -> StagedBatch:
+    """Batch `number` of a run that forms them in order from one source, or its groups issued again (`attempt`)."""
+    first = TURN * number
+    groups = group(first, started, attempt), group(first + 1, started, attempt)
+    if attempt:
+        return StagedBatch(number, groups)
+    left = Discard(GroupKey(first + 2, 0), DiscardReason.STALE, started, 12)
+    return StagedBatch(number, groups, (first, first + 1, first + 2), (left,))
+
+
+def publish(policies: PolicyStore, writer: Writer, number: int | None = None) -> PolicyVersion:
+    """Version `number`, or the next one, of the batch that waits for it; its weights say whose they are."""
+    version = policies.newest() + 1 if number is None else number
+    state = policies.log.state
+    weights = policies.stage(writer, version, {"weights/model.safetensors": f"{version} by {writer.claim}".encode()})
+    stored = state.retention.stores_state(version)
+    kept = policies.stage(writer, version, {"learner/state.safetensors": b"state %d" % version} if stored else {})
+    batch = state.waiting[version - 1].entry if version else None
+    return policies.publish(writer, VersionPublished(version, batch, weights, kept))
+
+
+def train(run: ObjectStore, versions: int, *, prune: bool = False) -> tuple[PolicyStore, Writer]:
+    """So many versions more (version 0 is one of them) by new roles, each with its batch."""
+    (batches, scheduler), (policies, learner) = scheduling(run), learning(run)
+    for number in range(policies.newest() + 1, policies.newest() + 1 + versions):
+        if number and batches.waiting(number - 1) is None:
+            batches.commit(scheduler, staged(number - 1, number - 1))
+        policies.newest()
+        publish(policies, learner, number)
+        if prune:
+            policies.prune(learner)
+    return policies, learner
+
+
+def ready(run: ObjectStore, async_ratio: float = 0.0, sources: int = 1) -> tuple[TrajectoryStore, Writer]:
+    """A run with version 0, and its scheduler."""
+    begin(run, async_ratio, sources)
+    train(run, 1)
+    return scheduling(run)
+
+
+def file_of(batches: TrajectoryStore, number: int) -> StoredObject:
+    """The file of a batch that waits."""
+    waiting = batches.waiting(number)
+    assert waiting is not None
+    return waiting.file
