@@ -47,9 +47,9 @@ from benchmarks.victims import (
     kill_everything,
     works,
 )
-from rollflow.storage.audit import audit
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
-from rollflow.storage.policies import PolicyStore
 from rollflow.storage.recoveries import RecoveryLog
 
 ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
@@ -107,9 +107,8 @@ class Victim:
         self.recipe = home / "recipe.toml"
         self.recipe.write_text(recipe)
         self.store = open_store(f"{store or home / 'store'}/runs/chaos")
-        self.policies, self.recoveries = PolicyStore(self.store), RecoveryLog(self.store)
+        self.log, self.recoveries = Log(self.store), RecoveryLog(self.store)
         self.process = self._start("run", str(self.recipe), "--run-id", "chaos", *options)
-        self.newest = 0
         self.struck: str | None = None  # the role whose kill the run has not survived yet
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
@@ -122,8 +121,13 @@ class Victim:
 
     def version(self) -> int:
         """The newest published version."""
-        self.newest = max(self.newest, self.policies.latest(self.newest))
+        self.log.follow()
         return self.newest
+
+    @property
+    def newest(self) -> int:
+        """As the log was last read."""
+        return self.log.state.version
 
     def wait_version(self, version: int, seconds: float) -> None:
         """Wait until `version` is published; the run must not end meanwhile."""
@@ -225,7 +229,7 @@ class Victim:
         except subprocess.TimeoutExpired:
             kill_everything(self.home)
             code = -1
-        report = audit(self.store)
+        report = audit(self.store, deep=True)
         regenerated: dict[str, int] = defaultdict(int)
         for recovery in self.recoveries.read():
             regenerated[recovery.role] += recovery.trajectories

@@ -1,11 +1,10 @@
 """The data plane against the plain way to move the same bytes: batches, the channel, serialisation, weights.
 
-    batch commit        TrajectoryStore.commit (join, hash, write, name)     vs   durable write of the same file
-    on the log          BatchLog.commit (the same, and its entry's fold)     vs   durable write of the same file
+    batch commit        TrajectoryStore.commit (join, hash, write, entry)    vs   durable write of the same file
     batch read          TrajectoryStore.read (checked) and open             vs   mmap and open, unchecked
     channel             RayChannel.put (of the committed file) + lease      vs   ray.put + ray.get
     serialisation       records -> Arrow file, Arrow file -> columns        vs   pickle, JSON lines, torch.save
-    publish             tensors -> shards, hashed, durable, manifest        vs   durable write of one such file
+    publish             tensors -> shards, hashed, durable, entry           vs   durable write of one such file
     pull                checked local folder, tensors loaded                vs   durable copy of that file
 
 The two sides take turns; a ratio is the median over the turns of their time / our time, so 1 is as fast and more is
@@ -29,7 +28,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,12 +38,12 @@ import torch
 
 from benchmarks.report import Row, arguments, at_least, publish
 from rollflow.storage.batch import TrajectoryBatch, packed
-from rollflow.storage.log.batches import BatchLog
-from rollflow.storage.log.entries import RunCreated, VersionPublished
+from rollflow.storage.log.entries import Entry, RunCreated, VersionPublished
 from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
-from rollflow.storage.policies import Manifest, PolicyStore, Retention
-from rollflow.storage.records import Cursor, Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.learners.shards import from_files, to_files
 
@@ -143,48 +142,43 @@ def groups(count: int) -> tuple[TrajectoryGroup, ...]:
     )
 
 
-def new_log(folder: Path) -> tuple[BatchLog, Writer]:
-    """The log of a run with version 0, and its scheduler."""
-    log = Log(LocalStore(folder))
-    log.create(RunCreated("plane", {"async_ratio": 10**6, "group_size": GROUP_SIZE, "store": {}}, "", 1))
+def new_run(store: LocalStore, weights: Mapping[str, Data] | None = None) -> tuple[Log, Writer, Writer]:
+    """A run with version 0, its scheduler and its learner."""
+    log, kept = Log(store), {"keep_last": 1, "keep_every": 10**6, "state_every": 10**6}
+    log.create(RunCreated("plane", {"async_ratio": 10**6, "group_size": GROUP_SIZE, "store": kept}, "", 1))
     log.claim("supervisor")
-    nothing = (StoredObject("policies/none", 0, ""),)
-    log.claim("learner").append(lambda state, _: VersionPublished(0, None, nothing, nothing))
-    return BatchLog(log), log.claim("scheduler")
+    scheduler, learner, policies = log.claim("scheduler"), log.claim("learner"), PolicyStore(log)
+    objects = [policies.stage(learner, 0, files) for files in (weights or {"weights/x": b""}, {"state/x": b""})]
+    policies.publish(learner, VersionPublished(0, None, *objects))
+    return log, scheduler, learner
 
 
-def commit_logged(batches: BatchLog, writer: Writer, made: Sequence[TrajectoryGroup], numbers: Iterator[int]) -> None:
+def commit_next(store: TrajectoryStore, writer: Writer, made: Sequence[TrajectoryGroup]) -> Entry:
     """Commit the groups as the next batch, under prompts that come next."""
-    number = next(numbers)
-    prompts = tuple(range(number * len(made), (number + 1) * len(made)))
+    state = store.log.state
+    prompts = tuple(range(state.issued[0], state.issued[0] + len(made)))
     renamed = tuple(replace(group, key=GroupKey(p, 0)) for group, p in zip(made, prompts, strict=True))
-    batches.commit(writer, StagedBatch(number, renamed, Cursor(), (), (), issued=prompts))
+    return store.commit(writer, StagedBatch(state.next_batch, renamed, prompts))[0]
 
 
 def batches(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
     """Commit and read of whole batches."""
     rows = []
     for size in sizes:
-        store, number = TrajectoryStore(LocalStore(folder / uuid.uuid4().hex)), iter(range(10**6))
         made = tuple(packed(group) for group in groups(size))  # as the scheduler holds them once they are scored
         data = TrajectoryBatch.from_groups(made).to_bytes()
         case = f"{size} trajectories, {data.size / 1e6:.1f} MB"
-
-        def commit(store: TrajectoryStore = store, made: tuple[TrajectoryGroup, ...] = made, number=number) -> None:  # type: ignore[no-untyped-def]
-            store.commit(StagedBatch(next(number), made, Cursor((0,), (0,)), (), ()), async_ratio=10**6)
-
+        log, writer, _ = new_run(LocalStore(folder / uuid.uuid4().hex))
+        store = TrajectoryStore(log)
         write_synced(folder / "plain", [memoryview(data)])
         fresh = (folder / f"plain-{size}-{turn}" for turn in range(2 * (turns + 1)))  # a commit's file is new, too
         plain = partial(lambda fresh, data: write_synced(next(fresh), [memoryview(data)]), fresh, data)
-        found = ratio(commit, plain, turns, data.size)
+        found = ratio(partial(commit_next, store, writer, made), plain, turns, data.size)
         rows += rows_of(f"commit, {case}", found, "durable write", 0.7)
+        file = log.state.waiting[0].file
 
-        logged = partial(commit_logged, *new_log(folder / uuid.uuid4().hex), made, iter(range(10**6)))
-        found = ratio(logged, plain, turns, data.size)
-        rows += rows_of(f"commit on the log, {case}", found, "durable write", 0.7)
-
-        def checked(store: TrajectoryStore = store) -> None:
-            touch(TrajectoryBatch.from_bytes(store.read(0)[1]))
+        def checked(store: TrajectoryStore = store, file: StoredObject = file) -> None:
+            touch(TrajectoryBatch.from_bytes(store.read(file)))
 
         found = ratio(checked, lambda: touch(TrajectoryBatch.from_bytes(mapped(folder / "plain"))), turns)
         rows += rows_of(f"read, {case}", found, "mmap, unchecked", None)
@@ -263,17 +257,20 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
     loop = asyncio.Runner()  # as the rollout actor has one: making one takes a millisecond
     try:
         run = LocalStore(folder / uuid.uuid4().hex)
-        through, rows, numbers = start_channel(run, 4, 0), list[Row](), iter(range(10**6))
+        log, writer, _ = new_run(run)
+        through, rows = start_channel(run, 4, 0), list[Row]()
         done: list[int] = []
         for size in sizes:
             payload = pa.py_buffer(os.urandom(size))
             file = folder / f"payload-{size}"
             file.write_bytes(payload)
-            committed = iter([commit_small(run, next(numbers)) for _ in range(turns + 1)])
+            small = groups(GROUP_SIZE)  # committed so that the channel hands out what is put in its place
+            committed = iter([commit_next(TrajectoryStore(log), writer, small) for _ in range(turns + 1)])
 
-            def ours(file: Path = file, committed: Iterator[int] = committed) -> None:
-                turn = next(committed)
-                loop.run(through.put(turn, file, 10.0))
+            def ours(file: Path = file, committed: Iterator[Entry] = committed) -> None:
+                entry = next(committed)
+                turn = entry.batch - 1
+                loop.run(through.put(turn, file, 10.0, entry.n))
                 done.append(turn)
                 touch_pages(through.lease(turn, 10.0))
 
@@ -298,12 +295,6 @@ def touch_pages(data: object) -> None:
     np.frombuffer(data, np.uint8)[:: mmap.PAGESIZE].sum()  # type: ignore[call-overload]
 
 
-def commit_small(run: LocalStore, number: int) -> int:
-    """Batch `number`, so that the channel hands out what is put for it."""
-    TrajectoryStore(run).commit(StagedBatch(number, groups(GROUP_SIZE), Cursor((0,), (0,)), (), ()), async_ratio=10**6)
-    return number
-
-
 # --- weights ------------------------------------------------------------------------------------------------
 
 
@@ -315,12 +306,21 @@ def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) 
         total = sum(t.nbytes for t in tensors.values())
         case = f"{count / 1e6:g}M parameters, {total / 1e6:,.0f} MB"
         run = LocalStore(folder / uuid.uuid4().hex)
-        versions = iter(range(10**6))
 
-        def published(run: LocalStore = run, tensors: dict[str, torch.Tensor] = tensors, versions=versions) -> None:  # type: ignore[no-untyped-def]
-            store, version = PolicyStore(run, Retention(keep_last=1, keep_every=10**6)), next(versions)
-            staged = store.stage(version, to_files("weights/model", tensors))
-            store.publish(Manifest(version, None, staged, (), None))
+        log, scheduler, learner = new_run(run, to_files("weights/model", tensors))
+        store, small = PolicyStore(log), groups(GROUP_SIZE)
+        made = iter([commit_next(TrajectoryStore(log), scheduler, small).n for _ in range(turns + 1)])
+
+        def published(
+            store: PolicyStore = store,
+            learner: Writer = learner,
+            made: Iterator[int] = made,
+            tensors: dict[str, torch.Tensor] = tensors,
+        ) -> None:
+            version = store.log.state.version + 1
+            staged = store.stage(learner, version, to_files("weights/model", tensors))
+            store.publish(learner, VersionPublished(version, next(made), staged))
+            store.prune(learner)
 
         views = [t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values()]
         plain = folder / f"plain-{count}"
@@ -332,11 +332,9 @@ def weights(sizes: Iterable[tuple[int, torch.dtype]], turns: int, folder: Path) 
         )
 
         def pulled(run: LocalStore = run) -> None:
-            store = PolicyStore(run)
-            store.weights_folder(
-                manifest := store.manifest(0), folder / uuid.uuid4().hex
-            )  # a new node: nothing is checked
-            from_files({o.path: mapped_copy(run.local_path(o.path)) for o in manifest.weights})
+            store = PolicyStore(Log(run))
+            store.weights_folder(found := store.find(0), folder / uuid.uuid4().hex)  # a new node: nothing is checked
+            from_files({o.path: mapped_copy(run.local_path(o.path)) for o in found.weights})
 
         found = ratio(pulled, lambda plain=plain: copied(plain, folder / "copy"), turns)  # type: ignore[misc]
         rows += rows_of(f"pull, {case}", found, "durable copy", 0.7)

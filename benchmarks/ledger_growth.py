@@ -3,13 +3,18 @@
     python -m benchmarks.ledger_growth [--largest N] [--json FILE]
 
 A run's log is made by its own fold (one batch, one version and one pruning after another, tiny objects), then each
-step is taken on it, in a local folder and in a store that answers each request after 30 ms (a model: objects in
-memory, names listed in pages of 1,000). The table has the median seconds of a step, its requests, and how many times
-longer it takes on the longest log than on that of 1,000 versions.
+step is taken on it by the shipped classes, in a local folder and in a store that answers each request after 30 ms (a
+model: objects in memory, names listed in pages of 1,000). The table has the median seconds of a step, its requests, and
+how many times longer it takes on the longest log than on that of 1,000 versions.
+
+What reads everything, a deep audit and a search for garbage, is measured on smaller runs whose objects are all there,
+by the version.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import sys
 import tempfile
@@ -18,11 +23,19 @@ import uuid
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from benchmarks.report import Row, arguments, at_most, publish
+from rollflow.flows.board import Board
+from rollflow.flows.stages import Stages
+from rollflow.flows.status import STATUS
+from rollflow.flows.tracking import Tracker
 from rollflow.storage.errors import Conflict, Missing
+from rollflow.storage.log import audits
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.audits import Audited
 from rollflow.storage.log.entries import (
     BatchCommitted,
     Body,
@@ -37,13 +50,19 @@ from rollflow.storage.log.entries import (
     encode,
     entry_path,
 )
-from rollflow.storage.log.log import Attached, Log, Writer
+from rollflow.storage.log.garbage import orphans
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.snapshots import EVERY, segment_path, snapshot_path, to_bytes
 from rollflow.storage.log.state import RunState, apply, decide
-from rollflow.storage.log.versions import VersionLog
 from rollflow.storage.objects.base import Data, ObjectStore, Stat, pieces
 from rollflow.storage.objects.local import LocalStore
-from rollflow.storage.records import StoredObject
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.tasks.rollout.scheduler import Beginning
+from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.settings import RunConfig
 
 SIZES = (100, 1_000, 10_000, 100_000)
 LATENCY_SECONDS = 0.03
@@ -51,6 +70,7 @@ PAGE = 1_000  # names in an answer
 GROUPS, SIZE = 32, 8
 TURNS = 7
 TIMES = 1.5  # how much longer a step may take on the longest log than on that of 1,000 versions
+WHOLE = (300, 3_000)  # versions of the runs that are read whole
 
 
 class Counting(ObjectStore):
@@ -131,7 +151,7 @@ class Distant(Counting):
         if path not in self.objects:
             self.names.insert(bisect_right(self.names, path), path)
         self.objects[path] = body
-        return ""
+        return hashlib.sha256(body).hexdigest()
 
     def _ask(self, method: str) -> None:
         self.requests[method] += 1
@@ -167,7 +187,7 @@ def make(versions: int) -> Made:
             made[segment_path(n)] = b"\n".join(made[entry_path(m)] for m in range(n + 1 - EVERY, n + 1))
 
     snapshot = (-1, "")
-    add("creator", RunCreated("long", {"async_ratio": 1, "group_size": SIZE, "store": {}}, "0" * 64, 1))
+    add("creator", created())
     add("supervisor", Claimed())
     for role in ("scheduler", "learner"):
         add(role, Claimed(under=1))
@@ -184,12 +204,27 @@ def make(versions: int) -> Made:
     return Made(made, state, claims)
 
 
-def batch_of(state: RunState, file: StoredObject | None = None) -> BatchCommitted:
+def created() -> RunCreated:
+    """Entry 0: a config with all its keys."""
+    config = RunConfig(async_ratio=1, groups=GROUPS, group_size=SIZE).model_dump(mode="json")
+    sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return RunCreated("long", config, sha256, 1, format=FORMAT)
+
+
+def groups_of(state: RunState, groups: int = GROUPS, size: int = SIZE) -> tuple[TrajectoryGroup, ...]:
+    """Groups for the next prompts, with one token a response, all of the newest version."""
+    version, first = state.version, state.issued[0]
+    mask, logprobs, versions = (False, True), (0.0, -0.5), (-1, version)
+    made = [Trajectory(s, version, (1, 2), mask, logprobs, versions, 1.0, "", Ending.STOP) for s in range(size)]
+    return tuple(TrajectoryGroup(GroupKey(p, 0), "", "", tuple(made)) for p in range(first, first + groups))
+
+
+def batch_of(state: RunState) -> BatchCommitted:
     """The next batch: the next prompts, all started under the version before."""
     number, first = state.next_batch, state.issued[0]
     started = max(state.version - 1, 0)
     groups = tuple(Group(prompt, 0, started, state.version, 600) for prompt in range(first, first + GROUPS))
-    stored = file or StoredObject(f"trajectories/{number:08d}-2-x.arrow", 100, "0" * 64)
+    stored = StoredObject(f"trajectories/{number:08d}-2-x.arrow", 100, "0" * 64)
     return BatchCommitted(number, stored, GROUPS * SIZE, groups, tuple(range(first, first + GROUPS)))
 
 
@@ -197,35 +232,53 @@ def version_of(number: int, batch: int | None) -> VersionPublished:
     """A version with tiny objects."""
     weights = StoredObject(f"policies/{number:08d}/3/weights/model.safetensors", 100, "0" * 64)
     state = StoredObject(f"policies/{number:08d}/3/state/state.safetensors", 100, "1" * 64)
-    metrics = {f"metric_{one}": 0.25 for one in range(30)}
+    metrics = {f"metric_{one}": 0.25 for one in range(30)} | {"reward": 0.5, "response_tokens": 600.0}
     return VersionPublished(number, batch, (weights,), (state,), (-1.5,) * 32, metrics, "0.1.0")
 
 
-class Steps:
-    """What is done with a log, over and over."""
+class Silent:
+    """In the place of a tracker: MLflow is not what is measured."""
 
-    def __init__(self, run: ObjectStore, made: Made) -> None:
-        self.run, self.made = run, made
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: None
+
+
+class Steps:
+    """What is done with a run, over and over."""
+
+    def __init__(self, run: ObjectStore, made: Made, cache: Path) -> None:
+        self.run, self.made, self.cache = run, made, cache
         self.log = Log(run)
+        self.batches, self.policies = TrajectoryStore(self.log), PolicyStore(self.log)
         self.scheduler = Writer(self.log, "scheduler", made.claims["scheduler"])
         self.learner = Writer(self.log, "learner", made.claims["learner"])
         self.follower = Log(run)
+        report = AuditReport()
+        report.close(made.state)
+        audits.keep(run, Audited(made.state, report, {}, SIZE))
+        self.restart()
 
     def start(self) -> None:
         """Any process: the newest snapshot and what follows it."""
         Log(self.run)
 
+    def begin(self) -> None:
+        """A scheduler: the log, its claim, and what it is to do."""
+        log = Log(self.run)
+        self.scheduler = log.claim("scheduler")
+        Beginning.of_state(log.state)
+        self.batches = TrajectoryStore(log)
+
     def commit(self) -> None:
         """The scheduler: a batch's file and its entry."""
-        number = self.log.state.next_batch
-        attached = Attached(f"trajectories/{number:08d}-2-{uuid.uuid4().hex[:8]}.arrow", b"x" * 100)
-        self.scheduler.append(batch_of, attached)
+        state = self.batches.log.state
+        groups = groups_of(state)
+        staged = StagedBatch(state.next_batch, groups, tuple(group.key.prompt for group in groups))
+        self.batches.commit(self.scheduler, staged)
 
     def publish(self) -> None:
-        """The learner: a version's entry (its two objects are two requests more)."""
-        version = self.log.state.version + 1
-        batch = self.log.state.waiting[version - 1].entry
-        self.learner.append(lambda state, _: version_of(version, batch))
+        """The learner: two objects and a version's entry."""
+        publish_next(self.policies, self.learner)
 
     def follow(self) -> None:
         """Anybody: what the two have appended."""
@@ -233,16 +286,51 @@ class Steps:
 
     def old_version(self) -> None:
         """Anybody: an old version, by bisection."""
-        VersionLog(self.log).find(self.made.state.version // 3)
+        self.policies.find(self.made.state.version // 3)
+
+    def restart(self) -> None:
+        """A supervisor: its claim, and all that it is to show."""
+        context = RunContext(self.run.uri, self.cache)
+        context.__dict__["store"] = self.run
+        context.log.claim("supervisor")
+        self.board = Board(context, Stages(context, "", lambda _: None), cast(Tracker, Silent()))
+        self.board.refresh()
+
+    def tick(self) -> None:
+        """A supervisor, once a second: whether the run is its own, what is new, `status.json`."""
+        self.board.context.log.follow()
+        self.board.refresh()
+
+    def audit(self) -> None:
+        """Anybody: from where the last clean audit ended."""
+        report = audit(self.run)
+        assert report.clean, report.violations
+
+
+def publish_next(policies: PolicyStore, learner: Writer) -> None:
+    """The next version, with tiny objects, of the batch that waits for it."""
+    policies.log.follow()
+    state = policies.log.state
+    version, metrics = state.version + 1, {f"metric_{one}": 0.25 for one in range(30)} | {"reward": 0.5}
+    batch = state.waiting[version - 1].entry if version else None
+    parts = ({"weights/model.safetensors": b"w" * 100}, {"state/state.safetensors": b"s" * 100})
+    weights, states = (policies.stage(learner, version, files) for files in parts)
+    metrics |= {"response_tokens": 600.0, "staleness_mean": 0.0}
+    made = VersionPublished(version, batch, weights, states, (-1.5,) * 32, metrics, "0.1.0")
+    policies.publish(learner, made)
 
 
 def measured(steps: Steps, requests: Counter[str] | None) -> dict[str, tuple[float, str]]:
     """Step -> median seconds, and the requests of the last turn."""
     work: dict[str, Callable[[], None]] = {
         "start": steps.start,
+        "scheduler's begin": steps.begin,
         "commit": steps.commit,
         "publish": steps.publish,
         "follow": steps.follow,
+        "supervisor's tick": steps.tick,
+        "supervisor's restart": steps.restart,
+        "audit of what is new": steps.audit,
         "find an old version": steps.old_version,
     }
     seconds: dict[str, list[float]] = {name: [] for name in work}
@@ -282,10 +370,13 @@ def rows(largest: int) -> Iterator[Row]:
         yield Row(f"{size} versions", "made and folded, entries/s of a core", entries / (time.process_time() - began))
         yield Row(f"{size} versions", "snapshot, bytes", len(to_bytes(made.state)))
         with tempfile.TemporaryDirectory() as folder:
-            local[size] = measured(Steps(written(made, Path(folder)), made), None)
-        far = Distant()
-        far.fill(made.objects)
-        distant[size] = measured(Steps(far, made), far.requests)
+            cache = Path(folder) / "cache"
+            steps = Steps(written(made, Path(folder) / "run"), made, cache)
+            local[size] = measured(steps, None)
+            yield Row(f"{size} versions", "status.json, bytes", len(steps.run.get(STATUS)))
+            far = Distant()
+            far.fill(made.objects)
+            distant[size] = measured(Steps(far, made, cache), far.requests)
     for where, found in (("folder", local), ("30 ms a request", distant)):
         for name in found[sizes[0]]:
             for size in sizes:
@@ -296,12 +387,59 @@ def rows(largest: int) -> Iterator[Row]:
                 yield at_most(f"{name}, {where}", f"{sizes[-1]} versions, times those of 1,000", ratio, TIMES)
 
 
+def whole(run: ObjectStore, versions: int) -> None:
+    """A run with all its objects: 2 groups of 2 trajectories a batch."""
+    log = Log(run)
+    few = created()
+    config = {**few.config, "groups": 2, "group_size": 2}
+    sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    log.create(replace(few, config=config, config_sha256=sha256))
+    log.claim("supervisor")
+    scheduler, learner = log.claim("scheduler"), log.claim("learner")
+    batches, policies = TrajectoryStore(log), PolicyStore(log)
+    publish_next(policies, learner)
+    for _ in range(versions):
+        groups = groups_of(log.state, 2, 2)
+        batches.commit(scheduler, StagedBatch(log.state.next_batch, groups, tuple(g.key.prompt for g in groups)))
+        publish_next(policies, learner)
+        policies.prune(learner)
+    log.settle()
+
+
+def reading() -> Iterator[Row]:
+    """What reads everything, by the version."""
+    for where in ("folder", "30 ms a request"):
+        took: dict[str, list[float]] = {}
+        for versions in WHOLE:
+            with tempfile.TemporaryDirectory() as folder:
+                far = Distant(0.0)
+                run = LocalStore(Path(folder)) if where == "folder" else far
+                print(f"{versions} versions to read, {where}", file=sys.stderr)
+                whole(run, versions)
+                far.seconds = LATENCY_SECONDS
+                work: dict[str, Callable[[], int]] = {
+                    "deep audit": lambda run=run: audit(run, deep=True).bytes,  # type: ignore[misc]
+                    "search for garbage": lambda run=run: len(orphans(run, 1e12)),  # type: ignore[misc]
+                }
+                for name, step in work.items():
+                    began = time.perf_counter()
+                    size = step()
+                    seconds = time.perf_counter() - began
+                    case = f"{name}, {where}, {versions} versions"
+                    took.setdefault(name, []).append(seconds / versions)
+                    yield Row(case, "ms a version", 1e3 * seconds / versions)
+                    if name == "deep audit":
+                        yield Row(case, "MB/s of tiny objects", size / 1e6 / seconds)
+        for name, (few, many) in took.items():
+            yield at_most(f"{name}, {where}", f"a version of {WHOLE[-1]}, times one of {WHOLE[0]}", many / few, TIMES)
+
+
 def main() -> None:
     """See the module's docstring."""
     parser = arguments(__doc__)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="versions of the longest log")
     options = parser.parse_args()
-    publish(list(rows(options.largest)), "the log of a long run", options.json)
+    publish([*rows(options.largest), *reading()], "the log of a long run", options.json)
 
 
 if __name__ == "__main__":

@@ -61,20 +61,23 @@ def recipe(case: Case, threads: int):  # type: ignore[no-untyped-def]
     )
 
 
-def prepared(case: Case, threads: int, home: Path):  # type: ignore[no-untyped-def]
-    """A run whose version 0 is published."""
+def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: ignore[no-untyped-def]
+    """A run whose version 0 is published, on the cluster at `address`."""
     from rollflow.flows.prepare import prepare
-    from rollflow.storage.policies import Manifest
+    from rollflow.storage.log.entries import VersionPublished
     from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+    from rollflow.tasks.run import claim
     from rollflow.tasks.settings import TrainConfig
 
     os.environ["ROLLFLOW_HOME"] = str(home)
     context = prepare(recipe(case, threads), f"overhead-{case.max_new_tokens}-{time.time_ns()}")
     model = load_model(context.policy_folder, "float32", trained=False)
     learner = TorchLearner(model, TrainConfig(), temperature=1.0, versions=1, seed=0)
-    store = context.policies()
+    claim(context, "supervisor", address)
+    writer, store = claim(context, "learner", address), context.policies
+    weights, state = (store.stage(writer, 0, files) for files in (learner.weights(), learner.state()))
     probe = learner.logprobs(context.probe_tokens)
-    store.publish(Manifest(0, None, store.stage(0, learner.weights()), (), None, probe=probe))
+    store.publish(writer, VersionPublished(0, None, weights, state, probe))
     return context
 
 
@@ -92,13 +95,13 @@ def ours(case: Case, threads: int, home: Path) -> float:
     from rollflow.tasks.rewards.actor import start_reward
     from rollflow.tasks.rollout.actor import start_engine, start_rollout
 
-    context = prepared(case, threads, home)
+    context = prepared(case, threads, home, head.address)
     with head, cluster.attached(head.address, context.run_id):
         channel = start_channel(context.store, case.batches + 2, 0)
         pool = start_reward(context)
         pool.run.remote()
         cluster.call(start_engine(context, 0, 0).start.remote(), 300, "the engine")
-        actor = start_rollout(context)
+        actor = start_rollout(context, head.address)
         actor.run.remote()
         cluster.call(actor.join.remote(0), 300, "the scheduler to take the engine")
         tokens, began = 0, 0.0
@@ -114,8 +117,7 @@ def ours(case: Case, threads: int, home: Path) -> float:
 def theirs(case: Case, threads: int, home: Path) -> float:
     """Tokens per second of one `LLM.generate` over as many of the same prompts."""
     context = prepared(case, threads, home)
-    policies = context.policies()
-    weights = policies.weights_folder(policies.manifest(0), context.cache)
+    weights = context.weights(0)
     (context.policy_folder / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes())
     llm = offline_llm(str(context.policy_folder), context.config.engine.slots, threads)
     order = context.order()
