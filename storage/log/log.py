@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log.entries import (
@@ -157,9 +157,11 @@ class Log:
             with self._lock:
                 n = self._state.n + 1
                 written, lost = self._tried(draft, n)
-                if written is not None:
+                if written is not None and written is draft.written:
+                    self._state = replace(draft.after, sha256=written.sha256)  # as it was decided
+                elif written is not None:
                     self._fold(written)
-                    due = self._state if is_due(n) else None
+                due = self._state if written is not None and is_due(n) else None
             unanswered += isinstance(lost, Unreachable)
             if written is None and unanswered >= UNANSWERED:
                 raise lost
@@ -186,7 +188,8 @@ class Log:
         if attached is None or draft.stored is not None:
             entry, encoded = self._encoded(draft, n, draft.stored)
             self.run.create(entry_path(n), encoded.data)
-            return Written(entry, encoded.sha256)
+            draft.written = Written(entry, encoded.sha256)
+            return draft.written
         self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))  # what is refused is not written
         made: list[tuple[StoredObject, Entry, Encoded]] = []
 
@@ -202,7 +205,8 @@ class Log:
                 draft.stored = made[0][0]
             raise
         _, entry, encoded = made[0]
-        return Written(entry, encoded.sha256)
+        draft.written = Written(entry, encoded.sha256)
+        return draft.written
 
     def _encoded(self, draft: _Draft, n: int, stored: StoredObject | None) -> tuple[Entry, Encoded]:
         """Entry `n` and its bytes; its index object is there."""
@@ -216,8 +220,8 @@ class Log:
         """Entry `n` as the append would have it, once the fold agrees."""
         body = draft.body(self._state, stored)
         claim = n if draft.claim is None else draft.claim
-        after = decide(self._state, n, draft.role, claim, body)
-        head = (after.version, after.next_batch)
+        draft.after = decide(self._state, n, draft.role, claim, body)
+        head = (draft.after.version, draft.after.next_batch)
         return Entry(n, self._state.sha256, draft.id, draft.role, claim, *head, time.time(), body)
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -314,6 +318,8 @@ class _Draft:
     body: Decide
     attached: Attached | None
     stored: StoredObject | None = None  # what was attached, once it is durable
+    after: RunState = field(default_factory=RunState)  # the state that it was last decided to make
+    written: Written | None = None  # it, once it is created
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
