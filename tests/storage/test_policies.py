@@ -75,6 +75,14 @@ def test_a_version_is_found_as_it_was_published(run: ObjectStore) -> None:
             other.find(version)
 
 
+def test_all_versions_since_one_are_told_in_order(run: ObjectStore) -> None:
+    begin(run)
+    policies, _ = train(run, 4)
+    for first in range(6):
+        assert [version.number for version in policies.since(first)] == list(range(first, 4))
+    assert list(policies.since(2)) == [policies.find(2), policies.find(3)]
+
+
 def test_a_version_that_was_published_meanwhile_is_found_and_told(run: ObjectStore) -> None:
     begin(run)
     train(run, 1)
