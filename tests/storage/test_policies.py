@@ -180,6 +180,7 @@ def test_what_an_evaluation_still_needs_is_not_pruned(memory: MemoryStore) -> No
     policies = PolicyStore(policies.log, in_use=lambda version: version == 3 and not evaluated)
     policies.prune(writer)
     assert present(policies) == {"weights": {0, 3, 5, 6, 7}, "state": {0, 5, 6, 7}}  # whose state evaluates nothing
+    assert policies.prune(writer) == ()
     evaluated = True
     assert policies.prune(writer) == ((3, "weights"),)
     assert present(policies)["weights"] == {0, 5, 6, 7}
