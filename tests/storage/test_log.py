@@ -107,6 +107,19 @@ def test_a_loser_of_a_race_reads_and_decides_again_and_its_data_is_written_once(
     assert Log(store).state == scheduler.log.state
 
 
+def test_a_deposed_role_learns_it_when_it_asks(store: MemoryStore) -> None:
+    create_run(store)
+    supervisor = Supervisor(store).writer
+    learner = Log(store).claim("learner", supervisor.claim)
+    learner.check()
+    Learner(store, supervisor.claim)
+    assert learner.valid()  # as far as it has read
+    with pytest.raises(Deposed, match="this run has another learner now"):
+        learner.check()
+    assert not learner.valid()
+    supervisor.check()  # nobody has claimed that
+
+
 def test_a_deposed_role_appends_nothing_more(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)

@@ -86,6 +86,17 @@ def claims(store: ObjectStore, count: int) -> Log:
 # --- appending ----------------------------------------------------------------------------------------------------
 
 
+def test_a_store_that_answers_reads_and_no_writes_is_not_asked_for_ever(store: Counting, pauses: list[float]) -> None:
+    """Each try has taken the store's own patience already."""
+    log = claims(store, 2)
+    Counting.broken["log"] = [Unreachable("no answer") for _ in range(99)]
+    with pytest.raises(Unreachable, match=r"^no answer$"):
+        log.claim("supervisor")
+    assert len(pauses) == log_module.UNANSWERED - 1
+    Counting.broken.clear()
+    assert log.claim("supervisor").claim == 2
+
+
 def test_an_append_that_nobody_answers_waits_longer_each_time_and_ends(
     store: Counting, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
