@@ -15,22 +15,12 @@ from rollflow.storage.log.garbage import orphans, store_clock
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.retention import KINDS, Kind, Retention
 from rollflow.storage.log.state import Deposed, Refused
-from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from tests.support.batches import begin, file_of, learning, publish, ready, scheduling, staged, train
 from tests.support.log_runs import of_kind
 from tests.support.together import together
-
-
-@pytest.fixture(params=["local", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return open_store(str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}")
-
-
-@pytest.fixture
-def memory() -> MemoryStore:
-    return MemoryStore(uuid.uuid4().hex)
 
 
 def test_one_learner_wins(run: ObjectStore) -> None:

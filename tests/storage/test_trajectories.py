@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -17,23 +15,13 @@ from rollflow.storage.errors import Conflict, Corrupt, Stale
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, entry_path
 from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.state import Deposed, Refused
-from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, StoredObject
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
 from tests.support.batches import begin, file_of, group, learning, publish, ready, scheduling, staged, train
 from tests.support.log_runs import of_kind
 from tests.support.together import together
-
-
-@pytest.fixture(params=["local", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return open_store(str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}")
-
-
-@pytest.fixture
-def memory() -> MemoryStore:
-    return MemoryStore(uuid.uuid4().hex)
 
 
 def again(run: ObjectStore, writer: Writer) -> tuple[TrajectoryStore, Writer]:
