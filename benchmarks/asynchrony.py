@@ -24,7 +24,7 @@ ALPHAS = (0, 2)
 def train(alpha: int, versions: int, turn: int, home: Path) -> dict[str, Any]:
     """The summary of one run."""
     run_id = f"alpha{alpha}-turn{turn}"
-    command = [sys.executable, "-m", "rollflow.flows.cli", "run", RECIPE, "--run-id", run_id]
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", RECIPE, "--run-id", run_id]
     command += ["--set", f"async_ratio={alpha}", "--set", f"versions={versions}", "--set", "evaluation.every=0"]
     environment = {**os.environ, "ROLLFLOW_HOME": str(home)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)

@@ -47,10 +47,10 @@ from benchmarks.victims import (
     kill_everything,
     works,
 )
+from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
-from rollflow.storage.recoveries import RecoveryLog
 
 ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
 LIMIT_SECONDS = 180.0  # longest wait for one recovery
@@ -116,7 +116,7 @@ class Victim:
         environment.pop("PREFECT_API_URL", None)
         environment |= {"AWS_ENDPOINT_URL_S3": self._endpoint} if self._endpoint else {}
         log = (self.home / "output.log").open("ab")
-        command = [sys.executable, "-m", "rollflow.flows.cli", *arguments]
+        command = [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def version(self) -> int:

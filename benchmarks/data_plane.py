@@ -251,7 +251,7 @@ def channel(sizes: Iterable[int], turns: int, folder: Path) -> list[Row]:
     import pyarrow as pa
     import ray
 
-    from rollflow.storage.ray_channel import start_channel
+    from rollflow.tasks.actors.channel import start_channel
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=uuid.uuid4().hex)
     loop = asyncio.Runner()  # as the rollout actor has one: making one takes a millisecond

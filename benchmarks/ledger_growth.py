@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.report import Row, arguments, at_most, publish
-from rollflow.flows.board import Board
-from rollflow.flows.stages import Stages
-from rollflow.flows.status import STATUS
-from rollflow.flows.tracking import Tracker
+from rollflow.flows.keepalive.stages import Stages
+from rollflow.flows.views.status import STATUS
+from rollflow.flows.views.status_writer import Board
+from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import Conflict, Missing
 from rollflow.storage.log import audits
 from rollflow.storage.log.audit import audit
@@ -60,9 +60,9 @@ from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.scheduler import Beginning
-from rollflow.tasks.run import FORMAT, RunContext
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.run_context import FORMAT, RunContext
 
 SIZES = (100, 1_000, 10_000, 100_000)
 LATENCY_SECONDS = 0.03

@@ -65,9 +65,9 @@ def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: 
     """A run whose version 0 is published, on the cluster at `address`."""
     from rollflow.flows.prepare import prepare
     from rollflow.storage.log.entries import VersionPublished
+    from rollflow.tasks.config import TrainConfig
     from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-    from rollflow.tasks.run import claim
-    from rollflow.tasks.settings import TrainConfig
+    from rollflow.tasks.run_context import claim
 
     os.environ["ROLLFLOW_HOME"] = str(home)
     context = prepare(recipe(case, threads), f"overhead-{case.max_new_tokens}-{time.time_ns()}")
@@ -85,15 +85,15 @@ def ours(case: Case, threads: int, home: Path) -> float:
     """Tokens per second through the whole path, from the first batch read to the last."""
     import pyarrow.compute as pc
 
-    from rollflow.flows.ray_head import RayHead
+    from rollflow.flows.services.ray_head import RayHead
 
     head = RayHead(home)
     os.environ.update(head.env)  # before Ray is imported: it reads the cluster's token mode then
-    from rollflow.flows import cluster
+    from rollflow.flows.services import cluster
     from rollflow.storage.batch import TrajectoryBatch
-    from rollflow.storage.ray_channel import start_channel
-    from rollflow.tasks.rewards.actor import start_reward
-    from rollflow.tasks.rollout.actor import start_engine, start_rollout
+    from rollflow.tasks.actors.channel import start_channel
+    from rollflow.tasks.actors.reward import start_reward
+    from rollflow.tasks.actors.rollout import start_engine, start_rollout
 
     context = prepared(case, threads, home, head.address)
     with head, cluster.attached(head.address, context.run_id):

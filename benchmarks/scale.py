@@ -27,16 +27,16 @@ from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch, packed
 from rollflow.storage.records import Ending, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
 from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.config import RunConfig, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.engines.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
-from rollflow.tasks.rewards.pool import ScoreRequest
-from rollflow.tasks.settings import RunConfig, TimedEngineConfig
 from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
 from rollflow.tasks.simulation.parts import TimedRewards
 from rollflow.tasks.simulation.records import Records
 from rollflow.tasks.simulation.world import World, simulate
+from rollflow.tasks.verifiers.pool import ScoreRequest
 
 SLOTS, GROUP = 256, 16
 TURNS = 4  # trajectories for each slot

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
-MODULES = {"reward worker": "rollflow.tasks.rewards.worker", "runner": "rollflow.flows.serve"}
+MODULES = {"reward worker": "rollflow.tasks.verifiers.worker", "runner": "rollflow.flows.deployments"}
 STAGES = {"rollout flow": "rollout of ", "reward flow": "reward of ", "train flow": "train of "}
 FLOWS = (*STAGES, "supervisor")
 ROLES = (*ACTORS, "reward actor", *MODULES, *STAGES, "supervisor", "prefect server")

@@ -18,9 +18,9 @@ from typing import Any
 import ray
 
 from benchmarks.report import Row, arguments, publish
-from rollflow.tasks.engines.actor import RayEngine
+from rollflow.tasks.actors.engine import RayEngine
+from rollflow.tasks.config import PolicyConfig, RolloutConfig, RunConfig
 from rollflow.tasks.rollout.proxy import Probe
-from rollflow.tasks.settings import PolicyConfig, RolloutConfig, RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.records import Snapshot
 from rollflow.tasks.simulation.world import World, simulate

@@ -10,15 +10,15 @@ from typing import Any
 from prefect import flow
 from pydantic import NonNegativeInt
 
-from rollflow.flows.home import await_run
+from rollflow.flows.locations import await_run
 from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.names import RunPlace
-from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_path, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 
 
 @flow(name="evaluate")

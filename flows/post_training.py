@@ -18,24 +18,24 @@ from typing import Any
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
-from rollflow.flows import cluster
-from rollflow.flows.board import Board, points
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.home import await_run, context_of, home, run_id_of, store_uri
+from rollflow.flows.keepalive.actors import StageFailed
+from rollflow.flows.keepalive.stages import Stages
+from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
-from rollflow.flows.reachability import check_store_reach
-from rollflow.flows.stages import Stages
-from rollflow.flows.summary import SHARES, summarize
-from rollflow.flows.supervision import StageFailed
-from rollflow.flows.tracking import Tracker, TrackingPlace
+from rollflow.flows.services import cluster
+from rollflow.flows.services.reachability import check_store_reach
+from rollflow.flows.views.status_writer import Board, points
+from rollflow.flows.views.summary import SHARES, summarize
+from rollflow.flows.views.tracking import Tracker, TrackingPlace
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.garbage import sweep
 from rollflow.storage.log.log import Writer
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
-from rollflow.tasks.run import RunContext, claim
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.run_context import RunContext, claim
 
 POLL_SECONDS = 0.5
 TELL_SECONDS = 1.0

@@ -13,20 +13,20 @@ from collections.abc import Mapping
 from importlib.metadata import version as package_version
 from pathlib import Path
 
-from rollflow.flows.home import context_of, store_uri
+from rollflow.flows.locations import context_of, store_uri
 from rollflow.storage.errors import ConfigError, Conflict
 from rollflow.storage.log.entries import RunCreated, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import Data, ObjectStore, open_store
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.prompts.jsonl import Reader
 from rollflow.tasks.prompts.pins import Pin, keep, pinned, read_once
-from rollflow.tasks.run import FORMAT, RunContext, open_order, probe_tokens
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.run_context import FORMAT, RunContext, open_order, probe_tokens
 
 VOCABULARY_TEXTS = 2000
 

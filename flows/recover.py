@@ -19,14 +19,14 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.home import attach_run, context_of, run_id_of, store_uri
-from rollflow.flows.prefect_api import api, emit, flow_state, insist, supervisors
-from rollflow.flows.summary import SUMMARY
-from rollflow.flows.supervision import LONGEST_PAUSE, Pending, StageFailed
+from rollflow.flows.keepalive.actors import LONGEST_PAUSE, Pending, StageFailed
+from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
+from rollflow.flows.services.prefect_api import api, emit, flow_state, insist, supervisors
+from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
-from rollflow.storage.recoveries import Notes
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RecoveryConfig, RunConfig, StoreConfig
+from rollflow.storage.journal.recoveries import Notes
+from rollflow.tasks.config import RecoveryConfig, RunConfig, StoreConfig
+from rollflow.tasks.run_context import RunContext
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows import cluster
-from rollflow.flows.home import await_run
-from rollflow.flows.supervision import Keeper, Ward
+from rollflow.flows.keepalive.actors import Keeper, Ward
+from rollflow.flows.locations import await_run
+from rollflow.flows.services import cluster
+from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.names import RunPlace
-from rollflow.tasks.rewards.actor import REWARD, start_reward
 
 NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they are the ones that must progress
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows import cluster
-from rollflow.flows.engines import Engines
-from rollflow.flows.home import await_run
-from rollflow.flows.supervision import POLL_SECONDS, Keeper, Status, Ward
+from rollflow.flows.keepalive.actors import POLL_SECONDS, Keeper, Status, Ward
+from rollflow.flows.keepalive.engines import Engines
+from rollflow.flows.locations import await_run
+from rollflow.flows.services import cluster
+from rollflow.tasks.actors.rollout import ROLLOUT, start_rollout
 from rollflow.tasks.names import RunPlace
-from rollflow.tasks.rollout.actor import ROLLOUT, start_rollout
 
 
 @flow(name="rollout", log_prints=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows import cluster
-from rollflow.flows.home import await_run
-from rollflow.flows.supervision import Keeper, Status, Ward, gpu_share
-from rollflow.tasks.learners.actor import LEARNER, start_learner
+from rollflow.flows.keepalive.actors import Keeper, Status, Ward, gpu_share
+from rollflow.flows.locations import await_run
+from rollflow.flows.services import cluster
+from rollflow.tasks.actors.learner import LEARNER, start_learner
 from rollflow.tasks.names import RunPlace
 
 

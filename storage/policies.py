@@ -25,9 +25,9 @@ from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.log.state import RunState
-from rollflow.storage.node_cache import Held, NodeCache
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.storage.objects.disk import mapped
+from rollflow.storage.objects.node_cache import Held, NodeCache
 from rollflow.storage.records import StoredObject
 
 Item = TypeVar("Item")

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import psutil
 
-from rollflow.storage.usage import Cost
+from rollflow.storage.journal.usage import Cost
 
 LOOK_SECONDS = 10.0  # a look at the processes below takes some milliseconds
 

@@ -56,7 +56,7 @@ def test_the_wheel_has_its_command_and_licence(wheel: list[str]) -> None:
 
 
 def test_the_cli_loads_no_heavy_package() -> None:
-    code = f"import rollflow.flows.cli, sys; print(*sorted(set({HEAVY}) & set(sys.modules)))"
+    code = f"import rollflow.flows.commands.cli, sys; print(*sorted(set({HEAVY}) & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []

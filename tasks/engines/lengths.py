@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
 
-from rollflow.tasks.settings import TimedEngineConfig
+from rollflow.tasks.config import TimedEngineConfig
 
 PROMPTS_KEPT = 65536  # whose number is remembered: it is needed once per response
 

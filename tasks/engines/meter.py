@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rollflow.storage.usage import Cost
+from rollflow.storage.journal.usage import Cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
+from rollflow.tasks.config import TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.lengths import ResponseLengths
-from rollflow.tasks.settings import TimedEngineConfig
 
 LOGPROB = -1.0  # of every fake token
 SLACK_SECONDS = 1e-6  # an event loop may fire that early

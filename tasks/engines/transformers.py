@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.tasks.config import TransformersEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.policies.stop import stop_tokens
-from rollflow.tasks.settings import TransformersEngineConfig
 
 if TYPE_CHECKING:
     from rollflow.tasks.engines.fixed_shape import FixedShapeSampler, Row

@@ -31,9 +31,9 @@ from typing import Any, Literal
 
 from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
+from rollflow.tasks.config import VllmEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.policies.stop import stop_tokens
-from rollflow.tasks.settings import VllmEngineConfig
 
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BLOCK_TOKENS = 32  # the smallest its attention kernel takes: only whole blocks of a prompt are shared

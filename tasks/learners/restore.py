@@ -28,7 +28,7 @@ from rollflow.storage.policies import MOVERS, PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners.base import Learner
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run_context import RunContext
 
 if TYPE_CHECKING:
     from rollflow.tasks.learners.torch_learner import TorchLearner

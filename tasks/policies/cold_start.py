@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import ColdStart
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.source import PromptOrder
-from rollflow.tasks.settings import ColdStart
 
 POOL = 20_000  # demonstrations to draw from
 WARMUP = 50  # supervised steps to the full learning rate

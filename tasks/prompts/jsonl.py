@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import JsonlPrompts
 from rollflow.tasks.prompts.source import Question
-from rollflow.tasks.settings import JsonlPrompts
 
 Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
 

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
+from rollflow.tasks.config import JsonlPrompts, ReasoningGymPrompts, RunConfig
 from rollflow.tasks.prompts.jsonl import Reader, read_file
 from rollflow.tasks.prompts.source import PromptOrder
-from rollflow.tasks.settings import JsonlPrompts, ReasoningGymPrompts, RunConfig
 
 PACKAGE = "reasoning-gym"
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
-from rollflow.tasks.settings import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 
 SAMPLED = 16  # training questions that a source's hash is made of
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
+from rollflow.tasks.config import Routing
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
-from rollflow.tasks.rollout.lanes import Lane, Lanes, Ticket
-from rollflow.tasks.settings import Routing
+from rollflow.tasks.rollout.slots import Lane, Lanes, Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,19 +30,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollflow.storage.batch import packed
-from rollflow.storage.buffer import Rank, TrajectoryBuffer
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.rewards.pool import ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.admission import allowance
-from rollflow.tasks.rollout.dispatch import Dispatch, Surroundings
-from rollflow.tasks.rollout.plan import Plan, filtered
+from rollflow.tasks.rollout.buffer import Rank, TrajectoryBuffer
+from rollflow.tasks.rollout.group import Dispatch, Surroundings
+from rollflow.tasks.rollout.issue_order import Rounds
+from rollflow.tasks.rollout.limits import Plan, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
-from rollflow.tasks.rollout.rounds import Rounds
 from rollflow.tasks.rollout.starts import Starts
+from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 
 FIRST = GroupKey(-1, -1)  # before every other
 

@@ -6,7 +6,7 @@ Versions are few and dispatches many, so what is asked often costs as much as th
 from __future__ import annotations
 
 from rollflow.storage.records import GroupKey
-from rollflow.tasks.rollout.dispatch import Dispatch
+from rollflow.tasks.rollout.group import Dispatch
 
 
 class Starts:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
 from rollflow.tasks.simulation.world import World

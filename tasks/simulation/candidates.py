@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollflow.tasks.settings import RolloutConfig, RunConfig
+from rollflow.tasks.config import RolloutConfig, RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rollflow.tasks.settings import RunConfig, Section, TimedEngineConfig, refuse
+from rollflow.tasks.config import RunConfig, Section, TimedEngineConfig, refuse
 
 GRAINS = 128  # simulated tokens of the longest response: enough for versions per token, and short tuples
 

@@ -11,13 +11,13 @@ from rollflow.storage.channel import Channel
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Prompt
 from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rewards.pool import ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.proxy import InferenceProxy
-from rollflow.tasks.settings import RunConfig
 from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
 from rollflow.tasks.simulation.records import Gauge, Records, Span
+from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 
 FOREVER = 1e12  # virtual seconds
 JOIN_SECONDS = 1.0  # before another try to put an engine in a dead one's place

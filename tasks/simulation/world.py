@@ -29,12 +29,12 @@ from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.records import TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.config import RunConfig, TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine, Usage
-from rollflow.tasks.rollout.controller import AsyncController, Hooks
-from rollflow.tasks.rollout.plan import plan_of
+from rollflow.tasks.rollout.limits import plan_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
-from rollflow.tasks.settings import RunConfig, TimedEngineConfig
+from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
 from rollflow.tasks.simulation.figures import Figures, figures_of
 from rollflow.tasks.simulation.hardware import Hardware

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 
+from rollflow.flows.commands.export import export
 from rollflow.flows.config import load_recipe
-from rollflow.flows.export import export
 from rollflow.flows.prepare import prepare
-from rollflow.flows.services import free_port
+from rollflow.flows.services.process import free_port
+from rollflow.tasks.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import ColdStart
+from rollflow.tasks.run_context import RunContext
 from tests.support.small_run import prepare_small, train_small
 from tests.support.tiny_policy import reference_logprobs
 

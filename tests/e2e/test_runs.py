@@ -22,15 +22,15 @@ import psutil
 import pytest
 from moto.server import ThreadedMotoServer
 
-from rollflow.flows.cli import main
-from rollflow.flows.ray_head import RayHead
-from rollflow.flows.services import PrefectServer, free_port, start_together, stop_together
+from rollflow.flows.commands.cli import main
+from rollflow.flows.services.process import PrefectServer, free_port, start_together, stop_together
+from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
+from rollflow.tasks.config import ColdStart
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.settings import ColdStart
 from tests.support.described import change_config
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
@@ -73,7 +73,7 @@ class Command:
 
     def start(self, *arguments: str, prefect: str = "") -> subprocess.Popen[str]:
         environment = {**os.environ, "ROLLFLOW_HOME": str(self.home), "PREFECT_API_URL": prefect}
-        command = [sys.executable, "-m", "rollflow.flows.cli", *arguments]
+        command = [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments]
         pipe = subprocess.PIPE
         # Tests that a shell runs in the background ignore Ctrl-C, and what they start would, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -331,9 +331,9 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHea
 USED = """
 import asyncio, json, sys
 from pathlib import Path
-from rollflow.flows import cluster
+from rollflow.flows.services import cluster
 from rollflow.flows.evaluate import evaluate_now
-from rollflow.flows.home import attach_run
+from rollflow.flows.locations import attach_run
 from rollflow.tasks.rollout.evaluation import evaluations
 
 with cluster.attached(sys.argv[1], "fifth"):

@@ -27,7 +27,7 @@ def test_a_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
     try:
         old.wait_version(5, RUN_SECONDS)
         environment = {**os.environ, "ROLLFLOW_HOME": str(elsewhere), "PREFECT_API_URL": ""}
-        command = [sys.executable, "-m", "rollflow.flows.cli", "resume", old.store.uri]
+        command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", old.store.uri]
         new = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
         assert old.process.wait(HANG_SECONDS) == 1
         assert "Deposed: this run has another supervisor now" in old.tail()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from rollflow.flows.ray_head import NOTICE
+from rollflow.flows.services.ray_head import NOTICE
 from tests.support.machines import BUCKET, Machine, Machines, why_not
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def join(machine: Machine, head: Machine | None) -> str:
     role = ["--join", address] if head else ["--port", str(PORT)]
     place = ["--ip", machine.address, "--temp", "/tmp/ray", "--ready", str(machine.home / "ready")]
     size = ["--cpus", "1", "--object-store-bytes", str(100 << 20)]
-    command = [sys.executable, "-m", "rollflow.flows.ray_process", *role, *place, *size]
+    command = [sys.executable, "-m", "rollflow.flows.services.ray_process", *role, *place, *size]
     nodes = [machine.start(command, **NOTICE)]
 
     def up() -> bool:
@@ -79,7 +79,7 @@ def join(machine: Machine, head: Machine | None) -> str:
 
 
 def rollflow(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "rollflow.flows.cli", *arguments]
+    return [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments]
 
 
 def cached(machine: Machine) -> set[int]:

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
-from rollflow.flows.home import attach_run
-from rollflow.flows.ray_head import RayHead
+from rollflow.flows.locations import attach_run
+from rollflow.flows.services.ray_head import RayHead
 
 pytestmark = pytest.mark.slow
 VERSIONS = 40

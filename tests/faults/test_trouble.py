@@ -26,7 +26,7 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.run import FORMAT, RunContext
+from rollflow.tasks.run_context import FORMAT, RunContext
 from tests.support.batches import begin, learning, scheduling, staged
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.pipeline import Pipeline

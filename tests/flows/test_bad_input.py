@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from rollflow.flows import prepare
-from rollflow.flows.cli import main
-from rollflow.flows.home import attach_run
-from rollflow.flows.reachability import check_store_reach
-from rollflow.flows.services import free_port
+from rollflow.flows.commands.cli import main
+from rollflow.flows.locations import attach_run
+from rollflow.flows.services.process import free_port
+from rollflow.flows.services.reachability import check_store_reach
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
+from rollflow.tasks.config import ColdStart, PolicyConfig, RunConfig
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
@@ -225,8 +225,8 @@ def test_check_needs_nothing_heavy() -> None:
     code = f"""
 import sys
 from rollflow.flows import prepare
-from rollflow.flows.cli import main
-from rollflow.flows.home import attach_run
+from rollflow.flows.commands.cli import main
+from rollflow.flows.locations import attach_run
 assert main(["check", "{RECIPE}"]) == 0
 assert main(["check", "{RECIPE}", "--set", "store.uri=s3://bucket/prefix"]) == 0
 heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers", "reasoning_gym"}} & set(sys.modules)

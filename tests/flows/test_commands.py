@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollflow.flows.audit_table import show_audit, staleness_table
-from rollflow.flows.cli import main
-from rollflow.flows.progress import Progress
-from rollflow.flows.summary import SHARES, summarize
+from rollflow.flows.commands.cli import main
+from rollflow.flows.views.audit_table import show_audit, staleness_table
+from rollflow.flows.views.progress import Progress
+from rollflow.flows.views.summary import SHARES, summarize
 from rollflow.storage import policies
 from rollflow.storage.errors import Unreachable
+from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.log.entries import Written
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.report import AuditReport
-from rollflow.storage.recoveries import Recovery, RecoveryLog
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run_context import RunContext
 from tests.support.log_runs import changed
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS
@@ -284,7 +284,7 @@ def test_a_run_is_followed_version_by_version_whatever_fails(
 def test_reading_a_run_needs_nothing_heavy(trained: RunContext) -> None:
     code = f"""
 import sys
-from rollflow.flows.cli import main
+from rollflow.flows.commands.cli import main
 assert [main(["inspect", "{trained.uri}", *what]) for what in ([], ["3"], ["4.1.2"])] == [0, 0, 0]
 assert main(["gc", "{trained.uri}", "--dry-run"]) == 0
 assert main(["audit", "{trained.uri}"]) == 0

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollflow.flows.console import (
+from rollflow.flows.commands.doctor import doctor, print_checks
+from rollflow.flows.views.console import (
     LiveView,
     PlainView,
     duration,
@@ -19,8 +20,7 @@ from rollflow.flows.console import (
     sparkline,
     staleness_bar,
 )
-from rollflow.flows.doctor import doctor, print_checks
-from rollflow.flows.status import RunStatus, StageStatus
+from rollflow.flows.views.status import RunStatus, StageStatus
 
 STATUS = RunStatus(
     "arithmetic-1",

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import ray
 
-from rollflow.flows import cluster
-from rollflow.flows.engines import Engines
-from rollflow.flows.supervision import Budget, StageFailed
+from rollflow.flows.keepalive.actors import Budget, StageFailed
+from rollflow.flows.keepalive.engines import Engines
+from rollflow.flows.services import cluster
 from rollflow.storage.errors import StoreFailed
+from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
-from rollflow.storage.recoveries import RecoveryLog
-from rollflow.tasks.rollout.actor import EVALUATION, engine_name
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import EvaluationConfig, RecoveryConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.actors.rollout import EVALUATION, engine_name
+from rollflow.tasks.config import EvaluationConfig, RecoveryConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 

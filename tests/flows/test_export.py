@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from rollflow.flows.cli import main
+from rollflow.flows.commands.cli import main
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
+from rollflow.tasks.config import ColdStart, PolicyConfig, RunConfig
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import ColdStart, PolicyConfig, RunConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.s3_server import s3_server, use
 from tests.support.small_run import make_policy, prepare_small, train_small
 
@@ -128,7 +128,7 @@ def test_who_comes_first_keeps_the_folder(
         (tmp_path / "new").mkdir()
         (tmp_path / "new/theirs").write_text("theirs")
 
-    monkeypatch.setattr("rollflow.flows.export._check_reading", meanwhile)
+    monkeypatch.setattr("rollflow.flows.commands.export._check_reading", meanwhile)
     assert "cannot be written (Directory not empty)" in command(capsys, "small", 3, tmp_path / "new", code=2)
     assert os.listdir(tmp_path) == ["new"]
     assert os.listdir(tmp_path / "new") == ["theirs"]

@@ -17,15 +17,17 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed
 
-from rollflow.flows import cli, following, post_training, recover
-from rollflow.flows.following import AWAY, Following
-from rollflow.flows.status import RunStatus
+from rollflow.flows import post_training, recover
+from rollflow.flows.commands import cli
+from rollflow.flows.keepalive import supervisor as following
+from rollflow.flows.keepalive.supervisor import AWAY, Following
+from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import Unfinished
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 
 RUNNING = SimpleNamespace(
@@ -214,8 +216,8 @@ def test_the_end_of_a_run_is_told_as_soon_as_its_store_answers(
     def session(*_: object) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr("rollflow.tasks.run.open_store", opened)
-    monkeypatch.setattr("rollflow.flows.session.open_session", session)
+    monkeypatch.setattr("rollflow.tasks.run_context.open_store", opened)
+    monkeypatch.setattr("rollflow.flows.services.session.open_session", session)
     monkeypatch.setattr(cli, "_show", lambda *_: RunStatus("run", "done"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert cli.drive(RunContext(patient.uri, patient.cache)) == 0

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollflow.flows.cli import main
-from rollflow.flows.log import sentence, tell
+from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.log import sentence, tell
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import Entry, Pruned, entry_path
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import DiscardReason
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.log_actors import SIZE, Learner, Scheduler, Supervisor, entries
 

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows import cluster, engines, stages
-from rollflow.flows.engines import Engines
-from rollflow.flows.stages import Stage, Stages
-from rollflow.flows.supervision import Budget, Keeper, Ward
-from rollflow.flows.upkeep import SERVER, Upkeep
+from rollflow.flows.keepalive import engines, stages
+from rollflow.flows.keepalive.actors import Budget, Keeper, Ward
+from rollflow.flows.keepalive.engines import Engines
+from rollflow.flows.keepalive.services import SERVER, Upkeep
+from rollflow.flows.keepalive.stages import Stage, Stages
+from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.journal.recoveries import Recovery
 from rollflow.storage.objects import open_store
-from rollflow.storage.recoveries import Recovery
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RecoveryConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RecoveryConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 
 DAY = 24 * 3600.0

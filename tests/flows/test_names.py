@@ -9,12 +9,12 @@ import jsonschema
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from rollflow.flows.cli import main
-from rollflow.flows.home import attach_run, context_of, find_run
+from rollflow.flows.commands.cli import main
+from rollflow.flows.locations import attach_run, context_of, find_run
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import entry_path
 from rollflow.tasks.names import LONGEST, RecipeName, RunId, RunPlace
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -46,7 +46,9 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run home lies three folders deep; returns the folder that must hold nothing else."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "a/b/home"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setattr("rollflow.flows.cli.drive", lambda context: pytest.fail(f"{context} would have been run"))
+    monkeypatch.setattr(
+        "rollflow.flows.commands.cli.drive", lambda context: pytest.fail(f"{context} would have been run")
+    )
     return tmp_path
 
 
@@ -154,7 +156,7 @@ def test_forms_refuse_a_place_that_ends_in_no_run_id(place: str) -> None:
 @pytest.mark.slow
 def test_every_deployment_names_its_runs_by_these_types() -> None:
     """Whatever a flow takes as a run's name or place is refused by its form."""
-    from rollflow.flows.serve import FLOWS
+    from rollflow.flows.deployments import FLOWS
 
     seen = []
     for flow in FLOWS:

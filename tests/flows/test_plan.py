@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows import plan as planning
-from rollflow.flows.cli import main
-from rollflow.flows.toml import to_toml
+from rollflow.flows.commands import plan as planning
+from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.toml import to_toml
 from rollflow.tasks.simulation.candidates import Budget
 
 RECIPE = "flows/recipes/arithmetic.toml"

@@ -20,20 +20,29 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Cancelled, Crashed, Failed, Running
 
 from rollflow.flows import recover
-from rollflow.flows.automation import install
-from rollflow.flows.home import attach_run, context_of
-from rollflow.flows.prefect_api import api, crash_orphans, created_at, going, insist, start, states_of, supervisors
-from rollflow.flows.ray_head import RayHead, RayNode
+from rollflow.flows.keepalive.actors import Budget, StageFailed
+from rollflow.flows.keepalive.services import RUNNER, SERVER, Upkeep
+from rollflow.flows.keepalive.stages import Stages
+from rollflow.flows.locations import attach_run, context_of
 from rollflow.flows.recover import PickUp, pause_before, run_uri, start_again
-from rollflow.flows.services import PrefectServer, Runner, stop_together
-from rollflow.flows.session import Session, read_status
-from rollflow.flows.stages import Stages
-from rollflow.flows.status import RunStatus
-from rollflow.flows.supervision import Budget, StageFailed
-from rollflow.flows.upkeep import RUNNER, SERVER, Upkeep
-from rollflow.storage.recoveries import Recovery, RecoveryLog
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RecoveryConfig, RunConfig
+from rollflow.flows.services.automations import install
+from rollflow.flows.services.prefect_api import (
+    api,
+    crash_orphans,
+    created_at,
+    going,
+    insist,
+    start,
+    states_of,
+    supervisors,
+)
+from rollflow.flows.services.process import PrefectServer, Runner, stop_together
+from rollflow.flows.services.ray_head import RayHead, RayNode
+from rollflow.flows.services.session import Session, read_status
+from rollflow.flows.views.status import RunStatus
+from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
+from rollflow.tasks.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS, until
 
@@ -360,7 +369,7 @@ def test_without_a_session_an_automation_brings_the_supervisor_back(
 NODE_CLIENT = """
 import sys, time
 import ray
-from rollflow.flows import cluster
+from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
 cluster.attach(sys.argv[1], "test")
 

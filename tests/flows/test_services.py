@@ -20,10 +20,17 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows import ray_head
-from rollflow.flows.ray_head import RayHead
-from rollflow.flows.reachability import check_mlflow, check_prefect, check_ray, redact
-from rollflow.flows.services import MlflowServer, PrefectServer, Runner, free_port, start_together, stop_together
+from rollflow.flows.services import ray_head
+from rollflow.flows.services.process import (
+    MlflowServer,
+    PrefectServer,
+    Runner,
+    free_port,
+    start_together,
+    stop_together,
+)
+from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, redact
 from rollflow.storage.errors import ConfigError, Unreachable
 from tests.support.waiting import RUN_SECONDS, until
 
@@ -31,7 +38,7 @@ MARK = "ROLLFLOW_TEST_MARK"
 CLIENT = """
 import os, subprocess, sys, time
 import ray
-from rollflow.flows import cluster
+from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed, Unreachable
 import signal
 mine = lambda *_: None
@@ -201,8 +208,8 @@ def test_services_die_with_an_owner_that_is_killed(tmp_path: Path, mark: str) ->
     owner_code = """
 import sys, threading, time
 from pathlib import Path
-from rollflow.flows.ray_head import RayHead
-from rollflow.flows.services import Runner
+from rollflow.flows.services.ray_head import RayHead
+from rollflow.flows.services.process import Runner
 head = RayHead(Path(sys.argv[1]), cpus=1)
 thread = threading.Thread(target=head.start)  # a service does not end with the thread that started it
 thread.start()
@@ -271,7 +278,7 @@ def test_what_a_killed_guard_leaves_is_ended(tmp_path: Path, mark: str, owner_to
     owner_code = f"""
 import sys, time
 from pathlib import Path
-from rollflow.flows.services import Runner
+from rollflow.flows.services.process import Runner
 runner = Runner(Path("log"), {{"PYTHONPATH": {os.pathsep.join([str(tmp_path), *sys.path])!r}}}, module="stubborn", ready=Path("ready"), grace_seconds=0.3)
 runner.start()
 print(runner._process.pid, flush=True)
@@ -335,7 +342,7 @@ def test_what_is_no_address_of_a_ray_head_is_refused(address: str) -> None:
 
 
 def test_a_peer_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.flows.reachability.CHECK_SECONDS", 0.3)
+    monkeypatch.setattr("rollflow.flows.services.reachability.CHECK_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         for check, value in [(check_prefect, f"http://127.0.0.1:{port}/api"), (check_ray, f"127.0.0.1:{port}")]:
@@ -406,7 +413,9 @@ def test_links_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_importing_loads_no_vendor() -> None:
     code = """
 import sys
-from rollflow.flows import cluster, console, doctor, guard, reachability, services, status, tracking
+from rollflow.flows.services import cluster, guard, reachability, process as services
+from rollflow.flows.views import console, status, tracking
+from rollflow.flows.commands import doctor
 print([name for name in ("prefect", "ray", "mlflow", "torch", "vllm", "matplotlib") if name in sys.modules])
 """
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

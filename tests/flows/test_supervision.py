@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 import ray
 
-from rollflow.flows import cluster, post_training
+from rollflow.flows import post_training
+from rollflow.flows.keepalive.actors import Budget, Keeper, Pending, StageFailed, Ward
 from rollflow.flows.post_training import _finish, _give_up
-from rollflow.flows.progress import Progress
-from rollflow.flows.supervision import Budget, Keeper, Pending, StageFailed, Ward
+from rollflow.flows.services import cluster
+from rollflow.flows.views.progress import Progress
 from rollflow.storage.errors import Conflict, RollflowError, StoreFailed, Unreachable
+from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.state import Deposed, Superseded
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
-from rollflow.storage.recoveries import Recovery, RecoveryLog
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RecoveryConfig, RunConfig
+from rollflow.tasks.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.batches import begin, train
 from tests.support.described import describe
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows import tracking
-from rollflow.flows.tracking import (
+from rollflow.flows.views import tracking
+from rollflow.flows.views.tracking import (
     VERSION,
     Curves,
     Point,

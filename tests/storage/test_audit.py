@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.audit_table import print_report
+from rollflow.flows.views.audit_table import print_report
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing, Unreachable
 from rollflow.storage.log import audits, objects, snapshots
@@ -34,7 +34,7 @@ from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, StoredObject, TrajectoryGroup
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.settings import ReasoningGymPrompts, RunConfig
+from rollflow.tasks.config import ReasoningGymPrompts, RunConfig
 from tests.support.log_actors import GROUPS, Scheduler, Supervisor
 from tests.support.log_runs import (
     DOMAINS,

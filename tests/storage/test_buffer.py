@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.buffer import Rank, TrajectoryBuffer
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.tasks.rollout.buffer import Rank, TrajectoryBuffer
 
 
 def group(prompt: int, started: int) -> TrajectoryGroup:

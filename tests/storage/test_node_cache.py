@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage import node_cache as cache_of_a_node
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed, Unreachable
-from rollflow.storage.node_cache import FILLING, KEPT, Held, NodeCache
+from rollflow.storage.objects import node_cache as cache_of_a_node
+from rollflow.storage.objects.node_cache import FILLING, KEPT, Held, NodeCache
 from rollflow.tasks.node import node_cache
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run_context import RunContext
 from tests.support.waiting import HANG_SECONDS
 
 SPAWN = multiprocessing.get_context("spawn")

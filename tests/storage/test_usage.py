@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollflow.flows.console import cpu_line
-from rollflow.flows.costs import session_costs
-from rollflow.flows.services import Runner
-from rollflow.flows.supervision import progress_of
-from rollflow.flows.upkeep import RAY, SERVER
+from rollflow.flows.keepalive.actors import progress_of
+from rollflow.flows.keepalive.services import RAY, SERVER
+from rollflow.flows.services.process import Runner
+from rollflow.flows.views.console import cpu_line
+from rollflow.flows.views.costs import session_costs
+from rollflow.storage.journal.usage import Cost, Usage, read_usage, store_usage
 from rollflow.storage.objects import open_store
-from rollflow.storage.usage import Cost, Usage, read_usage, store_usage
 from rollflow.tasks import cpu
 from rollflow.tasks.cpu import CpuClock
 from tests.support.waiting import until

@@ -16,13 +16,13 @@ import pyarrow as pa
 import pytest
 import ray
 
-from rollflow.flows import cluster
-from rollflow.storage import ray_channel
+from rollflow.flows.services import cluster
 from rollflow.storage.errors import Corrupt, Unreachable
 from rollflow.storage.log.log import Writer
 from rollflow.storage.objects import ObjectStore, open_store
-from rollflow.storage.ray_channel import CHANNEL, RayChannel, start_channel
 from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.actors import channel as ray_channel
+from rollflow.tasks.actors.channel import CHANNEL, RayChannel, start_channel
 from tests.support.batches import file_of, ready, staged
 from tests.support.waiting import HANG_SECONDS
 

@@ -21,16 +21,16 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Prompt, StoredObject
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.tasks.config import RolloutConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rewards.pool import ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
-from rollflow.tasks.rollout.controller import AsyncController, Hooks
 from rollflow.tasks.rollout.evaluation import Evaluations
-from rollflow.tasks.rollout.plan import Plan
+from rollflow.tasks.rollout.limits import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
-from rollflow.tasks.settings import RolloutConfig, Routing, TimedEngineConfig
+from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
+from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 from tests.support.described import describe
 from tests.support.log_runs import read
 

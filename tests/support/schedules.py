@@ -18,15 +18,15 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.config import FilterConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rewards.pool import ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
-from rollflow.tasks.rollout.controller import AsyncController, Hooks
-from rollflow.tasks.rollout.plan import Plan
+from rollflow.tasks.rollout.limits import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
-from rollflow.tasks.settings import FilterConfig, Routing, TimedEngineConfig
+from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
+from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 from tests.support.ledger import Ledger
 
 SOON = 1e-3

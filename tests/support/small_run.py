@@ -18,10 +18,10 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.log.state import NOBODY
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.learners.actor import LearnerActor
+from rollflow.tasks.actors.learner import LearnerActor
+from rollflow.tasks.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import ColdStart
+from rollflow.tasks.run_context import RunContext
 
 GROUPS, SIZE = 2, 4
 

@@ -16,8 +16,8 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.types.entrypoint import EntrypointType
 
-from rollflow.flows.home import attach_run
-from rollflow.flows.status import STATUS, Phase, RunStatus
+from rollflow.flows.locations import attach_run
+from rollflow.flows.views.status import STATUS, Phase, RunStatus
 
 NAME = "trivial"
 
@@ -47,8 +47,8 @@ def post_training(config: dict[str, Any], run_id: str | None = None, storage: st
 
 
 def main() -> None:
+    from rollflow.flows.deployments import serve
     from rollflow.flows.recover import recover
-    from rollflow.flows.serve import serve
     from tests.support.trivial_supervisor import (
         post_training,  # not the one of `__main__`: flow processes import it by name
     )

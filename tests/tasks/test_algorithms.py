@@ -9,9 +9,9 @@ import torch
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
-from rollflow.tasks.algorithms.advantages import EPSILON, group_advantages
-from rollflow.tasks.algorithms.losses import decoupled_ppo, grpo, row_weights
-from rollflow.tasks.algorithms.packing import Rows, micro_batches
+from rollflow.tasks.objectives.advantages import EPSILON, group_advantages
+from rollflow.tasks.objectives.losses import decoupled_ppo, grpo, row_weights
+from rollflow.tasks.objectives.packing import Rows, micro_batches
 
 F64 = torch.float64
 

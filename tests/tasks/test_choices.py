@@ -18,12 +18,12 @@ from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.config import FilterConfig, PolicyConfig, RolloutConfig, Routing, RunConfig, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.plan import Plan, filtered, plan_of
+from rollflow.tasks.rollout.issue_order import Issue, Rounds
+from rollflow.tasks.rollout.limits import Plan, filtered, plan_of
 from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Probe
-from rollflow.tasks.rollout.rounds import Issue, Rounds
-from rollflow.tasks.settings import FilterConfig, PolicyConfig, RolloutConfig, Routing, RunConfig, TimedEngineConfig
 from tests.support.pipeline import Pipeline
 
 NO_PROBE = Probe((), (), 0.1)

@@ -15,10 +15,8 @@ import ray
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.engines.actor import RayEngine
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
-from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.engines.wire import (
+from rollflow.tasks.actors.engine import RayEngine
+from rollflow.tasks.actors.wire import (
     pack_generations,
     pack_partials,
     pack_requests,
@@ -26,8 +24,10 @@ from rollflow.tasks.engines.wire import (
     unpack_partials,
     unpack_requests,
 )
+from rollflow.tasks.config import TimedEngineConfig, TransformersEngineConfig
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.settings import TimedEngineConfig, TransformersEngineConfig
 from tests.support.tiny_policy import Here, make_policy, make_weights
 from tests.support.waiting import HANG_SECONDS, soon
 

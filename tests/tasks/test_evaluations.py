@@ -13,16 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.flows.supervision import Budget
+from rollflow.flows.keepalive.actors import Budget
 from rollflow.storage.errors import Corrupt, EngineFailed
 from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.config import (
+    RecoveryConfig,
+    RunConfig,
+    TimedEngineConfig,
+    TransformersEngineConfig,
+    VllmEngineConfig,
+)
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rewards.pool import ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
     Evaluations,
@@ -36,13 +41,8 @@ from rollflow.tasks.rollout.evaluation import (
     store_skipped,
 )
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.settings import (
-    RecoveryConfig,
-    RunConfig,
-    TimedEngineConfig,
-    TransformersEngineConfig,
-    VllmEngineConfig,
-)
+from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 from tests.support.batches import begin, learning, publish, scheduling, staged
 from tests.support.pipeline import Pipeline, prompt_at
 

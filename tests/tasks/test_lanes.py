@@ -17,11 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.clock import VirtualClockLoop, run_virtual
+from rollflow.tasks.config import Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.lanes import Lane, Lanes, Ticket
 from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Probe, Reservation
-from rollflow.tasks.settings import Routing, TimedEngineConfig
+from rollflow.tasks.rollout.slots import Lane, Lanes, Ticket
 
 SLOTS = 3
 PATIENCE = 5.0

@@ -12,10 +12,10 @@ import torch
 from rollflow.storage.errors import Corrupt, Stale
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import pieces
-from rollflow.tasks.learners.actor import LearnerActor
+from rollflow.tasks.actors.learner import LearnerActor
+from rollflow.tasks.config import ColdStart, DecoupledPpoObjective, RunConfig, TrainConfig
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.settings import ColdStart, DecoupledPpoObjective, RunConfig, TrainConfig
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 

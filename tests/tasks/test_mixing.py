@@ -20,12 +20,12 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Cursor, TrajectoryGroup
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.config import RunConfig, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.mixing import Mixture, Slots
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
-from rollflow.tasks.settings import RunConfig, TimedEngineConfig
 from tests.support.pipeline import Damage, Pipeline
 from tests.tasks.test_scheduler import stopped
 

@@ -14,16 +14,16 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rollflow.flows.home import attach_run
+from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
+from rollflow.tasks.actors.engine import EngineActor, RayEngine
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.actor import EngineActor, RayEngine
+from rollflow.tasks.config import RunConfig, StoreConfig, TimedEngineConfig
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RunConfig, StoreConfig, TimedEngineConfig
+from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS
@@ -134,7 +134,7 @@ class Here:
 
 async def test_an_engine_waits_for_storage_as_long_as_its_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an engine that is given up, requests, process and one of its restarts are lost."""
-    monkeypatch.setattr("rollflow.tasks.engines.actor.FETCH_SECONDS", 0.1)
+    monkeypatch.setattr("rollflow.tasks.actors.engine.FETCH_SECONDS", 0.1)
     actor = EngineActor(lambda: TimedEngine(CONFIG))
     await actor.start()
     engine = RayEngine(Here(actor))

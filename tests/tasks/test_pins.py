@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.cli import main
-from rollflow.flows.home import attach_run
+from rollflow.flows.commands.cli import main
+from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.audit import audit
+from rollflow.tasks.config import JsonlPrompts
 from rollflow.tasks.prompts import pins
 from rollflow.tasks.prompts.jsonl import questions
 from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
 from rollflow.tasks.prompts.source import Question
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import JsonlPrompts
+from rollflow.tasks.run_context import RunContext
 from tests.support.small_run import prepare_small, train_small
 
 LINES = 90
@@ -29,7 +29,7 @@ LINES = 90
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("rollflow.flows.cli.drive", lambda context: 0)
+    monkeypatch.setattr("rollflow.flows.commands.cli.drive", lambda context: 0)
 
 
 def content(count: int = LINES) -> bytes:

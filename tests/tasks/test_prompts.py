@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.source import PromptOrder
-from rollflow.tasks.settings import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

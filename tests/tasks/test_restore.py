@@ -19,11 +19,11 @@ from rollflow.storage.log.entries import BatchVoided, VersionPublished
 from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import GroupKey, StoredObject
-from rollflow.tasks.learners.actor import LearnerActor
+from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.restore import Restored, files, new_learner, restore, train_again
 from rollflow.tasks.learners.torch_learner import TorchLearner
-from rollflow.tasks.run import RunContext
+from rollflow.tasks.run_context import RunContext
 from tests.support.log_runs import of_kind
 from tests.support.small_run import StoreFeed, prepare_small, train_small
 

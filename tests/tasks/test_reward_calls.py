@@ -14,11 +14,11 @@ import ray
 
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
-from rollflow.tasks.rewards.actor import REWARD, RewardActor, RewardClient
-from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import RewardConfig, RunConfig
+from rollflow.tasks.actors.reward import REWARD, RewardActor, RewardClient
+from rollflow.tasks.config import RewardConfig, RunConfig
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 

@@ -13,10 +13,10 @@ import pytest
 import reasoning_gym
 from tokenizers import Tokenizer
 
+from rollflow.tasks.config import ColdStart, RewardConfig
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.rewards.pool import RewardPool, ScoreRequest, _Worker
-from rollflow.tasks.rewards.verifier import answer_of
-from rollflow.tasks.settings import ColdStart, RewardConfig
+from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest, _Worker
+from rollflow.tasks.verifiers.verifier import answer_of
 from tests.support.waiting import HANG_SECONDS
 
 ODD_WORKER = """

@@ -28,18 +28,18 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
+from rollflow.tasks.actors import rollout as actor
 from rollflow.tasks.clock import Deadlock, run_virtual
+from rollflow.tasks.config import FilterConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rewards.pool import ScoreRequest
-from rollflow.tasks.rewards.verifier import Score
-from rollflow.tasks.rollout import actor
 from rollflow.tasks.rollout.admission import allowance
-from rollflow.tasks.rollout.dispatch import Dispatch, Surroundings
-from rollflow.tasks.rollout.plan import Plan
+from rollflow.tasks.rollout.group import Dispatch, Surroundings
+from rollflow.tasks.rollout.limits import Plan
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run import RunContext
-from rollflow.tasks.settings import FilterConfig, Routing, TimedEngineConfig
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
 from tests.support.described import describe
 from tests.support.ledger import check_log
 from tests.support.log_runs import read

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.records import DiscardReason
-from rollflow.tasks.settings import RolloutConfig
+from rollflow.tasks.config import RolloutConfig
 from tests.support.ledger import Ledger
 from tests.support.schedules import FILTERS, Case, Stop, Trouble, ran
 

@@ -18,10 +18,7 @@ from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.records import Trajectory
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.base import GenerationRequest
-from rollflow.tasks.engines.lengths import ResponseLengths
-from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.settings import (
+from rollflow.tasks.config import (
     EvaluationConfig,
     FilterConfig,
     PolicyConfig,
@@ -29,6 +26,9 @@ from rollflow.tasks.settings import (
     RunConfig,
     TimedEngineConfig,
 )
+from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.lengths import ResponseLengths
+from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.simulation.bounds import Work, bounds_of
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.fit import Recorded, correlation_of, fitted, normal_scores

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rollflow.storage.records import Ending
+from rollflow.tasks.actors.rollout import build_engine_of
+from rollflow.tasks.config import RolloutConfig, RunConfig, VllmEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.vllm import VllmEngine
-from rollflow.tasks.rollout.actor import build_engine_of
-from rollflow.tasks.settings import RolloutConfig, RunConfig, VllmEngineConfig
 from tests.support.tiny_policy import make_policy, make_weights
 
 pytestmark = pytest.mark.slow

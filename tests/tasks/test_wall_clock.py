@@ -15,7 +15,7 @@ import ray
 
 from benchmarks.wall_clock import CASES, HARDWARE, WallWorld, engine_actors, recipe
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.settings import RunConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.records import Formed
 from rollflow.tasks.simulation.world import World
 

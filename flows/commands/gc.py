@@ -1,0 +1,53 @@
+"""`rollflow gc`: objects that nothing in the run's log needs any more, by age."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+from rich.table import Table
+
+from rollflow.flows.views.console import duration
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.garbage import Orphan, collect, orphans, store_clock
+from rollflow.tasks.run_context import RunContext
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
+    """Show the run's orphans that are older than `older_than`, and delete them unless `dry_run`.
+
+    Raises:
+        ConfigError: `older_than` is not an age, or there is no such run.
+        Corrupt: the run's log is damaged, so that nothing can be said.
+    """
+    console = console or Console(highlight=False)
+    age = age_of(older_than)
+    context.created  # noqa: B018 - says which run is not there
+    found = orphans(context.store, store_clock(context.store), age)
+    if not found:
+        console.print(f"run {context.run_id}: nothing to collect that is older than {older_than}")
+        return
+    console.print(_table(found))
+    freed = sum(orphan.size for orphan in found) if dry_run else collect(context.store, found)
+    console.print(f"{len(found)} objects, {freed:,} bytes {'would be deleted (--dry-run)' if dry_run else 'deleted'}")
+
+
+def age_of(text: str) -> float:
+    """Seconds of an age such as 90s, 30m, 1h or 2d."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None:
+        raise ConfigError(f"--older-than {text!r} is not an age; write 90s, 30m, 1h or 2d")
+    return float(match[1]) * SECONDS[match[2]]
+
+
+def _table(found: list[Orphan]) -> Table:
+    table = Table(title="orphans", title_justify="left")
+    table.add_column("object", overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_column("age", justify="right")
+    table.add_column("why", overflow="fold")
+    for orphan in found:
+        table.add_row(orphan.path, f"{orphan.size:,}", duration(orphan.age), orphan.why)
+    return table

@@ -1,0 +1,308 @@
+"""`rollflow inspect`: what a run, a version or a trajectory is and came from, read from the run's storage alone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollflow.flows.views.audit_table import domains_table
+from rollflow.flows.views.console import staleness_bar
+from rollflow.flows.views.progress import trained_domains
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError, Corrupt
+from rollflow.storage.journal.recoveries import RecoveryLog
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided
+from rollflow.storage.log.lineage import Consumed, Fate, Waiting, fates
+from rollflow.storage.log.reading import written
+from rollflow.storage.log.state import RunState
+from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.tasks.learners.restore import name_of
+from rollflow.tasks.run_context import RunContext
+
+SHOWN = 12  # keys in a list; the rest is counted
+
+
+def inspect(context: RunContext, what: str | None, console: Console | None = None) -> None:
+    """Print the run, the version `7`, or the trajectory `PROMPT.ATTEMPT[.SAMPLE]`.
+
+    Raises:
+        ConfigError: there is no such version or trajectory.
+    """
+    console = console or Console(highlight=False)
+    context.created  # noqa: B018 - says which run is not there
+    if what is None:
+        _run(context, console)
+    elif re.fullmatch(r"\d+", what):
+        _version(context, int(what), console)
+    elif re.fullmatch(r"\d+\.\d+(\.\d+)?", what):
+        _trajectory(context, *(int(part) for part in what.split(".")), console=console)
+    else:
+        raise ConfigError(
+            f"{what!r} names neither a version (such as 7) nor a trajectory (PROMPT.ATTEMPT.SAMPLE, such as 12.0.3)"
+        )
+
+
+# --- the run ------------------------------------------------------------------------------------------------
+
+
+def _run(context: RunContext, console: Console) -> None:
+    state = context.log.state
+    console.print(f"run {context.run_id} in {context.store.uri}", soft_wrap=True)
+    table = _grid()
+    of = f"of {context.config.versions}"
+    table.add_row(
+        "version", f"{state.version} {of}, entry {state.published}" if state.version >= 0 else f"none {of} yet"
+    )
+    table.add_row("log", f"{state.n + 1} entries")
+    table.add_row("batches", _batches(state))
+    groups, tokens = (counts["trained"] for counts in (state.totals.groups, state.totals.tokens))
+    table.add_row("trained on", f"{state.totals.rows} trajectories in {groups} groups, {tokens} response tokens")
+    table.add_row("staleness", staleness_bar(state.totals.staleness, 24))
+    table.add_row("in flight", _keys(state.in_flight))
+    table.add_row("next prompt", _upcoming(state.cursor))
+    console.print(table)
+    if len(shares := context.config.shares) > 1:
+        console.print(domains_table(trained_domains(state, context.config), shares))
+    lost = Counter({reason: count for reason, count in state.totals.groups.items() if reason != "trained"})
+    console.print(_discards(lost, state.totals.tokens) if lost else "discards: none")
+    _quarantined(context, console)
+    _recoveries(context, console)
+
+
+def _batches(state: RunState) -> str:
+    again = f", to be formed again: {', '.join(map(str, state.holes))}" if state.holes else ""
+    committed = state.next_batch - len(state.holes)
+    return f"{committed} committed, {len(state.waiting)} of them waiting for the learner{again}"
+
+
+def _discards(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
+    """What was not trained on, by reason."""
+    table = Table(title="discards", title_justify="left")
+    table.add_column("reason")
+    for name in ("groups", "response tokens", "tokens a group"):
+        table.add_column(name, justify="right")
+    for reason, count in groups.most_common():
+        table.add_row(reason, str(count), str(tokens[reason]), f"{tokens[reason] / count:.0f}")
+    return table
+
+
+def _quarantined(context: RunContext, console: Console) -> None:
+    state = context.log.state
+    console.print(f"quarantined files: {state.voids or 'none'}")
+    if not state.voids:
+        return  # the log need not be read for them
+    for one in written(context.log, 0, state.n):
+        if isinstance(body := one.entry.body, BatchVoided):
+            file = context.batches.committed(body.entry).file.path
+            why = body.why if file in body.why else f"{file}: {body.why}"
+            console.print(f"  batch {body.number}: {why}", soft_wrap=True)
+
+
+def _recoveries(context: RunContext, console: Console) -> None:
+    recoveries = RecoveryLog(context.store).read()
+    console.print(f"recoveries: {len(recoveries) or 'none'}")
+    for recovery in recoveries:
+        console.print(f"  {_clock(recovery.noticed_at)}  {recovery.sentence()}", soft_wrap=True)
+
+
+# --- a version ----------------------------------------------------------------------------------------------
+
+
+def published(context: RunContext, version: int) -> PolicyVersion:
+    """The version that a person names; `ConfigError` if there is none."""
+    newest = context.policies.newest()
+    if not 0 <= version <= newest:
+        there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
+        raise ConfigError(f"version {version} is not published; run {context.run_id!r} {there}")
+    return context.policies.find(version)
+
+
+def _version(context: RunContext, number: int, console: Console) -> None:
+    version = published(context, number)
+    console.print(f"version {number} of run {context.run_id}")
+    table = _grid()
+    table.add_row("published", f"{_clock(version.at)}, entry {version.entry}, by claim {version.claim}")
+    table.add_row("code, config", f"rollflow {version.code_version}, config {context.created.config_sha256[:12]}")
+    table.add_row("parent", _parent(context, number))
+    if version.batch_entry is not None:
+        _trained_on(context, version.batch_entry, table)
+    if not version.state:
+        table.add_row("learner state", "not stored with this version; recovery replays up to it")
+    console.print(table)
+    console.print(_objects(context, version))
+    console.print("metrics: " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(version.metrics.items())))
+
+
+def _parent(context: RunContext, number: int) -> str:
+    return f"version {number - 1} (entry {context.policies.find(number - 1).entry})" if number else "none"
+
+
+def _trained_on(context: RunContext, entry: int, table: Table) -> None:
+    """The batch, its groups, what was issued and discarded when it was formed, and which versions wrote its tokens."""
+    batch = context.batches.committed(entry)
+    groups = f"{len(batch.groups)} groups: {_keys([group.key for group in batch.groups])}"
+    table.add_row("batch", f"{batch.number} (entry {entry}), {groups}")
+    table.add_row("tokens by", _tokens_by(context, batch))
+    discards = context.batches.discards(entry)
+    counts = Counter(d.reason.value for d in discards)
+    lost = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    keys = _keys([d.key for d in discards])
+    table.add_row("discarded", f"{lost}: {keys}" if lost else "none")
+    table.add_row("issued", _keys([GroupKey(prompt, 0) for prompt in batch.issued]))
+
+
+def _tokens_by(context: RunContext, batch: BatchCommitted) -> str:
+    try:
+        trajectories = [t for g in _groups(context, batch.file) for t in g.trajectories]
+    except Corrupt as error:
+        return f"not to be read: {error}"
+    counts = Counter(v for t in trajectories for v, chosen in zip(t.versions, t.loss_mask, strict=True) if chosen)
+    return ", ".join(f"version {version}: {count}" for version, count in sorted(counts.items()))
+
+
+def _objects(context: RunContext, version: PolicyVersion) -> Table:
+    table = Table(title=f"objects in policies/{version.number:08d}/{version.claim}", title_justify="left")
+    table.add_column("object", overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_column("sha256")
+    table.add_column("stored")
+    for stored in version.objects:
+        there = "yes" if context.store.exists(stored.path) else "no longer"
+        table.add_row(name_of(stored), f"{stored.size:,}", stored.sha256[:12], there)
+    return table
+
+
+# --- a trajectory -------------------------------------------------------------------------------------------
+
+
+def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | None = None, *, console: Console) -> None:
+    key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
+    _check_key(key, attempts, context.log.state.cursor)
+    table, below = _grid(), None
+    for other, fate in sorted(attempts.items()):
+        table.add_row(f"attempt {other.attempt}", Text(str(fate), style="bold" if other == key else ""))
+    fate = attempts[key]
+    if isinstance(fate, Consumed | Waiting):
+        below = _answers(context, key, _batch_of(context, fate), sample, table)
+    else:
+        table.add_row("question", Text(_question(context, prompt)))
+        table.add_row("responses", "not in storage: it was never committed")
+    name = f"prompt {prompt}, attempt {attempt}" + ("" if sample is None else f", sample {sample}")
+    console.print(f"{name} of run {context.run_id}")
+    console.print(table)
+    if below is not None:
+        console.print(below)
+
+
+def _batch_of(context: RunContext, fate: Consumed | Waiting) -> BatchCommitted:
+    if isinstance(fate, Waiting):
+        return context.batches.committed(context.log.state.waiting[fate.batch].entry)
+    entry = context.policies.find(fate.version).batch_entry
+    assert entry is not None, "only version 0 has no batch"
+    return context.batches.committed(entry)
+
+
+def _question(context: RunContext, prompt: int) -> str:
+    """Its text, which storage alone does not tell where the run's prompts are not kept there."""
+    try:
+        return context.order().prompt(prompt).text
+    except (ConfigError, Corrupt) as error:
+        return f"not to be had: {error}"
+
+
+def _check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> None:
+    if key in attempts:
+        return
+    if attempts:
+        issued = ", ".join(str(k.attempt) for k in attempts)
+        raise ConfigError(f"prompt {key.prompt} has no attempt {key.attempt}; it was issued as attempt {issued}")
+    raise ConfigError(
+        f"prompt {key.prompt} was not dispatched when the newest batch was committed; "
+        f"the next prompt is {_upcoming(cursor)}"
+    )
+
+
+def _answers(
+    context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
+) -> Table | None:
+    """One trajectory in full, added to `table`; or the group's question, and its trajectories as a table."""
+    group = next(g for g in _groups(context, batch.file) if g.key == key)
+    chosen = [t for t in group.trajectories if sample in (None, t.sample)]
+    if not chosen:
+        last = max(t.sample for t in group.trajectories)
+        raise ConfigError(f"{key.prompt}.{key.attempt} has samples 0 to {last}; there is no sample {sample}")
+    one = chosen[0]
+    asked = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if not mask]
+    table.add_row("question", Text(context.tokenizer.decode(asked)))
+    if sample is None:
+        return _group(context, chosen, batch.number)
+    table.add_row("response", Text(_response(context, one)))
+    table.add_row("tokens", f"{one.response_tokens}: {_spans(one)}")
+    table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
+    table.add_row("ending", one.ending.value)
+    table.add_row("staleness", f"{batch.number - one.started_version} (started under version {one.started_version})")
+    return None
+
+
+def _groups(context: RunContext, file: StoredObject) -> list[TrajectoryGroup]:
+    return TrajectoryBatch.from_bytes(context.batches.read(file)).groups()
+
+
+def _group(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:
+    table = Table(title="trajectories", title_justify="left")
+    for name in ("sample", "reward", "ending", "staleness", "tokens", "response"):
+        table.add_column(name, justify="left" if name in ("ending", "response") else "right")
+    for t in trajectories:
+        stale, response = str(number - t.started_version), Text(_response(context, t), overflow="ellipsis")
+        table.add_row(str(t.sample), f"{t.reward:g}", t.ending.value, stale, str(t.response_tokens), response)
+    return table
+
+
+def _response(context: RunContext, trajectory: Trajectory) -> str:
+    chosen = [token for token, mask in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if mask]
+    return context.tokenizer.decode(chosen)
+
+
+def _spans(trajectory: Trajectory) -> str:
+    """Which version wrote which of the response's tokens."""
+    written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
+    spans, start = [], 0
+    for version, run in groupby(written):
+        end = start + len(list(run))
+        spans.append(f"{start}-{end - 1} by version {version}" if end - start > 1 else f"{start} by version {version}")
+        start = end
+    return ", ".join(spans)
+
+
+# --- words --------------------------------------------------------------------------------------------------
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _keys(keys: Sequence[GroupKey]) -> str:
+    """Dispatches as a person names them: PROMPT.ATTEMPT."""
+    named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return f"{named}{more}" if keys else "none"
+
+
+def _upcoming(cursor: Cursor) -> str:
+    """The next prompt of each source."""
+    return " or ".join(map(str, cursor.upcoming)) or "0"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

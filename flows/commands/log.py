@@ -1,0 +1,88 @@
+"""`rollflow log RUN`: the story of a run as its log tells it, a line an entry."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    BatchVoided,
+    Claimed,
+    Entry,
+    Pruned,
+    RunCreated,
+    VersionPublished,
+    encode,
+)
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.reading import written
+from rollflow.tasks.run_context import RunContext
+
+LOOK_SECONDS = 1.0  # how often a log that is followed is read
+SHOWN = ("reward", "loss")  # metrics of a version
+
+
+def tell(context: RunContext, *, follow: bool, as_json: bool, console: Console | None = None) -> None:
+    """Print every entry, and with `follow` each new one until a person ends it.
+
+    Raises:
+        ConfigError: there is no such run.
+        Missing, Corrupt: the log is damaged; what comes before the damage was printed.
+    """
+    console = console or Console(highlight=False)
+    context.created  # noqa: B018 - says which run is not there
+    for entry in _entries(context, follow=follow):
+        line = Text(encode(entry).data.decode()) if as_json else _line(entry)
+        console.print(line, soft_wrap=True)
+
+
+def _entries(context: RunContext, *, follow: bool) -> Iterator[Entry]:
+    log = Log(context.store)
+    yield from (one.entry for one in written(log, 0, log.state.n))
+    while follow:
+        yield from (one.entry for one in log.follow())
+        time.sleep(LOOK_SECONDS)
+
+
+def _line(entry: Entry) -> Text:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at))
+    return Text.assemble((f"{at}  {entry.n:>6}  {entry.role:<10}  ", "dim"), sentence(entry))
+
+
+def sentence(entry: Entry) -> str:
+    """What an entry says, in words."""
+    body = entry.body
+    match body:
+        case RunCreated():
+            return f"run {body.run_id} created by rollflow {body.code_version or '(unknown)'}"
+        case Claimed():
+            return (
+                f"claimed by {body.who or f'a {entry.role}'} (process {body.process} on {body.host or 'this machine'})"
+            )
+        case BatchCommitted():
+            return _committed(body)
+        case BatchVoided():
+            return f"batch {body.number} voided (entry {body.entry}): {body.why}"
+        case VersionPublished():
+            return _published(body)
+        case Pruned():
+            return "pruned " + ", ".join(f"{kind} of version {version}" for version, kind in body.objects)
+
+
+def _committed(body: BatchCommitted) -> str:
+    tokens = sum(group.tokens for group in body.groups)
+    lost = Counter(discard.reason.value for discard in body.discards)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in lost.most_common())
+    discarded = f"; discarded: {reasons}" if lost else ""
+    return f"batch {body.number} committed: {len(body.groups)} groups, {tokens:,} response tokens{discarded}"
+
+
+def _published(body: VersionPublished) -> str:
+    source = "" if body.batch_entry is None else f", trained on batch {body.number - 1} (entry {body.batch_entry})"
+    shown = "".join(f", {name} {body.metrics[name]:.4g}" for name in SHOWN if name in body.metrics)
+    return f"version {body.number} published{source}{shown}"

@@ -1,0 +1,298 @@
+"""`rollflow plan`: which split between rollout and training, and which alpha, by simulation.
+
+Prints the best few beside what is proven, and on request writes the recipe with the changes and the divided hardware,
+ready for `rollflow run` and `rollflow simulate`. Needs neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rollflow.flows.commands.simulate import as_json
+from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.views.console import duration
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, Limits, Outcome
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.planner import TOLERANCE, Planned, plan
+
+WIDTH = 180  # of the table, where there is no terminal
+HEADINGS = (
+    "rollout:train", "alpha", "step s", "traj/s", "speed-up", "idle", "staleness", "wasted", "length bias",
+    "Prop. 2 s", "beta*", "redundancy", "",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What to search, and where it goes."""
+
+    recipe: Path
+    gpus: int
+    largest: float
+    best: int
+    quick: bool
+    limits: Limits
+    write: Path | None
+    json: Path | None
+
+    @property
+    def hardware_file(self) -> Path:
+        """Where the divided hardware goes."""
+        assert self.write is not None
+        return self.write.with_name(f"{self.write.stem}-hardware.toml")
+
+    def check(self) -> None:
+        """Before minutes are spent.
+
+        Raises:
+            ConfigError: a number is out of its range, or a file cannot be written.
+        """
+        for name, value in (("alpha", self.largest), ("max-bias", self.limits.bias), ("max-waste", self.limits.waste)):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"--{name} {value:g}: give a number of 0 or more")
+        for path in filter(None, (self.write, self.json)):
+            if not path.parent.is_dir():
+                raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}; make it")
+        if self.write and self.recipe.exists() and self.write.resolve() == self.recipe.resolve():
+            raise ConfigError(f"--write {str(self.write)!r}: that is the recipe itself; give another name")
+
+
+def run_plan(config: RunConfig, hardware: Hardware, asked: Asked, *, console: Console | None = None) -> Planned:
+    """Search, print, write the files."""
+    asked.check()
+    console = console or _console()
+    budget, began = QUICK if asked.quick else FULL, time.monotonic()
+    with _progress(budget.simulations) as watch:
+        planned = plan(
+            config, hardware, asked.gpus, largest=asked.largest, budget=budget, limits=asked.limits, watch=watch
+        )
+    console.print(table(planned, config, asked))
+    for sentence in sentences(planned, asked, time.monotonic() - began):
+        console.print(sentence, soft_wrap=True)
+    if asked.write is not None and planned.recommended is not None:
+        _write(planned.recommended, config, hardware, asked, console)
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(planned_json(planned, config, hardware, asked.limits), indent=2))
+        console.print(f"figures in {asked.json}", soft_wrap=True)
+    return planned
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=max(WIDTH, console.width))
+
+
+@contextmanager
+def _progress(most: int) -> Iterator[Callable[[int, Outcome], None]]:
+    """On standard error: a bar on a terminal, else a line for each simulation."""
+    console = Console(file=sys.stderr, highlight=False)
+    if not console.is_terminal:
+        yield lambda count, one: console.print(f"simulation {count} of at most {most}: {_short(one)}", soft_wrap=True)
+        return
+    columns = (TextColumn("simulation {task.completed} of at most {task.total}"), BarColumn(20), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console, transient=True) as bar:
+        task = bar.add_task("plan", total=most, last="")
+        yield lambda count, one: bar.update(task, completed=count, last=_short(one))
+
+
+def _short(one: Outcome) -> str:
+    extra = redundancy(one.candidate)
+    return (
+        f"{split(one.candidate)} alpha {one.candidate.async_ratio:g}{', ' + extra if extra else ''}: "
+        f"{one.versions} versions, step {one.figures.step_seconds:,.4g} s"
+    )
+
+
+# --- what a person reads -------------------------------------------------------------------------------------
+
+
+def table(planned: Planned, config: RunConfig, asked: Asked) -> Table:
+    """The best few, and the synchronous mode."""
+    found = Table(
+        title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
+    )
+    for heading in HEADINGS:
+        found.add_column(heading, justify="left" if heading in ("redundancy", "") else "right")
+    shown = list(planned.finals[: asked.best])
+    shown += [one for one in (planned.recommended, planned.sync) if one is not None and one not in shown]
+    for one in shown:
+        found.add_row(*_row(one, planned, asked.limits), style="bold" if one is planned.recommended else None)
+    return found
+
+
+def _row(one: Outcome, planned: Planned, limits: Limits) -> list[str]:
+    figures, candidate = one.figures, one.candidate
+    bounds, idle = figures.bounds, figures.idle
+    proven = bounds.asynchronous if candidate.async_ratio else bounds.sync
+    notes = [*one.marks(limits)]
+    notes += ["synchronous"] if one is planned.sync else []
+    notes += ["<- take"] if one is planned.recommended else []
+    return [
+        split(candidate),
+        f"{candidate.async_ratio:g}",
+        f"{figures.step_seconds:,.4g}",
+        f"{one.throughput:,.4g}",
+        f"{one.throughput / planned.sync.throughput:.2f} x",
+        f"{max(0.0, idle.engines):.0%}, {max(0.0, idle.learner):.0%}",
+        f"{figures.staleness_mean:.2f}, {max(figures.staleness, default=0)}",
+        f"{one.wasted:.1%}",
+        f"{one.bias:+.1%} ± {one.bias_error:.1%}",
+        f"{proven:,.4g}",
+        f"{bounds.best_training_share:.0%}",
+        redundancy(candidate),
+        ", ".join(notes),
+    ]
+
+
+def split(candidate: Candidate) -> str:
+    """GPUs for rollout and for training."""
+    if candidate.colocated:
+        return f"{candidate.learner_gpus:g} in turns"
+    return f"{candidate.engines}:{candidate.learner_gpus:g}"
+
+
+def redundancy(candidate: Candidate) -> str:
+    """What is issued beyond a batch, and what happens to what is slow."""
+    parts = [f"+{candidate.extra_groups} groups"] if candidate.extra_groups else []
+    parts += [f"+{candidate.extra_responses} responses"] if candidate.extra_responses else []
+    parts += ["tail batching"] if candidate.tail_batching else []
+    parts += [f"ahead {candidate.ahead:g}"] if candidate.ahead is not None else []
+    plain = not candidate.extra_groups and not candidate.tail_batching
+    parts += ["drops at the bound"] if plain and candidate.drops else []
+    return ", ".join(parts)
+
+
+def sentences(planned: Planned, asked: Asked, seconds: float) -> Iterator[str]:
+    """The choice, what it rests on, and what it does not."""
+    limits = asked.limits
+    yield _choice(planned, asked)
+    fastest = planned.finals[0]
+    if planned.best is not None and fastest.throughput > planned.best.throughput:
+        yield (
+            f"The fastest, {split(fastest.candidate)} at alpha = {fastest.candidate.async_ratio:g} "
+            f"({fastest.throughput / planned.sync.throughput:.2f} x), is {' and '.join(fastest.marks(limits))}."
+        )
+    taken = planned.recommended
+    if taken is not None and planned.wider is not None:
+        yield _wider(taken, planned.wider)
+    if taken is not None and 2.0 * taken.bias_error > limits.bias:
+        yield (
+            f"Its length bias is known to ± {2.0 * taken.bias_error:.1%} only, which is more than the limit"
+            f"{': look again without --quick.' if asked.quick else '.'}"
+        )
+    simulated = ", ".join(f"{alpha:g}" for alpha in planned.alphas)
+    yield (
+        f"{planned.simulations} simulations of {planned.trajectories:,} trajectories in {duration(seconds)}; alpha = "
+        f"{simulated} were looked at, the table's again for {planned.sync.versions} versions."
+    )
+    if not planned.settled and planned.alphas[-1] < asked.largest:
+        yield f"The simulations were used up before alpha = {asked.largest:g}; larger alphas may be faster."
+    if planned.settled:
+        last = max((one for one in planned.finals), key=lambda one: one.candidate.async_ratio)
+        limit = last.figures.bounds.conserving
+        yield (
+            f"Larger alphas were not: no schedule on {asked.gpus} GPUs is below {limit:,.4g} s a step, and at alpha = "
+            f"{last.candidate.async_ratio:g} a first look came within {TOLERANCE:.0%} of that."
+        )
+    yield (
+        "Idle: engines, learner. Staleness: mean, largest. "
+        f"Length bias is that after the warm-up, with its standard error. biased: over {limits.bias:.1%} either way by "
+        f"two of these; wasteful: over {limits.waste:.0%} of the tokens; neither is recommended. Prop. 2: the longest "
+        "step that this alpha can have, with beta* of the GPUs for training."
+    )
+
+
+def _choice(planned: Planned, asked: Asked) -> str:
+    one, best = planned.recommended, planned.best
+    if one is None or best is None:
+        return (
+            "Nothing is recommended: every candidate is biased or wasteful. Take one knowingly, or raise --max-bias or "
+            "--max-waste."
+        )
+    candidate, gain = one.candidate, one.throughput / planned.sync.throughput
+    turns = f"all {asked.gpus} GPUs in turns"
+    divided = f"{candidate.engines} engines and {candidate.learner_gpus:g} GPUs for training"
+    extra = redundancy(candidate)
+    return (
+        f"Take alpha = {candidate.async_ratio:g} with {turns if candidate.colocated else divided}"
+        f"{' (' + extra + ')' if extra else ''}: the smallest alpha within {TOLERANCE:.0%} of the best throughput "
+        f"that keeps the limits ({best.throughput:,.4g} trajectories/s at alpha = {best.candidate.async_ratio:g}), "
+        f"{gain:.2f} x the synchronous mode on the same {asked.gpus} GPUs."
+    )
+
+
+def _wider(taken: Outcome, wider: Outcome) -> str:
+    """What a larger bound would bring, where as much is in flight as before."""
+    return (
+        f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.ahead = "
+        f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "
+        f"{taken.figures.step_seconds:,.4g}, at a mean staleness of {wider.figures.staleness_mean:.2f} instead of "
+        f"{taken.figures.staleness_mean:.2f}; single responses get up to "
+        f"{max(wider.figures.staleness, default=0)} versions old."
+    )
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: Asked, console: Console) -> None:
+    """The recipe and the hardware; how they were come by stands at their tops."""
+    assert asked.write is not None
+    recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)
+    divided = divided.model_copy(update={"title": f"{config.name}, {asked.gpus} GPUs, {split(one.candidate)}"})
+    made = (
+        f"# Planned for {asked.gpus} GPUs, rollout and training {split(one.candidate)}; simulated step "
+        f"{one.figures.step_seconds:,.4g} s over {one.versions} versions.\n"
+    )
+    changes = one.candidate.changes(config, hardware)
+    changed = "".join(f"# changed: {key} = {json.dumps(value)}\n" for key, value in changes.items())
+    tree = recipe.model_dump(mode="json", exclude_unset=True)
+    asked.write.write_text(f"{made}{changed}\n{to_toml(tree)}")
+    tree = divided.model_dump(exclude_defaults=True)
+    asked.hardware_file.write_text(f"{made}\n{to_toml(tree)}")
+    console.print(f"recipe in {asked.write}, hardware in {asked.hardware_file}; simulate them with:", soft_wrap=True)
+    command = f"rollflow simulate {asked.write} --hardware {asked.hardware_file} --versions {one.versions}"
+    console.print(f"  {command}", soft_wrap=True)
+
+
+def planned_json(planned: Planned, config: RunConfig, hardware: Hardware, limits: Limits) -> dict[str, Any]:
+    """All of it."""
+
+    def one(outcome: Outcome) -> dict[str, Any]:
+        return {
+            "candidate": asdict(outcome.candidate),
+            "changes": outcome.candidate.changes(config, hardware),
+            "versions": outcome.versions,
+            "speed_up": outcome.throughput / planned.sync.throughput,
+            "settled_bias": outcome.bias,
+            "settled_bias_error": outcome.bias_error,
+            "wasted": outcome.wasted,
+            "marks": outcome.marks(limits),
+            "figures": as_json(outcome.figures),
+        }
+
+    return {
+        "recommended": one(planned.recommended) if planned.recommended else None,
+        "best": one(planned.best) if planned.best else None,
+        "synchronous": one(planned.sync),
+        "finals": [one(outcome) for outcome in planned.finals],
+        "limits": asdict(limits),
+        "alphas": planned.alphas,
+        "settled": planned.settled,
+        "simulations": planned.simulations,
+        "trajectories": planned.trajectories,
+    }

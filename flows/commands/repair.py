@@ -1,0 +1,34 @@
+"""`rollflow repair RUN`: what can be done about a damaged log, and with `--yes` doing it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from rollflow.storage.errors import ConfigError, Missing
+from rollflow.storage.log.repair import cures, repair
+from rollflow.tasks.run_context import RunContext
+
+
+def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
+    """Say what would make the run's log whole, and do it if a person has `agreed`; returns whether it is whole.
+
+    Raises:
+        ConfigError: there is no such run.
+        Corrupt: there is damage without a cure.
+    """
+    console = console or Console(highlight=False)
+    try:
+        found = cures(context.store)
+    except Missing:
+        raise ConfigError(f"there is no such run in {context.uri}; check the run id or --store") from None
+    if not found:
+        console.print(f"the log of {context.uri} is whole", soft_wrap=True)
+        return True
+    for cure in found:
+        console.print(str(cure), soft_wrap=True)
+    if not agreed:
+        console.print("nothing was changed: make sure that nothing works on the run, then give --yes to do this")
+        return False
+    repair(context.store, found)
+    console.print(f"done; {context.uri} can be resumed", soft_wrap=True)
+    return True

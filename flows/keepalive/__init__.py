@@ -1,0 +1,1 @@
+"""What dies is started again: actors, engines, stages, services, the supervisor."""

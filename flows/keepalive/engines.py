@@ -1,0 +1,173 @@
+"""The run's engine actors as the rollout stage keeps them: started, asked for their health, started again.
+
+    missing --> starting --> ready --> joining the scheduler --> serving --dead or silent--> missing
+
+Nothing here blocks on one engine: the scheduler begins with the first that is ready, the others join it; while one
+starts again, the others serve and take over its requests. An engine of its own for evaluations is started when the
+first is due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.flows.keepalive.actors import Budget, Chronicle, Pending, StageFailed, Status, first_line, gpu_share
+from rollflow.flows.services import cluster
+from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
+from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
+from rollflow.tasks.run_context import RunContext
+
+START_SECONDS = 900.0
+START_POLL_SECONDS = 0.1
+
+
+@dataclass
+class _Engine:
+    """One engine and the calls that are under way to it."""
+
+    number: int
+    actor: Any = None
+    joined: bool = False  # the scheduler of this moment uses it
+    starting: Any = None  # reference of its `start`
+    joining: Any = None  # reference of the scheduler's `join`
+    health: Any = None  # reference of the last question
+    failure: str | None = None  # why the scheduler had given it up when it was asked
+    began: float = 0.0  # monotonic: when `start` was called
+    asked: float = 0.0
+    not_before: float = 0.0  # monotonic: when it may be started again
+    pending: Pending | None = None
+
+    @property
+    def name(self) -> str:
+        return engine_name(self.number)
+
+    @property
+    def ready(self) -> bool:
+        return self.actor is not None and self.starting is None
+
+    def forget(self) -> None:
+        """Nothing is known of it."""
+        self.actor = self.starting = self.joining = self.health = self.failure = None
+        self.joined = False
+
+
+class Engines:
+    """All engines of a run. See the module's docstring."""
+
+    def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
+        self.context, self._log = context, log
+        self._budget = Budget(context.config.recovery)
+        self.chronicle = Chronicle(context, log)
+        self._answer = context.config.recovery.answer_seconds
+        self._gpus = gpu_share(context.config)
+        self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
+        own = context.config.evaluation_engine(on_cpu=not self._gpus) is not None
+        self._evaluating = [_Engine(EVALUATION)] if own else []
+
+    def start(self) -> None:
+        """Start the engines that do not live, side by side; returns once one can be used: before any scheduler."""
+        for engine in (*self._engines, *self._evaluating):
+            self._find(engine)
+        while not any(engine.ready for engine in self._engines):
+            self.look(None, {"failed": {}})
+            time.sleep(START_POLL_SECONDS)
+
+    def look(self, scheduler: Any, status: Status) -> None:
+        """Go on with every engine, one step at a time.
+
+        Raises:
+            StageFailed: an engine's budget of restarts is used up.
+            ConfigError: no restart would help.
+            StoreFailed: the run's storage takes no more; that is no fault of an engine.
+        """
+        due = [engine for engine in self._evaluating if engine.actor is not None or status.get("evaluations_due")]
+        for engine in (*self._engines, *due):
+            try:
+                self._step(engine, scheduler, status)
+            except (ConfigError, StoreFailed, StageFailed):
+                raise  # a person must act first
+            except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
+                self._again(engine, first_line(error))
+
+    def _step(self, engine: _Engine, scheduler: Any, status: Status) -> None:
+        if engine.actor is None:
+            if time.monotonic() >= engine.not_before:
+                self._start(engine)
+        elif engine.starting is not None:
+            self._started(engine)
+        elif engine.joining is not None:
+            self._joined(engine)
+        elif scheduler is not None and not engine.joined:
+            engine.joining = scheduler.join.remote(engine.number)
+        else:
+            self._ask(engine, status["failed"].get(engine.number))
+
+    def _started(self, engine: _Engine) -> None:
+        if not cluster.done(engine.starting, 0):
+            if time.monotonic() - engine.began > START_SECONDS:
+                raise EngineFailed(f"{engine.name} did not start within {START_SECONDS:g} s")
+            return
+        starting, engine.starting = engine.starting, None
+        cluster.call(starting, self._answer, f"{engine.name} to start")
+        self._log(f"{engine.name} is ready")
+        if engine.pending:
+            engine.pending.seen(0.0)
+
+    def _joined(self, engine: _Engine) -> None:
+        if not cluster.done(engine.joining, 0):
+            return
+        joining, engine.joining = engine.joining, None
+        try:
+            cluster.call(joining, self._answer, f"the scheduler to take {engine.name}")
+        except Unreachable as error:  # the scheduler died; its successor is asked anew
+            self._log(f"{engine.name}: {first_line(error)}")
+            return
+        engine.joined = True
+        if engine.pending:
+            self.chronicle.write(engine.pending.done())
+            engine.pending = None
+
+    def _ask(self, engine: _Engine, failure: str | None) -> None:
+        """Ask for its health, one question at a time; `failure`: why the scheduler has given it up."""
+        if engine.health is None or (failure and not engine.failure):  # an answer from before it failed tells nothing
+            engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
+        elif cluster.done(engine.health, 0):
+            answered, engine.health = engine.health, None
+            try:
+                cluster.call(answered, self._answer, f"the health of {engine.name}")
+            except EngineFailed as error:  # the actor says so: it can make a new one
+                self._again(engine, failure or first_line(error), within=True)
+            else:
+                if failure:
+                    raise EngineFailed(failure)
+        elif time.monotonic() - engine.asked > self._answer:
+            raise EngineFailed(f"{engine.name} did not answer for {self._answer:g} s")
+
+    def _again(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
+        """Start it again when its pause is over: `within` its actor, or in a new one once the old one has ended."""
+        pause = self._budget.spend(engine.name, reason)
+        pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
+        engine.pending = pending.after(engine.pending)
+        self.chronicle.noticed(engine.pending)
+        if not within:
+            cluster.kill_named([engine.name])
+        engine.forget()
+        engine.not_before = time.monotonic() + pause
+
+    def _start(self, engine: _Engine) -> None:
+        engine.actor = start_engine(self.context, engine.number, self._gpus)
+        engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
+
+    def _find(self, engine: _Engine) -> None:
+        """An engine that lives already, after a restart of this flow or of the scheduler; it may still be starting."""
+        known = engine.actor is not None
+        engine.forget()
+        try:
+            engine.actor = cluster.actor(engine.name)
+            engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
+        except Unreachable as error:
+            if known:  # it died together with the scheduler
+                self._again(engine, first_line(error))

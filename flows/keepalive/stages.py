@@ -1,0 +1,289 @@
+"""The three stages as the supervisor sees them: child flow runs, and the actors behind them.
+
+A stage whose flow run crashed (its process was killed) or whose actor nobody looks after any more is started again;
+the new flow run finds the actors that live and goes on with them. A stage that *failed* has said why: that ends
+the run. A supervisor that takes over from a dead one adopts the flow runs that are under way. While the Prefect
+server does not answer, states are as they were last seen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import UUID, uuid4
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State
+
+from rollflow.flows.keepalive.actors import Budget, Chronicle, Pending, StageFailed
+from rollflow.flows.services import cluster
+from rollflow.flows.services.prefect_api import api, going, start, states_of
+from rollflow.flows.views.status import StageStatus
+from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.journal.usage import Usage
+from rollflow.tasks.actors.channel import CHANNEL, start_channel
+from rollflow.tasks.actors.learner import LEARNER
+from rollflow.tasks.actors.reward import REWARD
+from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
+from rollflow.tasks.run_context import RunContext
+
+ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
+STATE_SECONDS = 1.0  # how often the states of the child runs are read
+STATUS_SECONDS = 10.0
+PING_SECONDS = 5.0  # how long the channel may think about an answer, while its death would be told at once
+START_SECONDS = 300.0
+END_SECONDS = 120.0
+WORTH_SAYING = 0.02  # share of the time in which free engines waited for alpha
+UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is what the rollout stage does first
+
+
+def deployment() -> str:
+    """The name under which this runner serves the flows."""
+    return os.environ.get("ROLLFLOW_DEPLOYMENT", "rollflow")
+
+
+@dataclass
+class Stage:
+    """One stage: its flow run, what was last seen of it, and when."""
+
+    role: str
+    run: UUID | None = None
+    state: str = "Scheduled"
+    seen: Mapping[str, Any] = field(default_factory=dict)
+    started: float = 0.0  # monotonic: when its flow run was asked for
+    answered: float = 0.0  # monotonic: when its actor last gave its status
+    asked: Any = None  # reference of the question under way
+    pending: Pending | None = None
+    key: str = field(
+        default_factory=lambda: uuid4().hex
+    )  # of its next flow run; Prefect gives the same key the same one
+
+
+class Stages:
+    """Started or adopted, watched and ended together."""
+
+    def __init__(self, context: RunContext, address: str, log: Callable[[str], None]) -> None:
+        self.context, self.address, self._log = context, address, log
+        self.all = {role: Stage(role) for role in ACTORS}
+        self._budget = Budget(context.config.recovery)
+        self._chronicle = Chronicle(context, log)
+        self.usage = Usage()  # of the actors
+        self._looked = 0.0
+        self._channel: Any = None
+        self._channel_lost: Pending | None = None
+
+    def start(self) -> None:
+        """Adopt the stages' flow runs that are under way, and start the others."""
+        self._start_channel()
+        limit = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                with api() as client:
+                    self._adopt(client)
+                return
+            except Unreachable:
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(STATE_SECONDS)
+
+    def _adopt(self, client: SyncPrefectClient) -> None:
+        ours = (run for run in going(client, deployment()) if run.parameters.get("run") == self.context.uri)
+        under_way = {run.name: run.id for run in ours}
+        for stage in self.all.values():
+            stage.run, stage.started = under_way.get(self._name(stage)), time.monotonic()
+            if stage.run is None:
+                self._start(stage, client)
+
+    def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
+        """Ask for the stage's flow run: exactly one for each start, also where an answer is lost."""
+        parameters = {"run": self.context.uri, "ray_address": self.address}
+        stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=stage.key)
+        stage.state, stage.started = "Scheduled", time.monotonic()
+
+    def _name(self, stage: Stage) -> str:
+        return f"{stage.role} of {self.context.run_id}"
+
+    def look(self) -> None:
+        """See after the channel, the stages' states and their actors; start again what died.
+
+        Raises:
+            StageFailed: a stage failed, or its budget of restarts is used up; the message has the reason.
+        """
+        self._look_after_channel()
+        if time.monotonic() - self._looked < STATE_SECONDS:
+            return
+        self._looked = time.monotonic()
+        for stage in self.all.values():
+            self._ask(stage)
+        try:
+            with api() as client:
+                states = states_of(client, [stage.run for stage in self.all.values() if stage.run])
+                for stage in self.all.values():
+                    self._see_state(stage, client, states)
+        except Unreachable as error:
+            self._log(f"{error}; the run goes on meanwhile")
+
+    def _see_state(self, stage: Stage, client: SyncPrefectClient, states: Mapping[UUID, State]) -> None:
+        if stage.run is None:
+            self._start(stage, client)
+            return
+        state = states.get(stage.run)
+        if state is None:
+            return
+        stage.state = state.name or state.type.value
+        if state.is_crashed():
+            self._again(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
+        elif state.is_final() and not state.is_completed():
+            raise StageFailed(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
+        elif not state.is_final() and not state.is_running():
+            if time.monotonic() - stage.started > START_SECONDS:
+                raise StageFailed(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
+        elif state.is_running() and self._unattended(stage):
+            cancel(client, stage.run)
+            self._again(stage, "its actor is gone and its flow does not start another")
+
+    def _unattended(self, stage: Stage) -> bool:
+        """Whether the actor has been silent for longer than its flow may take to notice and to start another."""
+        return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
+
+    def _again(self, stage: Stage, reason: str) -> None:
+        pause = self._budget.spend(stage.role, reason)
+        stage.pending = Pending(f"{stage.role} stage", reason, self._budget.attempt(stage.role))
+        self._chronicle.noticed(stage.pending)
+        time.sleep(pause)
+        stage.run, stage.key = None, uuid4().hex  # asked for at the next look
+        self._looked = 0.0
+
+    def _ask(self, stage: Stage) -> None:
+        """Read the answer to the last question if it is there, and ask the next; never waits."""
+        if stage.asked is not None and not cluster.done(stage.asked, 0):
+            return
+        asked, stage.asked = stage.asked, None
+        try:
+            if asked is not None:
+                stage.seen = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
+                stage.answered = time.monotonic()
+                self.usage.note(stage.seen["costs"])
+            stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
+        except RollflowError:
+            return  # not up yet, or dead; the stage's own flow sees to it
+        if stage.pending and stage.state == "Running":
+            self._chronicle.write(stage.pending.done())
+            stage.pending = None
+
+    def _look_after_channel(self) -> None:
+        """Start the channel if it does not live; its clients find the new one by its name."""
+        try:
+            if self._channel is None:
+                self._channel = cluster.actor(CHANNEL).ping.remote(0.0 if self._channel_lost else PING_SECONDS)
+            if cluster.done(self._channel, 0):
+                answered, self._channel = self._channel, None
+                cluster.call(answered, STATUS_SECONDS, "the channel to answer")
+                self._channel_back()
+        except RollflowError as error:
+            self._channel = None
+            self._channel_again(str(error).splitlines()[0])
+
+    def _channel_again(self, reason: str) -> None:
+        time.sleep(self._budget.spend(CHANNEL, reason))
+        self._channel_lost = Pending(CHANNEL, reason, self._budget.attempt(CHANNEL), "a refill from storage")
+        self._chronicle.noticed(self._channel_lost)
+        cluster.kill_named([CHANNEL])
+        self._start_channel()
+
+    def _start_channel(self) -> None:
+        """Its own reads fail where storage does not answer: who asked for a batch asks again, and holds no call."""
+        newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
+        start_channel(hasty.store, self.context.config.capacity, newest)
+
+    def _channel_back(self) -> None:
+        if self._channel_lost:
+            self._chronicle.write(self._channel_lost.done())
+            self._channel_lost = None
+
+    def ended(self, *roles: str) -> bool:
+        """Whether these stages completed."""
+        return all(self.all[role].state == "Completed" for role in roles)
+
+    def end(self) -> None:
+        """After rollout and train have ended: end the reward stage, then every actor."""
+        limit = time.monotonic() + END_SECONDS
+        while not self.ended(*ACTORS):
+            if time.monotonic() > limit:
+                states = {stage.role: stage.state for stage in self.all.values()}
+                raise StageFailed(f"waited {END_SECONDS:g} s for the stages to end; they are {states}")
+            self._finish_reward()
+            time.sleep(0.2)
+            self._looked = 0.0
+            self.look()
+        kill_actors(self.context)
+        self._chronicle.notes.flush()
+
+    def _finish_reward(self) -> None:
+        try:
+            actor = cluster.actor(REWARD)
+            cluster.call(actor.finish.remote(), STATUS_SECONDS, "the reward stage to take note of the end")
+        except RollflowError as error:
+            self._log(f"the reward stage does not answer yet: {error}")
+
+    def abandon(self) -> None:
+        """Something failed: kill the run's actors and cancel the stages that still run."""
+        kill_actors(self.context)
+        try:
+            with api() as client:
+                for stage in self.all.values():
+                    if stage.run is not None:
+                        cancel(client, stage.run)
+        except Unreachable as error:
+            self._log(f"{error}; the stages are not cancelled")
+
+    def statuses(self) -> dict[str, StageStatus]:
+        """For the live view."""
+        return {
+            role: StageStatus(stage.state, note_of(role, stage.seen), float(stage.seen.get("idle", 0.0)))
+            for role, stage in self.all.items()
+        }
+
+
+def kill_actors(context: RunContext) -> None:
+    """End every actor of a run; the processes they started end with them."""
+    engines = [engine_name(number) for number in (EVALUATION, *range(context.config.engine.replicas))]
+    cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
+
+
+def cancel(client: SyncPrefectClient, run: UUID) -> None:
+    """Cancel a flow run that has not ended; its runner then ends its process."""
+    from prefect.states import Cancelling
+
+    state = client.read_flow_run(run).state
+    if state is None or not state.is_final():
+        client.set_flow_run_state(run, Cancelling())
+
+
+def reason_of(message: str | None) -> str:
+    """A flow run's reason without Prefect's introduction; of a traceback its last line."""
+    lines = (message or "").strip().splitlines() or ["no reason was given"]
+    return lines[-1].removeprefix("Flow run encountered an exception: ").strip()
+
+
+def note_of(role: str, seen: Mapping[str, Any]) -> str:
+    """One line of a stage's status."""
+    if not seen:
+        return ""
+    match role:
+        case "rollout" if seen["waits_for"]:
+            return f"waits for {seen['waits_for']}"
+        case "rollout":
+            discards = sum(seen["discards"].values())
+            lost = f", {discards} discarded" if discards else ""
+            held = f", held back by alpha {seen['held']:.0%}" if seen["held"] > WORTH_SAYING else ""
+            slow = f", drops {seen['dropped']:.0%} of its tokens as too slow" if seen["dropped"] > WORTH_SAYING else ""
+            return f"version {seen['version']}, {seen['trajectories']} trajectories{lost}{slow}{held}"
+        case "reward":
+            late = f", {seen['timeouts']} timed out" if seen["timeouts"] else ""
+            return f"{seen['scored']} scored{late}"
+        case _:
+            return str(seen["note"])

@@ -1,0 +1,144 @@
+"""A run as its session follows it: its status from storage, its supervisor from the Prefect server.
+
+A supervisor whose flow run *crashed* (its process was killed, or its runner, or its Ray cluster) is started again;
+one that *failed* has said why, and one that was cancelled was meant to end: both end the run. Nothing here is lost
+with the Prefect server or the storage being away for a moment: a look that fails is a look less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from rollflow.flows.keepalive.actors import StageFailed
+from rollflow.flows.keepalive.services import Upkeep
+from rollflow.flows.services.prefect_api import api, emit, flow_state
+from rollflow.flows.services.session import read_status
+from rollflow.flows.views.costs import session_costs
+from rollflow.flows.views.status import RunStatus
+from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.journal.recoveries import Notes, Recovery
+from rollflow.storage.journal.usage import Usage, store_usage
+from rollflow.tasks.run_context import RunContext
+
+if TYPE_CHECKING:
+    from rollflow.flows.recover import Successor
+
+POLL_SECONDS = 0.5
+END_SECONDS = 30.0
+COUNT_SECONDS = 20.0
+READ_SECONDS = 5.0  # a store that does not answer must not keep a death from being noticed
+AWAY = "the run's storage does not answer; the run waits for it"
+
+
+class Following:
+    """One run, through all the flow runs of its supervisor."""
+
+    def __init__(self, context: RunContext, flow_run: UUID, upkeep: Upkeep) -> None:
+        self._usage, self._writer, self._counted = Usage(), f"session-{flow_run.hex[-12:]}", 0.0
+        self.context, self.flow_run, self._upkeep = replace(context, patience=READ_SECONDS), flow_run, upkeep
+        self._patience = context.config.rollout.patience_seconds
+        self._first, self._since = flow_run, time.monotonic()
+        self._successor: Successor | None = None
+        self._notes = Notes(context.store)
+        self._moved = (-1.0, time.monotonic())
+
+    def read(self, before: RunStatus) -> RunStatus:
+        """The run's status, if the present supervisor has written one, or what it was before."""
+        try:
+            return read_status(self.context, self.flow_run) or before
+        except Unreachable:
+            self._moved = self._moved[0], time.monotonic()  # the supervisor waits for storage, too
+            return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
+
+    def look(self, status: RunStatus) -> RunStatus:
+        """See after the services and the supervisor; the status is "failed" only if the run has ended so."""
+        self._count(status)
+        if status.phase == "done":
+            return status
+        try:
+            self._upkeep.look(self._record)
+            return self._look_at_supervisor(status)
+        except Unreachable:
+            return replace(status, phase="ending") if status.ended else status
+        except StageFailed as error:
+            return _failed(status, str(error))
+
+    def await_end(self) -> None:
+        """Let the supervisor's flow run reach its final state before its server goes."""
+        self._notes.flush()
+        limit = time.monotonic() + END_SECONDS
+        while time.monotonic() < limit:
+            with contextlib.suppress(Unreachable, StageFailed):
+                self._upkeep.look(self._record)  # the server may be what it waits for
+                state = flow_state(self.flow_run)
+                if state is not None and state.is_final():
+                    return
+            time.sleep(POLL_SECONDS)
+
+    def _count(self, status: RunStatus) -> None:
+        """Note what the services and flows have used; now and then, and at the end, for the run's storage."""
+        if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
+            return
+        self._counted = time.monotonic()
+        self._usage.note(session_costs(self._upkeep.services, str(self.flow_run)))
+        with contextlib.suppress(RollflowError, OSError):
+            store_usage(self.context.store, self._writer, self._usage)
+
+    def _look_at_supervisor(self, status: RunStatus) -> RunStatus:
+        state = flow_state(self.flow_run)
+        if state is None or state.is_completed():
+            return status
+        if state.is_crashed():
+            return self._start_again(status)
+        if state.is_failed() and self._upkeep.cluster_lost_at > self._since:
+            self._crash("its Ray cluster was lost")
+            return self._start_again(status)
+        if state.is_final():
+            return _failed(status, (state.message or state.name).removeprefix("Flow run encountered an exception: "))
+        if self._successor and self._successor.up():
+            self._successor = None
+        if self._stuck(status):
+            self._crash("it wrote no status for too long")
+            return self._start_again(status)
+        return (
+            replace(status, phase="ending") if status.ended else status
+        )  # what a dying supervisor wrote is not the end
+
+    def _stuck(self, status: RunStatus) -> bool:
+        """A supervisor that follows its stages writes its status once a second."""
+        if status.phase != "training" or status.seconds != self._moved[0]:
+            self._moved = status.seconds, time.monotonic()
+        return time.monotonic() - self._moved[1] > self._patience
+
+    def _crash(self, reason: str) -> None:
+        from prefect.states import Crashed
+
+        with api() as client:
+            client.set_flow_run_state(self.flow_run, Crashed(message=reason), force=True)
+
+    def _start_again(self, status: RunStatus) -> RunStatus:
+        from rollflow.flows.recover import start_again
+
+        successor = start_again(self.flow_run, self.context, first=self._first)
+        if successor is None:
+            return replace(status, phase="done")
+        self._successor, self.flow_run, self._since = successor, successor.flow_run, time.monotonic()
+        reason = successor.pending.reason if successor.pending else "somebody else saw it end"
+        return replace(status, phase="starting", messages=(f"the supervisor starts again: {reason}",))
+
+    def _record(self, recovery: Recovery) -> None:
+        """For the run's storage and the supervisor's page; it has happened even if it cannot be written down."""
+        self._notes.add(recovery)
+        with contextlib.suppress(Unreachable):
+            emit(self.flow_run, "rollflow.recovery", asdict(recovery))
+
+
+def _failed(status: RunStatus, why: Any) -> RunStatus:
+    """Ended; the reason its supervisor gave stands before the one its flow run shows."""
+    if status.phase == "failed":
+        return status
+    return replace(status, phase="failed", messages=(*status.messages, str(why)))

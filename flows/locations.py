@@ -1,0 +1,78 @@
+"""Where things lie: the run home on this machine and the runs in a store."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.entries import entry_path
+from rollflow.storage.objects import open_store
+from rollflow.tasks.config import RunConfig, StoreConfig
+from rollflow.tasks.names import run_id as checked
+from rollflow.tasks.node import cache_in
+from rollflow.tasks.run_context import RunContext
+
+
+def home() -> Path:
+    """`ROLLFLOW_HOME`, or `.rollflow` in the working directory: everything a run writes locally lies below it."""
+    return Path(os.environ.get("ROLLFLOW_HOME") or ".rollflow").expanduser().absolute()
+
+
+def store_uri(config: RunConfig) -> str:
+    """The store a config names, a folder by its whole path; the default is one in the run home."""
+    return open_store(config.store.uri or str(home() / "store")).uri
+
+
+def context_of(uri: str, run_id: str) -> RunContext:
+    """The run `run_id` of the store at `uri`.
+
+    Raises:
+        ConfigError: it is no run id.
+    """
+    return attach_run(f"{uri.rstrip('/')}/runs/{checked(run_id, 'run id')}")
+
+
+def attach_run(uri: str) -> RunContext:
+    """The run whose own storage is at `uri`.
+
+    Raises:
+        ConfigError: the last part is no run id.
+    """
+    uri = uri.rstrip("/")
+    checked(uri.rpartition("/")[2], "run id")
+    return RunContext(uri, cache_in(home()))
+
+
+def await_run(uri: str) -> RunContext:
+    """`attach_run` for what works for the run: a store that does not answer is waited for."""
+    unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
+    return replace(unread, patience=unread.config.store.patience_seconds)
+
+
+def new_run_id(name: str) -> str:
+    """A run id of a recipe's name and the time."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def run_id_of(name: str, flow_run: str) -> str:
+    """The run id of a run that was started without one: whoever takes over from its supervisor finds the same run."""
+    return f"{name}-{flow_run.replace('-', '')[-10:]}"  # the tail: the head of a flow run's id may be a time
+
+
+def find_run(name: str | None, store: str | None = None) -> RunContext:
+    """The run a person names: an id in the default store (or `store`), a run's own path or URI, or the newest.
+
+    Raises:
+        ConfigError: there is none, or what is named is no run id.
+    """
+    base = store or str(home() / "store")
+    if name is not None:
+        found = attach_run(name) if "/" in name else context_of(base, name)
+        return replace(found, uri=found.store.uri)  # as it is written everywhere: others work in other folders
+    runs = sorted((Path(base) / "runs").glob(f"*/{entry_path(0)}"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
+    return context_of(base, runs[-1].parents[1].name)

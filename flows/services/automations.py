@@ -1,0 +1,95 @@
+"""Prefect automations for deployments that no session watches: a run whose runner or machine died is picked up.
+
+    no heartbeat of a flow run for 90 s --> it is said to have crashed
+    a post-training flow run crashed    --> `recover` starts its run again
+
+Installed by name: doing it again changes nothing, so that what they have counted is kept. They reach only the
+deployments they are made for. Prefect's SQLite database gets slow under automations: a private server has none, and
+its session looks after the runs (`recover.PickUp`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from rollflow.flows.services.prefect_api import api
+
+HEARTBEAT_SECONDS = 30  # the most often that Prefect allows
+SILENT_SECONDS = 90
+HEARTBEAT = "prefect.flow-run.heartbeat"
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+
+
+def install(deployment: str, ids: Mapping[str, UUID]) -> None:
+    """Create or replace the two automations. `ids` are the deployments' ids by the name of their flow."""
+    with api() as client:
+        for automation in (silent_flow_runs(deployment, ids), crashed_supervisors(deployment, ids)):
+            there = client.read_automations_by_name(automation.name)
+            if not there:
+                client.create_automation(automation)
+            elif there[0].description != automation.description:
+                client.update_automation(there[0].id, automation)
+
+
+def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
+    """A flow run that sent a heartbeat, and then neither another nor its end."""
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import EventTrigger, Posture
+
+    trigger = EventTrigger(
+        posture=Posture.Proactive,
+        after={HEARTBEAT},
+        expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
+        within=timedelta(seconds=SILENT_SECONDS),
+        match=_resource({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=_of(*ids.values()),
+        for_each={"prefect.resource.id"},
+    )
+    message = f"no heartbeat for {SILENT_SECONDS} s: its process or its machine is gone"
+    action = ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=message)
+    return _automation(f"rollflow: {deployment}: silent flow runs are crashed", trigger, action)
+
+
+def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
+    """A supervisor's flow run that crashed, whoever says so."""
+    from prefect.events.actions import RunDeployment
+    from prefect.events.schemas.automations import EventTrigger
+
+    trigger = EventTrigger(
+        expect={"prefect.flow-run.Crashed"},
+        match=_resource({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=_of(ids["post-training"]),
+        for_each={"prefect.resource.id"},
+    )
+    crashed = {"__prefect_kind": "jinja", "template": "{{ flow_run.id }}"}
+    action = RunDeployment(deployment_id=ids["recover"], parameters={"flow_run_id": crashed})
+    return _automation(f"rollflow: {deployment}: crashed supervisors start again", trigger, action)
+
+
+def _automation(name: str, trigger: Any, action: Any) -> Any:
+    """Its description tells whether what is installed is the same."""
+    from prefect.events.schemas.automations import AutomationCore
+
+    fields = trigger.model_dump(mode="json", exclude={"id"})
+    fields |= {key: sorted(fields[key]) for key in ("after", "expect", "for_each")}  # sets, in any order
+    content = {"name": name, "trigger": fields, "actions": [action.model_dump(mode="json")]}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    # Validated from its content: an update sends only what was set.
+    return AutomationCore.model_validate(content | {"description": f"installed by rollflow ({digest})"})
+
+
+def _of(*deployments: UUID) -> Any:
+    which = [f"prefect.deployment.{one}" for one in deployments]
+    return _resource({"prefect.resource.role": "deployment", "prefect.resource.id": which})
+
+
+def _resource(labels: Mapping[str, Any]) -> Any:
+    from prefect.events.schemas.events import ResourceSpecification
+
+    return ResourceSpecification(dict(labels))

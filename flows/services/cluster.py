@@ -1,0 +1,199 @@
+"""The Ray cluster: attaching to one, finding and ending actors, waiting for them within a deadline.
+
+Guarantees:
+- `attach` either attaches within its deadline or raises `Unreachable`; Ray by itself retries a wrong address for
+  ever. It leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
+  would end as crashed.
+- No wait for an actor is unbounded (`call`, `acall`); an error names what was waited for, on whom and how long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Iterable, Iterator
+from typing import Any, NoReturn
+
+from rollflow.flows.services.reachability import speaks_http2
+from rollflow.storage.errors import RollflowError, Unreachable
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
+    """Connect this process to the cluster at `address` (host:port). Attaching again does nothing.
+
+    Raises:
+        Unreachable: nothing there answers like a Ray head, or it refuses.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _prove(address, deadline_seconds)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
+    finally:
+        _restore(handlers)
+
+
+def _prove(address: str, deadline_seconds: float) -> None:
+    """Check that the head answers where Ray will look for it, and make Ray look on loopback where it must."""
+    from ray._private import ray_constants
+    from ray._private import services as ray_services
+
+    host, _, port = address.rpartition(":")
+    if not speaks_http2(host, int(port), seconds=deadline_seconds):
+        raise Unreachable(f"waited {deadline_seconds:.0f} s for a Ray head at {address}; nothing there answers")
+    if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
+        # Ray takes "127.0.0.1" for the host's outside address unless clusters are off; this head is on loopback only.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        # None: a handler not set from Python; ValueError: not the main thread, where Ray set none either.
+        if handler is not None:
+            with contextlib.suppress(ValueError):
+                signal.signal(number, handler)
+
+
+def detach() -> None:
+    """Disconnect from the cluster; detached actors live on."""
+    import ray
+
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def attached(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> Iterator[None]:
+    """`attach` for the length of a block."""
+    attach(address, namespace, deadline_seconds=deadline_seconds)
+    try:
+        yield
+    finally:
+        detach()
+
+
+def actor(name: str) -> Any:
+    """The living actor of that name in the namespace that this process is attached to.
+
+    Raises:
+        Unreachable: there is none.
+    """
+    import ray
+
+    try:
+        return ray.get_actor(name)
+    except ValueError as error:
+        where = ray.get_runtime_context().namespace
+        raise Unreachable(f"no actor {name!r} lives in the namespace {where!r} of the Ray cluster") from error
+
+
+def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
+    """Kill the actors of these names and see their names free; those that are gone already are skipped.
+
+    Returns the killed. A name that is not free in time (its node was lost a moment ago, say) is not waited for longer:
+    who starts an actor of that name finds the dead one, and comes back here.
+    """
+    import ray
+
+    killed = []
+    for name in names:
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name), no_restart=True)
+            killed.append(name)
+    limit = time.monotonic() + deadline_seconds
+    while time.monotonic() < limit and any(map(_named, killed)):
+        time.sleep(0.02)
+    return killed
+
+
+def _named(name: str) -> bool:
+    import ray
+
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        return False
+    return True
+
+
+def call(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
+    """The value of an object reference, waited for at most `deadline_seconds`.
+
+    Args:
+        what: what is waited for and on whom, as it should stand in the error ("the weights, from engine 0").
+        died: the error to raise if the actor is dead (`EngineFailed` for engines).
+
+    Raises:
+        Unreachable: no answer in time.
+        RollflowError: the one that the actor's method raised.
+    """
+    import ray
+
+    try:
+        return ray.get(reference, timeout=deadline_seconds)
+    except ray.exceptions.RayError as error:
+        _translate(error, deadline_seconds, what, died)
+
+
+def done(reference: Any, seconds: float) -> bool:
+    """Whether a call has ended (with a value or an error), waited for at most `seconds`."""
+    import ray
+
+    return bool(ray.wait([reference], timeout=seconds)[0])
+
+
+def nodes() -> list[str]:
+    """Addresses of the cluster's living nodes."""
+    import ray
+
+    return [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+
+
+def gpus() -> float:
+    """GPUs of the whole cluster."""
+    import ray
+
+    return float(ray.cluster_resources().get("GPU", 0.0))
+
+
+async def acall(
+    reference: Awaitable[Any], deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable
+) -> Any:
+    """`call` for an event loop, which it does not block."""
+    import ray
+
+    async def value() -> Any:
+        return await reference
+
+    try:
+        return await asyncio.wait_for(value(), deadline_seconds)
+    except TimeoutError as error:
+        raise Unreachable(f"waited {deadline_seconds:g} s for {what}") from error
+    except ray.exceptions.RayError as error:
+        _translate(error, deadline_seconds, what, died)
+
+
+def _translate(error: Exception, deadline_seconds: float, what: str, died: type[RollflowError]) -> NoReturn:
+    from ray import exceptions
+
+    if isinstance(error, exceptions.GetTimeoutError):
+        raise Unreachable(f"waited {deadline_seconds:g} s for {what}") from error
+    if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, RollflowError):
+        raise error.cause from error
+    if isinstance(error, exceptions.RayActorError | exceptions.ObjectLostError | exceptions.WorkerCrashedError):
+        raise died(f"waited for {what}, but its process is gone: {_first_line(error)}") from error
+    raise error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,208 @@
+"""A private Ray cluster on loopback: its head, further nodes, and the folders their processes leave.
+
+A node that dies is noticed by the head within about three seconds, and then every call on its actors fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollflow.flows.services.process import Service, free_port, without, write_secret
+from rollflow.flows.services.reachability import speaks_http2
+
+NOTICE = {  # the head asks every node for its health: four refused answers in a row and it is dead
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",
+    "RAY_health_check_timeout_ms": "5000",  # for one answer: a machine that is short of CPU is slow, not dead
+}
+
+
+class RayHead(Service):
+    """A private Ray cluster on loopback, with a token of its own; files in `home/ray/<process>-<number>`."""
+
+    grace_seconds = 0.5  # nothing in the head needs an orderly end; what matters is stored elsewhere
+    _count = 0
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        cpus: int | None = None,
+        gpus: int | None = None,
+        object_store_bytes: int = 256 * 2**20,
+        start_seconds: float = 90.0,
+    ) -> None:
+        RayHead._count += 1
+        self.folder = home.absolute() / "ray" / f"{os.getpid()}-{RayHead._count}"
+        super().__init__(self.folder / "head.log", start_seconds=start_seconds)
+        self._cpus = cpus if cpus is not None else os.cpu_count() or 1
+        self._gpus = gpus
+        self._object_store_bytes = object_store_bytes
+        self.temp = short_folder(self.folder)
+        self._port = free_port()
+        self.address = f"127.0.0.1:{self._port}"
+
+    @property
+    def what(self) -> str:
+        return f"the private Ray cluster at {self.address}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a process needs to attach to this cluster; set it before Ray is imported."""
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
+            # Despite its name, on Linux too: 0 keeps Ray from replacing 127.0.0.1 by the host's outside address.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+
+    @property
+    def node_env(self) -> dict[str, str]:
+        """The environment of a node's own processes."""
+        # When an actor is killed, so is what it started (an engine's core process holds gigabytes).
+        orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
+        inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))  # actors have no orders to give to it
+        return inherited | self.env | orphans | NOTICE | {"RAY_enable_metrics_collection": "0"}
+
+    def launch(self) -> None:
+        """Start the head without waiting for it."""
+        remove_dead_links(self.folder.parent)
+        remove_dead_folders(self.folder.parent)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._ready_file.unlink(missing_ok=True)
+        if not (self.folder / "token").exists():  # a head that comes back keeps it: its clients have read it
+            write_secret(self.folder / "token", secrets.token_hex(32))
+        if self.temp != self.folder:
+            self.temp.symlink_to(self.folder)
+        super().launch()
+
+    def stop(self) -> None:
+        """End every process of this cluster: raylet, workers, actors (detached too) and what those started."""
+        super().stop()
+        if self.temp.is_symlink():
+            self.temp.unlink(missing_ok=True)
+
+    def _command(self) -> Sequence[str]:
+        size = ["--cpus", str(self._cpus), "--object-store-bytes", str(self._object_store_bytes)]
+        if self._gpus is not None:
+            size += ["--gpus", str(self._gpus)]
+        place = ["--port", str(self._port), "--temp", str(self.temp), "--ready", str(self._ready_file)]
+        return [sys.executable, "-m", "rollflow.flows.services.ray_process", *place, *size]
+
+    def _environment(self) -> Mapping[str, str]:
+        return self.node_env
+
+    @property
+    def _ready_file(self) -> Path:
+        return self.folder / "ready"
+
+    def _ready(self) -> bool:
+        return self._ready_file.exists() and speaks_http2("127.0.0.1", self._port, seconds=1.0)
+
+
+class RayNode(Service):
+    """One more node of a private cluster, on the same machine: a raylet with an object store and resources of its own.
+
+    It stands for a second machine: end it, or kill any of its `processes`, and its actors are gone as with a machine
+    that lost power.
+    """
+
+    grace_seconds = 0.5
+    _count = 0
+
+    def __init__(
+        self,
+        head: RayHead,
+        *,
+        cpus: int = 1,
+        resources: Mapping[str, float] | None = None,
+        object_store_bytes: int = 128 * 2**20,
+        start_seconds: float = 90.0,
+    ) -> None:
+        RayNode._count += 1
+        self.head = head
+        self._name = f"node-{RayNode._count}"
+        super().__init__(head.folder / f"{self._name}.log", start_seconds=start_seconds)
+        self._ready_file = head.folder / f"{self._name}-ready"
+        self._cpus = cpus
+        self._resources = json.dumps(dict(resources or {}))
+        self._object_store_bytes = object_store_bytes
+
+    @property
+    def what(self) -> str:
+        return f"{self._name} of {self.head.what}"
+
+    def launch(self) -> None:
+        """Start the node without waiting for it."""
+        self._ready_file.unlink(missing_ok=True)
+        super().launch()
+
+    def _command(self) -> Sequence[str]:
+        size = ["--cpus", str(self._cpus), "--object-store-bytes", str(self._object_store_bytes)]
+        place = ["--join", self.head.address, "--temp", str(self.head.temp), "--ready", str(self._ready_file)]
+        return [
+            sys.executable,
+            "-m",
+            "rollflow.flows.services.ray_process",
+            *place,
+            *size,
+            "--resources",
+            self._resources,
+        ]
+
+    def _environment(self) -> Mapping[str, str]:
+        return self.head.node_env
+
+    def _ready(self) -> bool:
+        return self._ready_file.exists()
+
+
+# A unix socket's path holds 107 bytes, and Ray appends "/session_<date>_<time>_<pid>/sockets/plasma_store".
+SOCKET_PATH_BYTES = 107
+RAY_SUFFIX_BYTES = len("/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+
+
+def short_folder(folder: Path) -> Path:
+    """`folder`, or where its name is too long for Ray's sockets the name of a link in the system's temp folder."""
+    if len(os.fsencode(folder)) + RAY_SUFFIX_BYTES <= SOCKET_PATH_BYTES:
+        return folder
+    return Path(tempfile.gettempdir()) / f"rollflow-{secrets.token_hex(4)}"
+
+
+def remove_dead_folders(parent: Path, keep: int = 2) -> None:
+    """Remove the folders of clusters whose owner is gone, but the latest `keep` (their logs may be wanted)."""
+    folders = [path for path in parent.glob("*-*") if path.is_dir()]
+    dead = [path for path in folders if not _alive(path.name.partition("-")[0])]
+    dead.sort(key=lambda path: path.stat().st_mtime)
+    for path in dead[: max(0, len(dead) - keep)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_dead_links(parent: Path) -> None:
+    """Remove links that `short_folder` named for clusters in `parent` whose owner was killed, or that lead nowhere."""
+    for link in Path(tempfile.gettempdir()).glob("rollflow-*"):
+        if link.is_symlink():
+            target = link.readlink()
+            if not target.exists() or (target.parent == parent and not _alive(target.name.partition("-")[0])):
+                with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+                    link.unlink()
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,320 @@
+"""What a person sees of a run: a live view on a terminal, plain lines elsewhere, the closing summary.
+
+Guarantees: a view only draws what it is given (`show(status)`), starts no thread that outlives its block, never
+raises for an odd value (an unknown stage, no reward yet, an empty buffer), and leaves the last state on the screen.
+`PlainView` writes a line only when something changed, and at most one every `every_seconds` (a new phase, a new
+accuracy point or a message at once).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollflow.flows.views.status import RunStatus, StageStatus
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
+PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
+WORTH_SAYING = 0.02  # share of a run
+WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}  # they train nothing
+STATE_MARKS = {"running": ("●", "green"), "waiting": ("◌", "yellow"), "idle": ("◌", "yellow"), "done": ("✓", "green")}
+BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as one line of blocks, scaled to their own range; means of neighbours where there are more than fit."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[min(len(BLOCKS) - 1, int((value - low) / span * len(BLOCKS)))] for value in means)
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: 48 s, 3:07, 1:02:09."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def staleness_bar(counts: Mapping[int, int], width: int) -> Text:
+    """One bar, cut in proportion to how stale the trained trajectories were, and its legend."""
+    total = sum(counts.values())
+    if total == 0:
+        return Text("nothing trained yet", style="dim")
+    bar, legend = Text(), Text()
+    for staleness in sorted(counts):
+        style = STALENESS_STYLES[min(staleness, len(STALENESS_STYLES) - 1)]
+        share = counts[staleness] / total
+        cells = round(share * width)
+        bar.append("█" * (max(1, cells) if counts[staleness] else 0), style=style)
+        legend.append(f"  {staleness}", style=f"bold {style}").append(f" {share:.0%}", style="dim")
+    return bar + legend
+
+
+def _gauge(filled: int, capacity: int, width: int) -> Text:
+    cells = min(width, round(width * filled / capacity)) if capacity else 0
+    return Text("█" * cells, style="cyan") + Text("░" * (width - cells), style="bright_black")
+
+
+class LiveView:
+    """A panel that is redrawn in place."""
+
+    def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
+        self._console = console or Console(file=stream)
+        self._status: RunStatus | None = None
+        self._live = Live(console=self._console, refresh_per_second=4, transient=False, get_renderable=self._render)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, status: RunStatus) -> None:
+        """Draw this from now on."""
+        self._status = status
+
+    def _render(self) -> RenderableType:
+        return Text("starting ...", style="dim") if self._status is None else render(self._status, self._console.width)
+
+
+def render(status: RunStatus, width: int = 80) -> RenderableType:
+    """The live view's panel."""
+    inner = max(24, min(width, 100) - 20)
+    parts: list[RenderableType] = [_numbers(status, inner), Text(), _stages(status.stages)]
+    parts += [
+        Text(f"  {message}", style="yellow", overflow="ellipsis", no_wrap=True) for message in status.messages[-3:]
+    ]
+    title = Text.assemble((" rollflow ", "bold"), (status.run_id, "cyan"), " ")
+    foot = Text.assemble(
+        " ", (status.phase, PHASE_STYLES.get(status.phase, "bold yellow")), f"  {duration(status.seconds)} "
+    )
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=foot, subtitle_align="right",
+        width=min(width, 100), border_style="bright_black", padding=(0, 1),
+    )  # fmt: skip
+
+
+def _numbers(status: RunStatus, width: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    progress = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=max(1, status.versions), completed=status.version, width=width - 16, complete_style="cyan")
+    progress.add_row(bar, Text(f"{status.version}", style="bold") + Text(f" / {status.versions}", style="dim"))
+    table.add_row("version", progress)
+    table.add_row("reward", _reward(status, width))
+    table.add_row("held-out", _accuracy(status.accuracy))
+    table.add_row("staleness", staleness_bar(status.staleness, width - 24))
+    if len(status.domains) > 1:
+        table.add_row("domains", _domains(status))
+    speed = Text(f"{status.tokens_per_second:,.0f}", style="bold") + Text(
+        f" tokens/s   {status.tokens_per_second_total:,.0f} over the run", style="dim"
+    )
+    table.add_row("speed", speed)
+    buffer = _gauge(status.buffer_groups, status.buffer_capacity, 12)
+    buffer.append(f" {status.buffer_groups}", style="bold").append(f" of {status.buffer_capacity} groups", style="dim")
+    table.add_row("buffer", buffer.append(f"   {status.in_flight_groups} in flight", style="dim"))
+    return table
+
+
+def _reward(status: RunStatus, width: int) -> Text:
+    if status.reward is None:
+        return Text("-", style="dim")
+    return Text(f"{status.reward:.3f} ", style="bold") + Text(sparkline(status.rewards, width - 8), style="green")
+
+
+def _accuracy(points: Sequence[tuple[int, float]]) -> Text:
+    if not points:
+        return Text("-", style="dim")
+    shown = [points[0], *points[1:][-4:]]
+    text = Text()
+    for position, (version, accuracy) in enumerate(shown):
+        if position:
+            text.append(" ⋯ " if position == 1 and len(points) > len(shown) else " → ", style="dim")
+        text.append(f"{accuracy:.1%}", style="bold").append(f" v{version}", style="dim")
+    return text
+
+
+def _domains(status: RunStatus) -> Text:
+    """What was trained of each domain so far, beside what was asked for."""
+    total, text = max(sum(status.domains.values()), 1), Text()
+    for domain, groups in status.domains.items():
+        text.append("  " if text else "").append(f"{domain} ").append(f"{groups / total:.0%}", style="bold")
+        text.append(f" of {status.shares.get(domain, 0.0):.0%}", style="dim")
+    return text
+
+
+def _stages(stages: Mapping[str, StageStatus]) -> Table:
+    table = Table.grid(padding=(0, 2), expand=True)
+    for style in ("bold", "", "dim"):
+        table.add_column(style=style, no_wrap=True)
+    table.add_column(style="dim", ratio=1, no_wrap=True, overflow="ellipsis")
+    for name, stage in stages.items():
+        mark, style = ("✗", "red") if stage.state in BAD_STATES else STATE_MARKS.get(stage.state, ("●", "cyan"))
+        state = Text.assemble((f"{mark} ", style), stage.state)
+        table.add_row(name, state, f"idle {stage.idle:4.0%}", stage.note)
+    return table
+
+
+class PlainView:
+    """One line when something changed."""
+
+    def __init__(
+        self, stream: TextIO, *, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._every = every_seconds
+        self._clock = clock
+        self._last: RunStatus | None = None
+        self._last_at = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.flush()
+
+    def show(self, status: RunStatus) -> None:
+        """Write a line if this is news."""
+        last = self._last
+        fresh = list(status.messages) if last is None else _added(last.messages, status.messages)
+        news = last is None or (last.phase, last.accuracy) != (status.phase, status.accuracy)
+        moved = last is not None and plain_line(last)[1:] != plain_line(status)[1:]
+        for message in fresh:
+            print(f"[{duration(status.seconds)}] {message}", file=self._stream, flush=True)
+        if news or (moved and self._clock() - self._last_at >= self._every):
+            stamp, *rest = plain_line(status)
+            print(stamp, " | ".join(rest), file=self._stream, flush=True)
+            self._last_at = self._clock()
+            self._last = status
+        elif fresh:
+            self._last = status
+
+
+def _added(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Messages at the end of `now` that `before` did not have (both may be windows on a longer list)."""
+    for overlap in range(min(len(before), len(now)), -1, -1):
+        if list(before[len(before) - overlap :]) == list(now[:overlap]):
+            return list(now[overlap:])
+    return list(now)
+
+
+def plain_line(status: RunStatus) -> list[str]:
+    """The parts of one plain line: the time, then what is known so far."""
+    parts = [f"[{duration(status.seconds)}]", status.phase]
+    if status.versions:
+        parts.append(f"version {status.version}/{status.versions}")
+    if status.reward is not None:
+        parts.append(f"reward {status.reward:.3f}")
+    if status.accuracy:
+        parts.append(f"held-out {status.accuracy[-1][1]:.1%}")
+    if status.staleness:
+        parts.append("staleness " + " ".join(f"{key}:{count}" for key, count in sorted(status.staleness.items())))
+    if status.tokens_per_second:
+        parts.append(f"{status.tokens_per_second:,.0f} tok/s")
+    if status.buffer_capacity:
+        parts.append(f"buffer {status.buffer_groups}/{status.buffer_capacity}")
+    busy = [f"{name} {stage.state}" for name, stage in status.stages.items() if stage.state != "running"]
+    return parts + ([", ".join(busy)] if busy else [])
+
+
+def open_view(stream: TextIO) -> LiveView | PlainView:
+    """A live view where `stream` is a terminal that can redraw, plain lines otherwise."""
+    console = Console(file=stream)
+    return LiveView(console=console) if console.is_terminal and not console.is_dumb_terminal else PlainView(stream)
+
+
+def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, console: Console | None = None) -> None:
+    """The closing summary (the content of `summary.json`); absent keys are left out."""
+    console = console or Console(file=stream, highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _summary_rows(summary):
+        table.add_row(label, value)
+    clean = summary.get("audit", "clean") == "clean"
+    title = Text.assemble((" rollflow ", "bold"), (str(summary.get("run_id", "")), "cyan"), " ")
+    console.print(Panel(table, title=title, title_align="left", border_style="green" if clean else "red", expand=False))
+
+
+def cpu_line(seconds: Mapping[str, float]) -> str:
+    """CPU seconds, the share of each role that is worth a word, and that of all who only watch."""
+    total = max(sum(seconds.values()), 1e-9)
+    shares = [f"{role} {used / total:.0%}" for role, used in seconds.items() if used / total >= WORTH_SAYING]
+    watching = sum(used for role, used in seconds.items() if role in WATCHING)
+    return f"{total:,.0f} s: {', '.join(shares)}; watching {watching / total:.1%}"
+
+
+def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    rows: list[tuple[str, Text]] = []
+    accuracy = summary.get("accuracy") or {}
+    if accuracy.get("before") is not None and accuracy.get("after") is not None:
+        change = accuracy["after"] - accuracy["before"]
+        after = Text(f"{accuracy['after']:.1%}", style="bold green" if change > 0 else "bold red")
+        rows.append(("held-out accuracy", Text(f"{accuracy['before']:.1%} → ") + after))
+    for version, reason in (summary.get("not_evaluated") or {}).items():
+        rows.append(("not evaluated", Text(f"version {version}: {reason}")))
+    if "versions" in summary:
+        took = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
+        rows.append(("versions", Text(f"{summary['versions']}{took}")))
+    if "tokens_per_second" in summary:
+        rows.append(("generation", Text(f"{summary['tokens_per_second']:,.0f} tokens/s")))
+    if summary.get("staleness"):
+        counts = {int(key): int(count) for key, count in summary["staleness"].items()}
+        bound = Text(f"  (bound {summary['async_ratio']})", style="dim") if "async_ratio" in summary else Text()
+        rows.append(("staleness", staleness_bar(counts, 24) + bound))
+    if len(domains := summary.get("domains") or {}) > 1:
+        shown = (f"{name} {d['share']:.1%} (asked {d['asked']:.1%})" for name, d in domains.items())
+        rows.append(("domains", Text("   ".join(shown))))
+    if summary.get("idle"):
+        rows.append(("idle", Text("   ".join(f"{name} {share:.0%}" for name, share in summary["idle"].items()))))
+    if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
+        held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"
+        rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
+    if summary.get("async_ratio") and summary.get("waited_at_the_bound", 0) >= WORTH_SAYING:
+        waited = (
+            f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for a slow group"
+        )
+        cure = "a larger async_ratio with the same rollout.ahead would not"
+        rows.append(("waited at the bound", Text(f"{waited}; {cure}")))
+    if summary.get("dropped_tokens", 0) >= WORTH_SAYING:
+        dropped = f"{summary['dropped_tokens']:.0%} of the tokens were of groups too slow for their batch"
+        cure = 'rollout.at_bound = "wait", with no extra_groups, keeps them'
+        rows.append(("dropped", Text(f"{dropped}; {cure}", style="yellow")))
+    if summary.get("cpu_seconds"):
+        rows.append(("cpu", Text(cpu_line(summary["cpu_seconds"]))))
+    if summary.get("prefix_cache_hits", 0) >= WORTH_SAYING:
+        rows.append(("prefix cache", Text(f"{summary['prefix_cache_hits']:.0%} of the prompts' tokens")))
+    if summary.get("recoveries"):
+        rows.append(("recoveries", Text("   ".join(f"{role} {n}" for role, n in summary["recoveries"].items()))))
+    if "audit" in summary:
+        style = "green" if summary["audit"] == "clean" else "bold red"
+        rows.append(("audit", Text(str(summary["audit"]), style=style)))
+    for key in ("storage", "prefect", "mlflow"):
+        if summary.get(key):
+            rows.append((key, Text(str(summary[key]), style="cyan")))
+    return rows

@@ -1,0 +1,101 @@
+"""A run's course as its log tells it: what the live view, MLflow and the summary are made from.
+
+What it costs does not grow with the run: totals stand in the log's state, and of the versions only the newest are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+
+from rollflow.storage.log.state import RunState
+from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run_context import RunContext
+
+RECENT = 5  # versions that count as recent
+KEPT = 128  # versions at hand
+
+
+@dataclass
+class Progress:
+    """Follows the log."""
+
+    context: RunContext
+    versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=KEPT))  # the newest ones
+
+    def advance(self) -> list[PolicyVersion]:
+        """The versions published since the last call that could read all there was; at first, the newest `KEPT`."""
+        newest = self.context.policies.newest()
+        seen = self.versions[-1].number if self.versions else newest - KEPT
+        new = list(self.context.policies.since(max(seen + 1, 0))) if newest > seen else []
+        self.versions += new
+        return new
+
+    @property
+    def state(self) -> RunState:
+        """The run as its log was last read."""
+        return self.context.log.state
+
+    @property
+    def version(self) -> int:
+        """The newest version seen; -1 before the first."""
+        return self.versions[-1].number if self.versions else -1
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Mean training reward of the newest versions' batches."""
+        return tuple(v.metrics["reward"] for v in self.versions if v.number)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Staleness -> groups trained on, by their oldest response."""
+        return self.state.totals.staleness
+
+    @property
+    def domains(self) -> Counter[str]:
+        """Domain -> groups trained on."""
+        return trained_domains(self.state, self.context.config)
+
+    @cached_property
+    def _first(self) -> PolicyVersion:
+        return self.context.policies.find(0)
+
+    @property
+    def training_seconds(self) -> float:
+        """From version 0 to the newest."""
+        return max(0.0, self.versions[-1].at - self._first.at) if self.versions else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens trained on."""
+        return self.state.totals.tokens["trained"]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained response tokens over the time it took. Where a clock stepped back: better none than a wrong one."""
+        return self.tokens / self.training_seconds if self.training_seconds else 0.0
+
+    @property
+    def tokens_per_second_now(self) -> float:
+        """The same of the newest versions."""
+        last = list(islice(reversed(self.versions), RECENT + 1))
+        seconds = last[0].at - last[-1].at if last else 0.0
+        return sum(v.metrics["response_tokens"] for v in last[:-1]) / seconds if seconds > 0 else 0.0
+
+
+def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
+    """Domain -> groups trained on: of its sources' issued prompts, those without another place to be."""
+    waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)
+    elsewhere = _by_source((*state.open, *waiting), len(config.prompts))
+    trained: Counter[str] = Counter()
+    for source, (issued, filtered) in enumerate(zip(state.issued, state.filtered, strict=True)):
+        trained[config.prompts[source].domain] += issued - filtered - elsewhere[source]
+    return trained
+
+
+def _by_source(prompts: Iterable[int], sources: int) -> Counter[int]:
+    return Counter(prompt % sources for prompt in prompts)

@@ -1,0 +1,133 @@
+"""The supervisor's view of a run, once a second: `status.json` for people, MLflow for comparison.
+
+Both are made from the run's log and from what the stages say; neither is read back by anything that decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from uuid import uuid4
+
+from prefect.runtime import flow_run
+
+from rollflow.flows.keepalive.stages import Stages
+from rollflow.flows.views.progress import KEPT, RECENT, Progress
+from rollflow.flows.views.status import STATUS, Phase, RunStatus
+from rollflow.flows.views.tracking import EVALUATED, Curves, Point, Tracker, accuracy_point, version_point
+from rollflow.storage.journal.recoveries import RecoveryLog
+from rollflow.storage.journal.usage import store_usage
+from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
+from rollflow.tasks.run_context import RunContext
+
+MESSAGES = 3  # the latest ones that the live view shows
+USAGE_SECONDS = 30.0  # how often what the actors have used is written down
+
+
+class Board:
+    """Keeps `status.json` and the MLflow run up to date."""
+
+    def __init__(self, context: RunContext, stages: Stages, tracker: Tracker) -> None:
+        self.context, self.stages, self.tracker = context, stages, tracker
+        self.progress = Progress(context)
+        self.messages: list[str] = []
+        self.failure = ""
+        self.recoveries = RecoveryLog(context.store)
+        self._recovered: Counter[str] = Counter()
+        # Its age by the wall clock, once; from then on no clock that steps makes it younger.
+        self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
+        self._accuracy: dict[int, float] = {}
+        self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
+
+    def refresh(self, phase: Phase | None = None) -> None:
+        """Read what is new, log it, write the status."""
+        for version in self.progress.advance():
+            if version.number:
+                self.tracker.log_version(version.number, version.metrics, version.at)
+        for evaluation in self._evaluations():
+            self._accuracy[evaluation.version] = evaluation.accuracy
+            self.tracker.log_accuracy(evaluation.version, evaluation.accuracy, time.time())
+        self._count_recoveries()
+        if phase or time.monotonic() - self._counted > USAGE_SECONDS:
+            self._counted = time.monotonic()
+            store_usage(self.context.store, self._writer, self.stages.usage)
+        self.context.store.put(STATUS, self.status(phase or self._phase()).to_json().encode())
+
+    def _evaluations(self) -> list[Evaluation]:
+        """The new ones: at first, the newest and that of version 0, which all others are compared with."""
+        if self._accuracy:
+            return evaluations(self.context.store, max(self._accuracy))
+        oldest = self.progress.version - KEPT
+        if oldest <= 0:
+            return evaluations(self.context.store)
+        return [*evaluations(self.context.store, last=0), *evaluations(self.context.store, oldest)]
+
+    def _count_recoveries(self) -> None:
+        for recovery in self.recoveries.read()[self._recovered.total() :]:
+            self._recovered[recovery.role] += 1
+            seconds = {"seconds": recovery.seconds}
+            by_role = {recovery.role.replace(" ", "_"): float(self._recovered[recovery.role])}
+            self.tracker.log_recovery(self._recovered.total(), seconds | by_role, recovery.resumed_at)
+            self.messages.append(f"recovered {recovery.sentence()}")
+
+    @property
+    def curves(self) -> Curves:
+        """For the reward plot."""
+        trained = list(self.context.policies.since(1))
+        return Curves(
+            reward=[(v.number, v.metrics["reward"]) for v in trained],
+            accuracy=[(one.version, one.accuracy) for one in evaluations(self.context.store)],
+            staleness=[(v.number, v.metrics["staleness_mean"]) for v in trained],
+            title=self.context.run_id,
+        )
+
+    @property
+    def accuracy(self) -> tuple[tuple[int, float], ...]:
+        """Held-out accuracy by version: of version 0 and the newest ones."""
+        points = sorted(self._accuracy.items())
+        return (*points[:1], *points[1:][-KEPT:])
+
+    def status(self, phase: Phase) -> RunStatus:
+        """The run at this moment."""
+        config, progress = self.context.config, self.progress
+        trained = progress.domains
+        rollout = self.stages.all["rollout"].seen
+        rewards = progress.rewards
+        return RunStatus(
+            run_id=self.context.run_id,
+            phase=phase,
+            version=max(progress.version, 0),
+            versions=config.versions,
+            reward=sum(rewards[-RECENT:]) / len(rewards[-RECENT:]) if rewards else None,
+            rewards=rewards,
+            accuracy=self.accuracy,
+            staleness=dict(progress.staleness),
+            domains={domain: trained[domain] for domain in config.shares},
+            shares=config.shares,
+            tokens_per_second=progress.tokens_per_second_now,
+            tokens_per_second_total=progress.tokens_per_second,
+            buffer_groups=int(rollout.get("buffered", 0) + rollout.get("waiting", 0) * config.groups),
+            buffer_capacity=int((1 + config.async_ratio) * config.groups),
+            in_flight_groups=int(rollout.get("running", 0)),
+            stages=self.stages.statuses(),
+            seconds=time.monotonic() - self._began,
+            flow_run=flow_run.id or "",
+            messages=(*self.messages[-MESSAGES:], *([self.failure] if self.failure else [])),
+        )
+
+    def _phase(self) -> Phase:
+        if self.progress.version < 0:
+            return "cold start" if "cold start" in self.stages.statuses()["train"].note else "starting"
+        return "training" if self.progress.version < self.context.config.versions else "evaluating"
+
+
+def points(context: RunContext, marker: str, wanted: range) -> Iterator[Point]:
+    """What MLflow gets of these versions, or (`EVALUATED`) of those of them that were evaluated."""
+    if marker == EVALUATED:
+        for evaluation in evaluations(context.store, wanted.start - 1, wanted.stop - 1):
+            yield accuracy_point(evaluation.version, evaluation.accuracy, time.time())
+    else:
+        for version in islice(context.policies.since(wanted.start), len(wanted)):
+            yield version_point(version.number, version.metrics, version.at)

@@ -1,0 +1,83 @@
+"""The closing summary: `summary.json` in the run's storage, from the log, the evaluations and the audit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.flows.views.progress import Progress
+from rollflow.storage.journal.recoveries import RecoveryLog
+from rollflow.storage.journal.usage import read_usage
+from rollflow.storage.log.audit import audit
+from rollflow.tasks.rollout.evaluation import evaluations, skipped
+from rollflow.tasks.run_context import RunContext
+
+SUMMARY = "summary.json"
+
+
+# What the rollout stage's status says of the whole run, and what the summary calls it: of the time, engines had free
+# slots and alpha let nothing start, or a full batch waited for a slow group; of the tokens, those of dropped groups; of
+# the prompts' tokens, those that engines had in their prefix cache.
+SHARES = {
+    "held": "held_back_by_alpha",
+    "waited": "waited_at_the_bound",
+    "dropped": "dropped_tokens",
+    "prefix_hits": "prefix_cache_hits",
+}
+
+
+def summarize(
+    context: RunContext, idle: Mapping[str, float], shares: Mapping[str, float], pages: Mapping[str, str]
+) -> dict[str, Any]:
+    """Write and return the summary.
+
+    Args:
+        idle: each stage's idle share.
+        shares: by the names of `SHARES`.
+        pages: where to look (prefect, mlflow).
+    """
+    progress = Progress(context)
+    progress.advance()
+    points = {e.version: e.accuracy for e in evaluations(context.store)}
+    report = audit(context.store)
+    seconds = max(0.0, time.time() - context.created_at)
+    versions = max(progress.version, 0)
+    summary = {
+        "run_id": context.run_id,
+        "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
+        "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
+        "versions": versions,
+        "seconds": round(seconds, 2),
+        "training_seconds": round(progress.training_seconds, 2),
+        "tokens": progress.tokens,
+        "tokens_per_second": round(progress.tokens_per_second, 1),
+        "trajectories": report.trajectories,
+        "staleness": {str(age): count for age, count in sorted(report.staleness.items())},
+        "async_ratio": context.config.async_ratio,
+        "fates": dict(report.fates),
+        "domains": domains(report.domains, context.config.shares),
+        "cpu_seconds": read_usage(context.store).totals(),
+        "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
+        "idle": {stage: round(share, 3) for stage, share in idle.items()},
+        **{name: round(shares[share], 3) for share, name in SHARES.items()},
+        "discarded_tokens": report.discarded_tokens,
+        "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
+        "engine": context.config.engine.kind,
+        "seed": context.config.seed,
+        "storage": context.store.uri,
+        **pages,
+    }
+    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
+    return summary
+
+
+def domains(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Each domain's trained groups and their share, beside the share that was asked for."""
+    total = max(sum(trained.values()), 1)
+    return {
+        domain: {"groups": trained.get(domain, 0), "share": round(trained.get(domain, 0) / total, 4), "asked": asked}
+        for domain, asked in shares.items()
+    }

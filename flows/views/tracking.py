@@ -1,0 +1,369 @@
+"""What MLflow shows of a run: parameters, metrics by policy version, the reward plot.
+
+A metric's prefix says whose it is: `rollout/` what the trajectories of a batch say about the policies that made them,
+`train/` what the learner did with them, `eval/` held-out prompts, `recovery/` restarts (by number, not by version).
+
+MLflow is a view, so tracking never holds up a run and never ends one:
+- every method returns at once; one thread imports MLflow (seconds), opens the store (seconds when it is new) and
+  writes, many versions in one call;
+- a failure of MLflow, its database or its server is recorded in `warnings`, counted in `failures`, and what was to
+  be written is kept and tried again with the next write. Only `flush` and `finish` wait, within a deadline.
+
+No point is logged twice: the last version is read back from the store when the run is opened (or opened again after
+a failure), and what is at or below it is skipped; what lies between it and what is to be written is asked for
+(`missed`). Log a version after it is committed. Parameters hold no secrets:
+user names, passwords and queries are taken out of addresses, and keys that name a secret are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollflow.flows.services.reachability import redact
+from rollflow.storage.errors import RollflowError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+RUN_TAG, KEY_TAG = "rollflow.run_id", "rollflow.run_key"
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
+VIEW = "?workflowType=machine_learning"  # and later ones by this: else they show GenAI traces, of which there are none
+VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
+ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
+METRICS_A_CALL = 900  # MLflow takes 1,000 of them,
+PARAMETERS_A_CALL = 100  # and 100 of these, in one call
+PARAMETER_LENGTH = 6000
+KEPT_POINTS = 10_000
+SECRET_WORDS = {"secret", "secrets", "token", "password", "passwd", "credential", "credentials", "apikey", "auth"}
+SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
+STOP = object()
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Metrics of one version or recovery; `marker` is the metric by which a resumed run knows that they were logged."""
+
+    marker: str
+    version: int
+    metrics: Mapping[str, float]
+    when: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What the reward plot shows, by version: mean training reward, held-out accuracy, mean staleness."""
+
+    reward: Sequence[tuple[int, float]] = ()
+    accuracy: Sequence[tuple[int, float]] = ()
+    staleness: Sequence[tuple[int, float]] = ()
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingPlace:
+    """Where tracking writes. `artifacts` is given only for a local store."""
+
+    uri: str
+    experiment: str
+    artifacts: Path | None = None
+
+    @classmethod
+    def default(cls, home: Path, experiment: str) -> TrackingPlace:
+        """SQLite and a folder in the run home."""
+        folder = home.absolute() / "mlflow"
+        return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
+
+
+@dataclass
+class _Open:
+    """An MLflow run that is open: its client, id, and the last version logged per marker."""
+
+    client: MlflowClient
+    run_id: str
+    experiment_id: str
+    last: dict[str, int] = field(default_factory=dict)
+
+
+class Tracker:
+    """The MLflow run of one rollflow run."""
+
+    def __init__(
+        self,
+        place: TrackingPlace,
+        run_id: str,
+        parameters: Mapping[str, Any],
+        key: str = "",
+        missed: Callable[[str, range], Iterable[Point]] = lambda marker, versions: (),
+    ) -> None:
+        """`key` tells it from a run of that name in another store; `missed` gives what nobody has logged."""
+        self.place = place
+        self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
+        self.failures = 0
+        self.warnings: list[str] = []
+        self._parameters, self._missed = flatten(parameters), missed
+        self._open: _Open | None = None
+        self._pending: list[Point] = []
+        self._finished = False
+        self._queue: queue.Queue[Any] = queue.Queue()
+        # A daemon: a tracking server that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+        self._thread.start()
+        self._queue.put(lambda: None)  # open at once, so that the import overlaps the start of the run
+
+    def log_version(self, version: int, metrics: Mapping[str, float], when: float) -> None:
+        """Log the metrics of a committed version (`when`: seconds since the epoch)."""
+        self._queue.put(version_point(version, metrics, when))
+
+    def log_accuracy(self, version: int, accuracy: float, when: float) -> None:
+        """Log the held-out accuracy of a version."""
+        self._queue.put(accuracy_point(version, accuracy, when))
+
+    def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
+        """Log a recovery, the `number`-th of the run (from 1)."""
+        self._queue.put(Point(RECOVERIES, number, {f"recovery/{name}": v for name, v in metrics.items()}, when))
+
+    def log_reward_plot(self, curves: Curves, path: Path) -> None:
+        """Draw the curves to `path` (PNG) and log it as the artifact `reward.png`."""
+        self._queue.put(lambda: self._log_plot(curves, path))
+
+    def flush(self, deadline_seconds: float = 10.0) -> bool:
+        """Wait until everything handed over was written or has failed; false if the deadline came first."""
+        done = threading.Event()
+        self._queue.put(done.set)
+        return done.wait(deadline_seconds)
+
+    def finish(self, status: Status, deadline_seconds: float = 20.0) -> bool:
+        """Write what is left, close the MLflow run and end the thread; false if the deadline came first."""
+        self._queue.put(lambda: self._terminate(status))
+        self._queue.put(STOP)
+        self._thread.join(deadline_seconds)
+        if not self._finished:
+            self._warn(f"MLflow at {redact(self.place.uri)} did not finish within {deadline_seconds:.0f} s")
+        return self._finished
+
+    @property
+    def page(self) -> str:
+        """Where a person looks at it: an address, or the command that shows a local store."""
+        if not self.place.uri.startswith("http"):
+            return f"mlflow ui --backend-store-uri {redact(self.place.uri)}"
+        where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
+        return f"{redact(self.place.uri).rstrip('/')}/#/experiments{where}{VIEW}"
+
+    # --- on the thread ---------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            items = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    items.append(self._queue.get_nowait())
+            for item in items:  # points are gathered and written before the next action, in one call
+                if isinstance(item, Point):
+                    self._pending.append(item)
+                    continue
+                self._write()
+                if item is STOP:
+                    self._finished = True
+                    return
+                item()
+            self._write()
+
+    def _write(self) -> None:
+        with self._recorded("writing"):
+            run = self._run()
+            new = [p for p in self._pending if p.version > run.last.get(p.marker, -1)]
+            for points in _chunks(chain(self._before(run, new), new)):
+                _log_points(run, points)
+                for point in points:
+                    run.last[point.marker] = max(point.version, run.last.get(point.marker, -1))
+            self._pending.clear()
+            return
+        self._open = None  # read back what arrived before trying again
+        if len(self._pending) > KEPT_POINTS:
+            self._warn(f"{len(self._pending) - KEPT_POINTS} points were dropped, MLflow is away for too long")
+            del self._pending[:-KEPT_POINTS]
+
+    def _before(self, run: _Open, new: Sequence[Point]) -> Iterator[Point]:
+        """What lies between the last version that MLflow has and the first of `new`: nobody followed the run then."""
+        for marker in (VERSION, EVALUATED):
+            first = min((point.version for point in new if point.marker == marker), default=0)
+            if versions := range(run.last.get(marker, 0) + 1, first):
+                yield from self._missed(marker, versions)
+
+    def _run(self) -> _Open:
+        if self._open is None:
+            self._open = _open_run(self.place, self.tags, self._parameters)
+        return self._open
+
+    def _log_plot(self, curves: Curves, path: Path) -> None:
+        with self._recorded("the reward plot"):
+            draw(curves, path)
+            run = self._run()
+            run.client.log_artifact(run.run_id, str(path))
+
+    def _terminate(self, status: Status) -> None:
+        with self._recorded("closing the run"):
+            run = self._run()
+            run.client.set_terminated(run.run_id, status)
+
+    @contextlib.contextmanager
+    def _recorded(self, what: str) -> Iterator[None]:
+        try:
+            errors = _tracking_errors()
+        except ImportError as error:
+            errors = (ImportError,)
+            self._warn(f"tracking, {what}: MLflow cannot be imported ({error})")
+        try:
+            yield
+        except errors as error:
+            self._warn(
+                f"tracking, {what}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            )
+
+    def _warn(self, text: str) -> None:
+        self.failures += 1
+        if text not in self.warnings[-5:]:
+            self.warnings.append(text)
+
+
+def _tracking_errors() -> tuple[type[Exception], ...]:
+    from mlflow.exceptions import MlflowException
+    from requests.exceptions import RequestException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, RequestException, SQLAlchemyError, OSError, ImportError, RollflowError
+
+
+def _open_run(place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str]) -> _Open:
+    """Find the MLflow run of this rollflow run, or make it; log the parameters that it does not have yet."""
+    from mlflow import MlflowClient
+    from mlflow.entities import Param
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if place.artifacts is not None:
+        place.artifacts.mkdir(parents=True, exist_ok=True)
+    client = MlflowClient(tracking_uri=place.uri)
+    experiment = client.get_experiment_by_name(place.experiment)
+    if experiment is None:
+        location = place.artifacts.as_uri() if place.artifacts is not None else None
+        experiment_id = client.create_experiment(place.experiment, artifact_location=location, tags={KIND_TAG: KIND})
+    else:
+        experiment_id = experiment.experiment_id
+        if KIND_TAG not in experiment.tags:
+            client.set_experiment_tag(experiment_id, KIND_TAG, KIND)
+    found = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{tags[KEY_TAG]}'", max_results=1)
+    if found:
+        run = found[0]
+        client.update_run(run.info.run_id, status="RUNNING")
+    else:
+        run = client.create_run(experiment_id, run_name=tags[RUN_TAG], tags=dict(tags))
+    fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
+    for start in range(0, len(fresh), PARAMETERS_A_CALL):
+        client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
+    last = {marker: int(run.data.metrics[marker]) for marker in MARKERS if marker in run.data.metrics}
+    return _Open(client, run.info.run_id, experiment_id, last)
+
+
+def version_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
+    """What MLflow gets of a version."""
+    return Point(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
+
+
+def accuracy_point(version: int, accuracy: float, when: float) -> Point:
+    """What MLflow gets of an evaluation."""
+    return Point(EVALUATED, version, {"eval/accuracy": accuracy}, when)
+
+
+def shown_name(metric: str) -> str:
+    """The name in MLflow of a metric that a version was published with."""
+    return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
+
+
+def _chunks(points: Iterable[Point]) -> Iterator[list[Point]]:
+    """Cut at version boundaries: a call is all or nothing, so a version is never logged by half."""
+    chunk: list[Point] = []
+    size = 0
+    for point in points:
+        if chunk and size + len(point.metrics) + 1 > METRICS_A_CALL:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(point)
+        size += len(point.metrics) + 1
+    if chunk:
+        yield chunk
+
+
+def _log_points(run: _Open, points: Sequence[Point]) -> None:
+    from mlflow.entities import Metric
+
+    metrics = []
+    for point in points:
+        values = {**point.metrics, point.marker: float(point.version)}
+        metrics += [Metric(name, float(value), int(point.when * 1000), point.version) for name, value in values.items()]
+    run.client.log_batch(run.run_id, metrics=metrics)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A config tree as dotted keys and texts, without secrets."""
+    flat: dict[str, str] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if names_secret(str(name)):
+            continue
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{key}.")
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            flat |= flatten({str(position): item for position, item in enumerate(value)}, f"{key}.")
+        else:
+            flat[key] = (redact(value) if isinstance(value, str) and "://" in value else str(value))[:PARAMETER_LENGTH]
+    return flat
+
+
+def names_secret(key: str) -> bool:
+    """Whether a key reads as if its value were a secret (`api_token` does, `seconds_per_token` does not)."""
+    lower = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_").replace("per_token", "")
+    return bool(SECRET_WORDS & set(re.split(r"[^a-z0-9]+", lower))) or any(pair in lower for pair in SECRET_PAIRS)
+
+
+def draw(curves: Curves, path: Path) -> None:
+    """Draw reward and held-out accuracy above, staleness below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained", dpi=120)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    if curves.reward:
+        upper.plot(*zip(*curves.reward, strict=True), color="#9db8d2", linewidth=1, label="training reward (mean)")
+        upper.plot(*zip(*_smooth(curves.reward), strict=True), color="#1f5a96", linewidth=2, label="smoothed")
+    if curves.accuracy:
+        upper.plot(*zip(*curves.accuracy, strict=True), "o-", color="#d1622b", label="held-out accuracy")
+    upper.set(ylabel="reward, accuracy", ylim=(0, 1.02), title=curves.title)
+    if curves.reward or curves.accuracy:
+        upper.legend(loc="lower right", frameon=False)
+    if curves.staleness:
+        lower.step(*zip(*curves.staleness, strict=True), color="#5f7f5f", where="mid")
+    lower.set(xlabel="policy version", ylabel="staleness\n(mean)")
+    lower.set_ylim(bottom=0)
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _smooth(points: Sequence[tuple[int, float]], window: int = 9) -> list[tuple[int, float]]:
+    half = window // 2
+    values = [value for _, value in points]
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [(version, sum(w) / len(w)) for (version, _), w in zip(points, windows, strict=True)]

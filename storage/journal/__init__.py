@@ -1,0 +1,1 @@
+"""What nothing decides by: recoveries, weight updates, CPU seconds."""

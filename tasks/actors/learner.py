@@ -1,0 +1,296 @@
+"""The learner's actor: follows the chain of versions, one batch at a time.
+
+    restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> lease ...
+
+It begins from storage alone: by restoring the newest published version, or by making version 0. What it publishes
+is committed together with the batch it consumed; once another learner has claimed the run, it is `Deposed` and stops. A
+batch that is not what was committed is voided and waited for anew, never trained on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version as package_version
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Corrupt, Missing, RollflowError, Stale, StoreFailed, Unreachable
+from rollflow.storage.log.entries import BatchCommitted, VersionPublished
+from rollflow.storage.log.log import Writer
+from rollflow.storage.log.state import Deposed, Refused
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Discard
+from rollflow.storage.trajectories import TrajectoryStore, verify
+from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.cpu import CpuClock
+from rollflow.tasks.learners.restore import Restored, new_learner, restore
+from rollflow.tasks.meter import Meter
+from rollflow.tasks.run_context import RunContext, claim
+from rollflow.tasks.verifiers.verifier import answer_of, verifier
+
+if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it needs only the class
+    from rollflow.tasks.learners.torch_learner import TorchLearner
+
+LEARNER = "learner"
+LEASE_SECONDS = 10.0
+UNSAFE = re.compile(r"[^\w.-]")  # in the name of a metric
+MAKINGS = 8  # of one batch that may turn out damaged before the store is to blame
+CALLS = 32  # at a time: `run` of the stage's flow and of dead ones before it, `status` of whoever looks
+
+
+class BatchFeed(Protocol):
+    """What the learner needs of the channel; see `RayChannel`."""
+
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
+
+    def finish(self, number: int, version: int) -> None: ...
+
+    def announce(self, version: int) -> None: ...
+
+
+def start_learner(context: RunContext, gpus: float, address: str) -> Any:
+    """Start the run's learner actor (or find it, after a restart of its flow), on the cluster at `address`."""
+    options = {
+        "name": LEARNER,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "num_gpus": gpus,
+        "max_concurrency": CALLS,
+    }
+    return ray.remote(LearnerActor).options(**options).remote(context, address)
+
+
+class LearnerActor:
+    """Trains one run, in one thread of its own; `run` waits for it, `status` looks at it, as often as one likes."""
+
+    config: RunConfig
+    policies: PolicyStore
+    batches: TrajectoryStore
+    writer: Writer
+    learner: TorchLearner
+
+    def __init__(self, context: RunContext, address: str = "", channel: BatchFeed | None = None) -> None:
+        """Reads nothing: while storage is waited for, `status` says so. `address`: of the cluster it is on."""
+        self.context, self._address = context, address
+        self.channel: BatchFeed = channel or RayChannel()
+        self.version = -1
+        self.trained = 0  # versions, by this actor
+        self.note = "starting"
+        self.restored: Restored | None = None
+        self.meter = Meter()
+        self.cpu = CpuClock(LEARNER)
+        self._worker = ThreadPoolExecutor(1, "learner")
+        self._work: Future[int] | None = None
+        self._starting = threading.Lock()
+
+    def status(self) -> dict[str, Any]:
+        """What the stage's flow and the live view show."""
+        restored = self.restored or Restored(self.version)
+        return {
+            "version": self.version,
+            "trained": self.trained,
+            "note": self.note,
+            "waits_for": self.context.store.waits,
+            "costs": self.cpu.read(),
+            "idle": self.meter.idle_share(),
+            "restored_from": restored.base,
+            "replayed": restored.replayed,
+        }
+
+    def run(self) -> int:
+        """Train up to the last version; returns it. A second call joins the first and ends as it does."""
+        with self._starting:
+            if self._work is None:
+                self._work = self._worker.submit(self._train_all)
+        return self._work.result()
+
+    def _train_all(self) -> int:
+        self._begin()
+        self.meter.begin()
+        while self.version < self.config.versions:
+            waited = time.monotonic()
+            batch, entry = self._next_batch(self.version)
+            told = batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), self.version)
+            told |= domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
+            with self.meter.busy():
+                if not self._train(batch, entry, told):
+                    continue
+            self.channel.finish(self.version - 1, self.version)
+            self._prune()
+        self.note = "done"
+        return self.version
+
+    def _begin(self) -> None:
+        self.config, self.policies, self.batches = self.context.config, self.context.policies, self.context.batches
+        self.writer = claim(self.context, "learner", self._address)
+        self.version = self.policies.newest()
+        if self.version < 0:
+            cold = self.config.policy.cold_start is not None  # else there are weights to begin with
+            self.learner = new_learner(self.context, None if cold else self.context.first_weights)
+            self._make_first()
+        else:
+            self.learner = new_learner(self.context)
+            self._restore(self.version)
+        self.channel.announce(self.version)
+
+    def _tell(self, note: str) -> None:
+        self.note = note
+
+    def _make_first(self) -> None:
+        if self.config.policy.cold_start is not None:
+            self._supervise()
+            self._check_finite(0)
+            self._keep_weights()
+        self._publish(0, None, {})
+
+    def _supervise(self) -> None:
+        from rollflow.tasks.policies.cold_start import answers, cold_start
+
+        cold = self.config.policy.cold_start
+        assert cold is not None
+        order, tokenizer = self.context.order(), self.context.tokenizer
+        held, verify = order.held_out(), verifier(self.config.reward.kind)
+        model = self.learner.model
+
+        def accuracy(model: Any) -> float:
+            prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
+            temperature = self.config.evaluation.temperature
+            made = answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
+            texts = [answer_of(tokenizer.decode(a), self.config.reward.answer) for a in made]
+            return sum(verify(t, p.reference).reward == 1.0 for t, p in zip(texts, held, strict=True)) / len(held)
+
+        def report(step: int, found: float) -> None:
+            self.note = f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}"
+
+        self.note = "cold start"
+        cold_start(model, cold, order, tokenizer, accuracy, report, self.config.seed)
+
+    def _keep_weights(self) -> None:
+        """The cold start's result completes the run's policy folder: it can be the `policy.path` of another run."""
+        for name, data in self.learner.weights().items():
+            self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
+
+    def _restore(self, newest: int) -> None:
+        self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._tell)
+        self.note = self.restored.sentence() or "training"
+
+    def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
+        """Batch `number`, byte for byte what an entry committed, and that entry; a damaged one is voided, to be made
+        anew."""
+        reason = ""
+        for attempt in range(MAKINGS):
+            try:
+                data = self._lease(number, afresh=attempt > 0)
+                waiting = self.batches.waiting(number)
+                if waiting is None:
+                    continue  # voided a moment ago; the lease waits until it is made again
+                verify(waiting.file, data)
+                return TrajectoryBatch.from_bytes(data), waiting.entry
+            except Corrupt as error:
+                reason = str(error)
+                self.note = f"batch {number} is made again: {reason}"
+                self.batches.void(self.writer, number, reason)  # nothing, if only the channel's copy was damaged
+        raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
+
+    def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
+        """Batch `number`; waits as long as the rollout stage is given for progress, and for storage besides."""
+        patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
+        while waited < patience:
+            try:
+                return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
+            except (TimeoutError, Unreachable) as error:
+                why = str(error)
+            self.writer.check()  # returns once storage answers: that time is nobody's
+            waited += LEASE_SECONDS
+        raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
+
+    def _train(self, batch: TrajectoryBatch, entry: int, told: Mapping[str, float]) -> bool:
+        """Train on a batch and publish; False if the batch was voided meanwhile: then the learner is as before it."""
+        began = time.monotonic()
+        self._check_fresh(batch)
+        metrics = {**self.learner.step(batch, self.version), **told}
+        metrics["step_seconds"] = time.monotonic() - began
+        try:
+            self._publish(self.version + 1, entry, metrics)
+        except Deposed:
+            raise
+        except Refused:
+            self._restore(self.version)
+            return False
+        return True
+
+    def _check_fresh(self, batch: TrajectoryBatch) -> None:
+        """The bound, checked once more on the rows themselves before they are trained on."""
+        oldest = min(batch.table["started_version"].to_pylist())
+        if oldest < self.version - self.config.async_ratio:
+            raise Stale(f"batch {self.version} holds a trajectory started under version {oldest}")
+
+    def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
+        began = time.monotonic()
+        probe = self._check_finite(version)
+        stateful = self.policies.retention.stores_state(version) or version == self.config.versions
+        weights = self.policies.stage(self.writer, version, self.learner.weights())
+        state = self.policies.stage(self.writer, version, self.learner.state() if stateful else {})
+        found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
+        found |= {"publish_seconds": time.monotonic() - began}
+        code = package_version("rollflow")
+        made = VersionPublished(version, batch_entry, weights, state, tuple(probe), found, code)
+        self.policies.publish(self.writer, made)
+        self.version, self.note = version, "training"
+        self.trained += 1
+
+    def _prune(self) -> None:
+        """What retention releases; what a failure leaves of it is for the next time, or for `rollflow gc`."""
+        with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
+            self.policies.prune(self.writer)
+
+    def _check_finite(self, version: int) -> tuple[float, ...]:
+        """The probe's log-probs under the weights that are to become `version`; nothing is stored of broken ones."""
+        broken, probe = self.learner.broken(), self.learner.logprobs(self.context.probe_tokens)
+        if broken is None and all(np.isfinite(probe)):
+            return probe
+        what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"
+        raise RollflowError(f"version {version} is not published: {what}; lower train.learning_rate")
+
+
+def batch_metrics(
+    batch: TrajectoryBatch, commit: BatchCommitted, discards: Sequence[Discard], version: int
+) -> dict[str, float]:
+    """What a batch says about the policy that made it."""
+    rewards = np.array(batch.table["reward"].to_pylist(), dtype=np.float32)
+    staleness = version - np.array(batch.table["started_version"].to_pylist())
+    tokens = np.array([group.tokens for group in commit.groups])
+    return {
+        "reward": float(rewards.mean()),
+        "accuracy": float((rewards == 1.0).mean()),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "response_tokens": float(tokens.sum()),
+        "surplus_tokens": float(commit.surplus_tokens),
+        "discarded_tokens": float(sum(d.response_tokens for d in discards)),
+        **{f"discarded_{reason}": float(n) for reason, n in Counter(d.reason.value for d in discards).items()},
+        "response_length": float(tokens.sum() / len(batch)),
+        "discarded_groups": float(len(discards)),
+        **{
+            f"staleness_{age}": float(count)
+            for age, count in zip(*np.unique(staleness, return_counts=True), strict=True)
+        },
+    }
+
+
+def domain_metrics(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
+    """Groups of each of the run's domains in a batch; their sums over the versions keep the run's shares."""
+    found = batch.domains
+    return {f"groups_{UNSAFE.sub('_', domain)}": float(found[domain]) for domain in domains}

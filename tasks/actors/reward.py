@@ -1,0 +1,173 @@
+"""The reward stage's actor and its client.
+
+    score() ─┐                         ┌─ pool
+    score() ─┼─ score([...]) ────────► │   answers once all are judged, or with those that are after PACKET_SECONDS
+    score() ─┘   one per loop tick     │
+        ▲                              │
+        └──────── more(ticket) ◄───────┘   long poll for the others, while there are any
+
+So a call costs one answer where verdicts are quick, and where one is slow the others come back before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rollflow.storage.errors import Unreachable
+from rollflow.tasks.coalesce import Coalescer
+from rollflow.tasks.cpu import CpuClock
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
+
+REWARD = "reward"
+AGAIN_SECONDS = 0.2
+PACKET_SECONDS = 0.05  # how long the first verdicts of a call wait for the last
+POLL_SECONDS = 2.0  # how long a call is open before it says that there is nothing new
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Scores by the place of their request in the call; `ticket` gets the others, None: there are none."""
+
+    scores: list[tuple[int, Score]]
+    ticket: int | None
+
+
+class RewardActor:
+    """`RewardPool` in an actor: one per run."""
+
+    def __init__(self, context: RunContext) -> None:
+        """Reads nothing: while storage is waited for, `status` says so."""
+        self.context = context
+        self._began = 0.0
+        self._tickets = itertools.count()
+        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> what is to come, and its place
+        self._finished = asyncio.Event()
+        self._pool: asyncio.Task[RewardPool] | None = None
+        self._cpu = CpuClock(REWARD, "reward workers")
+
+    async def run(self) -> int:
+        """Keep the workers until the run is finished; returns how many responses they scored.
+
+        It may be called again, by a stage flow that took over from a dead one.
+        """
+        pool = await self._started()
+        await self._finished.wait()
+        await pool.close()
+        return pool.scored
+
+    async def _started(self) -> RewardPool:
+        """The pool; the first who asks has it started."""
+        if self._pool is None:
+            self._pool = asyncio.create_task(self._start())
+        return await asyncio.shield(self._pool)
+
+    async def _start(self) -> RewardPool:
+        pool = await asyncio.to_thread(self._build)
+        await pool.start()
+        return pool
+
+    def _build(self) -> RewardPool:
+        return RewardPool(self.context.config.reward, self.context.policy_folder)
+
+    async def finish(self) -> None:
+        """Nothing more is to be scored."""
+        self._finished.set()
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> Verdicts:
+        """The first verdicts on these requests."""
+        pool = await self._started()
+        self._began = self._began or time.monotonic()
+        ticket, to_come = next(self._tickets), pool.submit(requests)
+        self._open[ticket] = {future: place for place, future in enumerate(to_come)}
+        return await self.more(ticket)
+
+    async def more(self, ticket: int) -> Verdicts:
+        """What else was judged of that call, all at once if that takes no longer than a moment."""
+        to_come = self._open[ticket]
+        done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
+        if not done:
+            done, _ = await asyncio.wait(to_come, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        scores = [(to_come.pop(future), future.result()) for future in done]
+        if not to_come:
+            del self._open[ticket]
+        return Verdicts(scores, ticket if to_come else None)
+
+    async def status(self) -> dict[str, Any]:
+        """What the stage's flow and the live view show."""
+        told = {"waits_for": self.context.store.waits, "costs": self._cpu.read()}
+        if not self._began or self._pool is None:
+            return {"scored": 0, "timeouts": 0, "idle": 0.0, **told}
+        pool = self._pool.result()
+        lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
+        idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
+        return {"scored": pool.scored, "timeouts": pool.timeouts, "idle": idle, **told}
+
+
+def start_reward(context: RunContext) -> Any:
+    """Start the run's reward actor (or find it, after a restart of its flow)."""
+    options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 256}
+    return ray.remote(RewardActor).options(**options).remote(context)
+
+
+class RewardClient:
+    """Scores single responses through the run's reward actor; concurrent ones share a call, none waits for another.
+
+    Scoring changes nothing, so what has no verdict is asked of the actor's successor when the actor dies.
+    """
+
+    def __init__(self, patience_seconds: float) -> None:
+        self._patience = patience_seconds
+        self._actor: Any = None
+        self._moved = 0.0  # monotonic: when a verdict came last, on whatever
+        self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """The score of one response; `Unreachable` if no verdict comes in time, neither on it nor on any other."""
+        return await self._calls.ask(request)
+
+    async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
+        """Verdicts in packets, by place: from one actor after another, until there are all."""
+        left, began = dict(enumerate(requests)), time.monotonic()
+        while True:
+            places = list(left)
+            async for found in self._verdicts(list(left.values())):
+                for at, _ in found:
+                    del left[places[at]]
+                self._check_moving(began, news=len(found), left=len(left))
+                yield [(places[at], score) for at, score in found]
+            if not left:
+                return
+            self._check_moving(began, news=0, left=len(left))
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _verdicts(self, requests: list[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
+        """What the actor says; ends early if it is gone (another will come)."""
+        try:
+            self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
+            call = actor.score.remote(requests)
+            while True:
+                async with asyncio.timeout(self._patience + POLL_SECONDS):
+                    verdicts: Verdicts = await call
+                yield verdicts.scores
+                if verdicts.ticket is None:
+                    return
+                call = actor.more.remote(verdicts.ticket)
+        except (ray.exceptions.RayActorError, ValueError, TimeoutError):  # ValueError: no actor of that name
+            self._actor = None
+
+    def _check_moving(self, began: float, *, news: int, left: int) -> None:
+        """Raise `Unreachable` once neither this call, begun then, nor another has brought a verdict for too long."""
+        now = time.monotonic()
+        if news:
+            self._moved = now
+        elif now - max(self._moved, began) > self._patience:
+            raise Unreachable(f"the reward stage gave no verdict in {self._patience:g} s; {left} responses wait")

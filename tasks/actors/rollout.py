@@ -1,0 +1,392 @@
+"""The rollout stage's actor: scheduler, proxy and controller of one run, on one event loop; evaluations beside them.
+
+channel <-- commit <-- scheduler --> proxy --> engine actors
+   |                      |                        ^     |
+   +--> newer version --> controller --> update ---+     | lent, or one of its own
+                             |                           v
+                             +--------------------> evaluations --> storage
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from rollflow.storage.errors import EngineFailed, StoreFailed, Unreachable
+from rollflow.storage.journal.updates import Update, store_update
+from rollflow.storage.log.entries import BatchCommitted, Entry
+from rollflow.storage.log.log import Writer
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.actors.engine import EngineActor, RayEngine
+from rollflow.tasks.actors.reward import RewardClient
+from rollflow.tasks.config import EngineConfig
+from rollflow.tasks.cpu import CpuClock
+from rollflow.tasks.engines import build_engine
+from rollflow.tasks.engines.base import Engine
+from rollflow.tasks.engines.meter import EngineStats
+from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.rollout.evaluation import (
+    Evaluation,
+    Evaluations,
+    Evaluator,
+    Means,
+    Skipped,
+    evaluated,
+    store_evaluation,
+    store_skipped,
+)
+from rollflow.tasks.rollout.limits import plan_of
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, RolloutScheduler
+from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
+from rollflow.tasks.run_context import RunContext, claim
+from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.verifiers.verifier import Score
+
+ROLLOUT = "rollout"
+EVALUATION = -1  # the number of the engine that evaluates, where there is one for that
+NEWS_SECONDS = 2.0  # how long the channel's news is waited for before storage is asked
+STATS_SECONDS = 2.0
+PUT_SECONDS = 10.0
+NOTHING: dict[str, Any] = {  # the status of one that has not read yet how far the run has come
+    "version": -1,
+    **dict.fromkeys(("running", "buffered", "waiting", "trajectories"), 0),
+    "discards": {},
+    "failed": {},
+    **dict.fromkeys(("held", "waited", "dropped"), 0.0),
+    "idle": 0.0,
+}
+
+
+class StoreFeed:
+    """`VersionFeed` from the run's log; the channel only says when to look."""
+
+    def __init__(self, context: RunContext, channel: RayChannel) -> None:
+        self._context, self._channel = context, channel
+        self._policies = context.policies
+        self._tokens = context.probe_tokens
+        self.newest = -1  # as last seen
+
+    def ask(self) -> int:
+        """The newest published version; reads what is new."""
+        self.newest = self._policies.newest()
+        return self.newest
+
+    async def newer(self, version: int) -> int:
+        """See `VersionFeed`."""
+        while True:
+            with contextlib.suppress(Unreachable):  # a channel that is being replaced; storage knows as well
+                await self._channel.wait_version(version, NEWS_SECONDS)
+            newest = await asyncio.to_thread(self.ask)
+            if newest > version:
+                return newest
+
+    async def fetch_kept(self, version: int) -> tuple[RunContext, Probe]:
+        """As `fetch`; `Missing` where the version's weights are no longer kept."""
+        found = await asyncio.to_thread(self._policies.find, version)
+        await asyncio.to_thread(self._policies.check_kept, found)
+        return await self.fetch(version)
+
+    async def fetch(self, version: int) -> tuple[RunContext, Probe]:
+        """See `VersionFeed`. The engines fetch the weights themselves, each on its node."""
+        found = await asyncio.to_thread(self._policies.find, version)
+        return self._context, Probe(self._tokens, found.probe, self._context.config.engine.probe_tolerance)
+
+
+def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error inside nested groups: what a person should read."""
+    inner = failed.exceptions[0]
+    return first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+def start_engine(context: RunContext, number: int, gpus: float) -> Any:
+    """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
+    config = context.config
+    engine = config.engine
+    if number == EVALUATION:
+        engine = config.evaluation_engine(on_cpu=not gpus) or engine
+        gpus = gpus if engine == config.engine else 0.0
+    options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
+    # Over the nodes in turn: one that is lost takes few engines with it. Ray draws a node at random for an actor that
+    # asks for nothing, whatever the strategy.
+    spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001}
+    remote = ray.remote(EngineActor).options(name=engine_name(number), **spread, **options)
+    return remote.remote(functools.partial(build_engine_of, context, engine))
+
+
+def build_engine_of(context: RunContext, engine: EngineConfig) -> Engine:
+    """An engine of the run, on this node and not started yet."""
+    config = context.config
+    return build_engine(engine, context.policy_folder, dtype=config.policy.dtype, seeded=config.rollout.leaves_behind)
+
+
+def engine_name(number: int) -> str:
+    """The name of an engine's actor."""
+    return "engine-evaluation" if number == EVALUATION else f"engine-{number}"
+
+
+def start_rollout(context: RunContext, address: str) -> Any:
+    """Start the run's rollout actor (or find it, after a restart of its flow), on the cluster at `address`."""
+    options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 256}
+    return ray.remote(RolloutActor).options(**options).remote(context, address)
+
+
+class RolloutActor:
+    """Runs the rollout side of one run. See the module's docstring."""
+
+    writer: Writer
+    feed: StoreFeed
+    order: PromptOrder
+    reward: RewardClient
+    proxy: InferenceProxy
+    scheduler: RolloutScheduler
+    evaluations: Evaluations
+
+    def __init__(self, context: RunContext, address: str) -> None:
+        """Reads nothing: while storage is waited for, `status` says so. `address`: of the cluster it is on."""
+        self.context, self._address = context, address
+        self.channel = RayChannel()
+        self.counts = Counts()
+        self._evaluating = asyncio.Event()  # there is an engine for it
+        self._own: RayEngine | None = None  # which evaluates, and does nothing else
+        self._judged = 0  # evaluated answers
+        self.began: float | None = None
+        self._notes: set[asyncio.Task[None]] = set()
+        self._paused = 0.0  # update seconds that are written down
+        self._stats: dict[int, EngineStats] = {}
+        self._running: asyncio.Task[None] | None = None
+        self._prepared = asyncio.Event()
+        self._committing: asyncio.Future[Any] | None = None
+        self._cpu = CpuClock("scheduler")
+
+    def _prepare(self) -> None:
+        """Read what the run is, and how far it has come."""
+        self.config = self.context.config
+        self.writer = claim(self.context, "scheduler", self._address)
+        self.feed = StoreFeed(self.context, self.channel)
+        self.order = self.context.order()
+        self.patience = self.config.rollout.patience_seconds
+        self.reward = RewardClient(self.patience)
+        # Engines join as they get ready: none is waited for while another could work.
+        self.proxy = InferenceProxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
+        self.scheduler = self._scheduler()
+        self.evaluations = self._evaluations()
+
+    def _scheduler(self) -> RolloutScheduler:
+        """A scheduler that begins where the log says."""
+        self.feed.ask()
+        beginning = Beginning.of_state(self.context.log.state)
+        outside = Outside(self.order.prompt, self.reward.score, self._commit)
+        scheduler = RolloutScheduler(plan_of(self.config), outside, self.proxy, beginning)
+        scheduler.counts = self.counts
+        return scheduler
+
+    def _evaluations(self) -> Evaluations:
+        settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
+        held = self.order.held_out()
+        means = Means(
+            wanted=self.config.evaluates,
+            evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
+            engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._owned,
+            fetch=self.feed.fetch_kept,
+            evaluator=Evaluator(held, settings.samples, settings.temperature, longest, self._judge),
+            keep=lambda found: asyncio.to_thread(self._keep, found),
+            slots=self.config.engine.slots,
+            tries=max(1, self.config.recovery.restarts),
+        )
+        return Evaluations(means, self.config.versions)
+
+    async def run(self) -> None:
+        """Form every batch and follow every version; returns when the last version was loaded and evaluated.
+
+        A second call (of a stage flow that took over from a dead one) joins the first.
+        """
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        await asyncio.shield(self._running)
+
+    async def _run(self) -> None:
+        await asyncio.to_thread(self._prepare)
+        self._prepared.set()
+        hooks = Hooks(self._published, self._updated)
+        controller = AsyncController(self.proxy, self.feed, self.config.engine.in_flight, hooks)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(controller.run(self.config.versions))
+                tasks.create_task(self._schedule())
+                tasks.create_task(self.evaluations.run())
+            await asyncio.gather(*self._notes)
+        except BaseExceptionGroup as failed:  # a person reads the first line: it must be the cause
+            raise first_cause(failed) from None
+
+    async def _schedule(self) -> None:
+        """Form batches until the last is trained; when one is voided, begin again from the log."""
+        while True:
+            forming = asyncio.create_task(self.scheduler.run())
+            try:
+                if await self._trained(forming, self.scheduler.voids):
+                    return
+            finally:
+                forming.cancel()
+                await asyncio.wait([forming, *([self._committing] if self._committing else [])])
+            self.scheduler = await asyncio.to_thread(self._scheduler)
+
+    async def _trained(self, forming: asyncio.Task[None], voided: int) -> bool:
+        """Wait until every version is trained (True) or another batch is voided (False)."""
+        while self.feed.newest < self.config.versions:
+            if forming.done():
+                forming.result()
+                await asyncio.sleep(NEWS_SECONDS)
+            else:
+                await asyncio.wait([forming], timeout=NEWS_SECONDS)
+            await asyncio.to_thread(self.writer.check)
+            self.feed.newest = self.context.log.state.version
+            if self.context.log.state.voids > voided:
+                return False
+        return True
+
+    async def join(self, number: int) -> None:
+        """Take engine `number`, which has started, in the place of one that died; returns when it serves."""
+        await self._prepared.wait()
+        engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
+        present = self._own if number == EVALUATION else self.proxy.engines.get(number)
+        if isinstance(present, RayEngine) and present.actor == engine.actor and await present.owns():
+            return
+        if number == EVALUATION:
+            self._own = engine
+            self._evaluating.set()
+        else:
+            await self.proxy.join(number, engine)
+
+    async def status(self) -> dict[str, Any]:
+        """What the stage's flow and the live view show. It waits for nobody."""
+        waits = self.context.store.waits
+        if not self._prepared.is_set():
+            return {**NOTHING, "waits_for": waits, "costs": self._cpu.read()}
+        counts = self.counts
+        recent = counts.recent_rewards
+        lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
+        return {
+            "version": self.proxy.version,
+            "waits_for": waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
+            "batch": self.scheduler.number,
+            "running": self.scheduler.running,
+            "buffered": len(self.scheduler.buffer),
+            "waiting": max(0, self.scheduler.number - max(self.feed.newest, 0)),
+            "tokens": counts.tokens,
+            "trajectories": counts.trajectories,
+            "reward": sum(recent) / len(recent) if recent else None,
+            "discards": dict(counts.discards),
+            "filtered": dict(counts.filtered),
+            "wasted_tokens": counts.discarded_tokens + counts.surplus_tokens,
+            "held": counts.held.seconds / lasted,
+            "waited": counts.waited.seconds / lasted,
+            "dropped": counts.dropped_tokens / max(counts.tokens, 1),
+            "restarted": self.proxy.restarted,
+            "update_seconds": self.proxy.update_seconds,
+            "seconds": time.monotonic() - self.began if self.began else 0.0,
+            "idle": await self._idle(),
+            "prefix_hits": self._prefix_hits(),
+            "failed": self._failed(),
+            "evaluations_due": self.evaluations.due,
+            "judged": self._judged,
+            "costs": [*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
+        }
+
+    def _failed(self) -> dict[int, str]:
+        """Why engines are out, by their number."""
+        failed = dict(self.proxy.failed)
+        try:
+            if self._own is not None:
+                self._own.check()
+        except EngineFailed as error:
+            failed[EVALUATION] = str(error)
+        return failed
+
+    def _published(self, version: int) -> None:
+        self.scheduler.published(version)
+        self.evaluations.published(version)
+
+    def _updated(self, version: int) -> None:
+        self.began = self.began or time.monotonic()
+        update = Update(version, self.proxy.update_seconds - self._paused, time.time())
+        self._paused = self.proxy.update_seconds
+        self.scheduler.wake()
+        note = asyncio.create_task(asyncio.to_thread(self._note, update))
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+
+    def _note(self, update: Update) -> None:
+        with contextlib.suppress(Unreachable, StoreFailed):  # a note for people: the run does not depend on it
+            store_update(self.context.store, update)
+
+    @contextlib.asynccontextmanager
+    async def _owned(self) -> AsyncIterator[Engine]:
+        """The engine that does nothing else, once it lives: the stage's flow starts it."""
+        while self._own is None or EVALUATION in self._failed():
+            self._evaluating.clear()
+            await self._evaluating.wait()
+        yield self._own
+
+    async def _judge(self, request: ScoreRequest) -> Score:
+        score = await self.reward.score(request)
+        self._judged += 1
+        return score
+
+    def _keep(self, found: Evaluation | Skipped) -> None:
+        if isinstance(found, Skipped):
+            store_skipped(self.context.store, found)
+        else:
+            store_evaluation(self.context.store, found)
+
+    async def _commit(self, staged: StagedBatch) -> None:
+        """Make a batch durable, then hand it to the learner."""
+        # Shielded: a scheduler that begins again must not overlook a commit that is still being written.
+        self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
+        entry, data = await asyncio.shield(self._committing)
+        await self._hand_over(staged.number, data, entry)
+
+    async def _hand_over(self, number: int, data: pa.Buffer, entry: Entry) -> None:
+        """Put a batch into the channel. Time in which storage does not answer is not the learner's."""
+        assert isinstance(entry.body, BatchCommitted), "it is the entry of a commit"
+        payload = self.context.store.local_path(entry.body.file.path) or data
+        waited, why = 0.0, ""
+        while waited < self.patience:
+            try:
+                return await self.channel.put(number, payload, PUT_SECONDS, entry.n)
+            except (TimeoutError, Unreachable) as error:
+                why = str(error)
+            await asyncio.to_thread(self.feed.ask)  # returns once storage answers
+            waited += PUT_SECONDS
+        raise Unreachable(f"the learner took no batch for {self.patience:g} s ({why})")
+
+    async def _idle(self) -> float:
+        """Share of the time since generation began in which the engines had nothing to run."""
+        if self.began is None:
+            return 0.0
+        engines = {number: engine for number, engine in self.proxy.engines.items() if isinstance(engine, RayEngine)}
+        asked = {number: asyncio.create_task(engine.stats()) for number, engine in engines.items()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=STATS_SECONDS)
+        for number, one in asked.items():
+            if one.done() and not one.cancelled() and one.exception() is None:
+                self._stats[number] = one.result()
+            one.cancel()
+        lasted = time.monotonic() - self.began
+        return max(
+            0.0, 1.0 - sum(s.busy_seconds for s in self._stats.values()) / (lasted * self.config.engine.replicas)
+        )
+
+    def _prefix_hits(self) -> float:
+        """Share of the prompts' tokens that the engines did not have to compute."""
+        asked = sum(stats.prompt_tokens for stats in self._stats.values())
+        return sum(stats.cached for stats in self._stats.values()) / max(asked, 1)

@@ -1,1 +1,0 @@
-"""Verifiers, and the worker processes they run in."""

@@ -1,0 +1,210 @@
+"""A run as every process sees it: where its storage is, its config, its policy folder, its prompts.
+
+`RunContext` is a small picklable value; everything behind it is read from storage, which is the authority.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import ConfigError, Missing
+from rollflow.storage.log.entries import Entry, Role, RunCreated, entry_path
+from rollflow.storage.log.log import Log, Writer, creation
+from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects.node_cache import NodeCache
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.names import run_id as checked
+from rollflow.tasks.node import node_cache
+from rollflow.tasks.policies.folder import is_weights
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.jsonl import Reader
+from rollflow.tasks.prompts.pins import PINS, check_families, reader
+from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.rollout.evaluation import evaluated
+
+FORMAT = 5  # raised with that of any record, so that no older run is touched
+PROBE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
+
+    No path travels: where this value arrives, `cache` is that node's own.
+
+    `patience` is how long a store that does not answer is waited for (seconds): what works for the run waits, and says
+    so (`store.waits`); who only looks at it, does not.
+    """
+
+    uri: str
+    cache: Path
+    patience: float | None = None
+
+    @cached_property
+    def store(self) -> ObjectStore:
+        """The run's storage."""
+        return open_store(self.uri, self.patience)
+
+    @cached_property
+    def _creation(self) -> Entry:
+        """The first entry of the run's log."""
+        try:
+            found = creation(self.store)
+        except Missing:
+            if self.store.exists("run.json"):  # where runs were described before they had a log
+                raise self._of_another_version from None
+            raise ConfigError(f"run {self.uri!r}: there is no such run; check the run id and store.uri") from None
+        if getattr(found.body, "format", None) != FORMAT:
+            raise self._of_another_version
+        return found
+
+    @property
+    def _of_another_version(self) -> ConfigError:
+        return ConfigError(f"run {self.uri!r} was written by another version of rollflow; use that one to read it")
+
+    @property
+    def created(self) -> RunCreated:
+        """What the run was created as."""
+        body = self._creation.body
+        assert isinstance(body, RunCreated), "its format says so"
+        return body
+
+    @property
+    def created_at(self) -> float:
+        """Seconds since the epoch, by the clock of who prepared it."""
+        return self._creation.at
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return checked(self.created.run_id, "run id")
+
+    @cached_property
+    def key(self) -> str:
+        """Its name among all runs of a cluster or a server: runs of one name in two stores have two.
+
+        An address alone would not do: a bucket of one name may be another service's. When they began tells them apart.
+        A folder is the same by whatever link it is reached.
+        """
+        local = self.store.local_path(entry_path(0))
+        place = str(local.parent.parent.resolve()) if local else self.store.uri
+        identity = json.dumps([place, self.created_at])
+        return f"{self.run_id}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run's config."""
+        return RunConfig.model_validate(self.created.config)
+
+    @property
+    def probe_tokens(self) -> list[int]:
+        """The fixed tokens of the weight-update probe."""
+        return list(self.created.probe_tokens)
+
+    @cached_property
+    def log(self) -> Log:
+        """The run's log, as this process has read it: one view for all who ask."""
+        return Log(self.store)
+
+    @cached_property
+    def policies(self) -> PolicyStore:
+        """The run's versions."""
+        return PolicyStore(self.log, in_use=self._waits_for_evaluation)
+
+    @cached_property
+    def batches(self) -> TrajectoryStore:
+        """The run's trajectory batches."""
+        return TrajectoryStore(self.log)
+
+    def _waits_for_evaluation(self, version: int) -> bool:
+        return self.config.evaluates(version) and not evaluated(self.store, version)
+
+    def weights(self, version: int) -> Path:
+        """A folder on this node with the weights of a version; it stays until another version is asked for."""
+        return self.policies.weights_folder(self.policies.find(version), self.cache / "weights")
+
+    @cached_property
+    def policy_folder(self) -> Path:
+        """A folder on this node with the policy's config and tokenizer."""
+        return self._policy("config", lambda path: not is_weights(path))
+
+    @cached_property
+    def first_weights(self) -> Path:
+        """A folder on this node with the policy as the run began with it, `policy.path`'s weights and all."""
+        return self._policy("first", lambda path: True)
+
+    def _policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
+        local = self.store.local_path("policy/config.json")
+        if local is not None:
+            return local.parent
+        paths = [path for path in self.store.list("policy") if wanted(path)]
+
+        def fetch(folder: Path) -> None:
+            for path in paths:
+                self.store.fetch(path, folder / Path(path).name)
+
+        def whole(folder: Path) -> bool:
+            return all((folder / Path(path).name).exists() for path in paths)
+
+        return NodeCache(self.cache / "policies", self.key, self.patience).hold(name, fetch, whole).for_good()
+
+    @cached_property
+    def tokenizer(self) -> PolicyTokenizer:
+        """The policy's tokenizer."""
+        return PolicyTokenizer(self.policy_folder)
+
+    def order(self) -> PromptOrder:
+        """The run's prompts, the same ones as when it began.
+
+        Raises:
+            ConfigError: they are not to be had any more: a file has changed that the run did not keep, or a package.
+            Corrupt: what the run kept of them is damaged.
+        """
+        pins = PINS.validate_python(self.created.prompts)
+        order = open_order(self.config, self.tokenizer, reader(self.store, self.config, pins))
+        check_families(self.config, pins, order)
+        return order
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only the name travels; the rest is read again where it is needed."""
+        return {"uri": self.uri, "patience": self.patience}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, cache=node_cache())
+
+
+def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:
+    """Take a role of the run, in this process, on the cluster at `address`, from whoever had it.
+
+    Raises:
+        Deposed: the run has another supervisor now, on another cluster.
+    """
+    host, process = socket.gethostname(), os.getpid()
+    return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
+
+
+def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> PromptOrder:
+    """The prompts a config describes; without a tokenizer only their texts."""
+    longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
+    encode = tokenizer.encode if tokenizer else None
+    return PromptOrder(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read)
+
+
+def probe_tokens(order: PromptOrder) -> list[int]:
+    """Tokens of the first demonstrations, enough to touch many rows of the embedding."""
+    tokens: list[int] = []
+    index = 0
+    while len(tokens) < PROBE_TOKENS:
+        tokens.extend(order.demonstration(index)[0].tokens)
+        index += 1
+    return tokens[:PROBE_TOKENS]

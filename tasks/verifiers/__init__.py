@@ -1,0 +1,1 @@
+"""Verifiers, and the processes they run in."""

@@ -1,0 +1,245 @@
+"""The pool of reward workers: every response gets a score, at the latest at its deadline.
+
+A worker that does not answer in time is killed and replaced; its response scores 0 with the reason "deadline".
+A worker that dies is replaced, and its response is tried once more. Nothing a verifier does can hang the pool.
+
+    queue --as many as take AHEAD_SECONDS--> worker --verdicts, in order--> their callers
+      ^                                         |
+      +---- the others behind a slow one <------+   and another worker stands in until it has its verdict
+
+So a slow verdict holds nobody up but for `SLOW_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import RollflowError
+from rollflow.tasks.config import RewardConfig
+from rollflow.tasks.verifiers.verifier import Score
+
+CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;
+AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice
+SLOW_SECONDS = 1.0  # a verdict that takes longer holds up no other
+START_SECONDS = 120.0  # for a worker's imports
+AGAIN_SECONDS = 0.5  # before another try to start one
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """One response to judge, by its tokens."""
+
+    tokens: Sequence[int]
+    reference: Mapping[str, Any]
+
+    def line(self) -> bytes:
+        """The request as the worker reads it."""
+        return json.dumps({"tokens": list(self.tokens), "reference": dict(self.reference)}).encode() + b"\n"
+
+
+class RewardPool:
+    """Worker processes and the queue before them. See the module's docstring.
+
+    There are twice as many lanes as workers, and a turn for each worker: a lane takes responses only while it has a
+    turn, and passes it on while its worker is slow. So a second process is started only where one is needed.
+    """
+
+    def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
+        self._config = config
+        self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker", config.kind, config.answer]
+        self._command.append(str(tokenizer_folder))
+        self._queue: asyncio.PriorityQueue[tuple[int, _Job]] = asyncio.PriorityQueue()  # by arrival
+        self._arrivals = itertools.count()
+        self._turns = asyncio.Semaphore(config.workers)
+        self._quick = min(SLOW_SECONDS, config.deadline_seconds)
+        self._pace = SLOW_SECONDS  # what a verdict took lately, in seconds
+        self._lanes: list[asyncio.Task[None]] = []
+        self.scored = 0
+        self.timeouts = 0
+        self.busy_seconds = 0.0
+
+    async def start(self) -> None:
+        """Start the workers."""
+        self._lanes = [asyncio.create_task(self._lane()) for _ in range(2 * self._config.workers)]
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        """The scores to come, in the order of the requests."""
+        futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            self._put(_Job(next(self._arrivals), request, future))
+        return futures
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Scores in the order of the requests, once all are there."""
+        return list(await asyncio.gather(*self.submit(requests)))
+
+    async def close(self) -> None:
+        """End the workers."""
+        for lane in self._lanes:
+            lane.cancel()
+        await asyncio.gather(*self._lanes, return_exceptions=True)
+
+    def _put(self, *jobs: _Job) -> None:
+        for job in jobs:
+            self._queue.put_nowait((job.arrival, job))
+
+    async def _take(self) -> deque[_Job]:
+        """The next few responses; of slow ones a single one."""
+        jobs = deque([(await self._queue.get())[1]])
+        while not self._queue.empty() and len(jobs) < CHUNK and len(jobs) * self._pace < AHEAD_SECONDS:
+            jobs.append(self._queue.get_nowait()[1])
+        return jobs
+
+    async def _lane(self) -> None:
+        """One worker after another, each fed until it dies or misses a deadline."""
+        worker: _Worker | None = None
+        has_turn = False
+        try:
+            while True:
+                if not has_turn:
+                    await self._turns.acquire()
+                jobs = await self._take()
+                try:
+                    worker = worker if worker and worker.alive else await _Worker.start(self._command)
+                except OSError:  # no process is to be had, or no pipe
+                    self._put(*jobs)
+                    has_turn = True
+                    await asyncio.sleep(AGAIN_SECONDS)
+                    continue
+                handed_over = await self._serve(worker, jobs)
+                has_turn = handed_over is None
+                if handed_over:
+                    await worker.skip(handed_over, self._config.deadline_seconds)
+        finally:
+            if worker:
+                await worker.end()
+
+    async def _serve(self, worker: _Worker, jobs: deque[_Job]) -> int | None:
+        """Send the jobs in one write, take verdicts one by one; what has none in the end goes back into the queue.
+
+        If one is slow, those behind it go back at once and the turn is passed on: then their number is returned.
+        """
+        started, handed_over = time.monotonic(), None
+        try:
+            await worker.ready()
+            worker.send([job.request for job in jobs])
+            while jobs:
+                try:
+                    score = await worker.verdict(self._quick)
+                except TimeoutError:
+                    handed_over = self._pass_on(jobs)
+                    score = await worker.verdict(self._config.deadline_seconds - self._quick)
+                self._settle(jobs.popleft(), score)
+        except TimeoutError:
+            await worker.end()
+            self.timeouts += 1
+            seconds = self._config.deadline_seconds
+            self._settle(jobs.popleft(), Score(0.0, f"deadline: no verdict in {seconds:g} s", seconds))
+        except WorkerDied:
+            jobs[0].deaths += 1
+            if jobs[0].deaths == 2:
+                self._settle(jobs.popleft(), Score(0.0, "the reward worker died twice on this response"))
+        self._put(*jobs)
+        self.busy_seconds += time.monotonic() - started
+        return handed_over
+
+    def _pass_on(self, jobs: deque[_Job]) -> int:
+        """Leave a worker alone with the first job; returns how many others it had."""
+        others = [jobs.pop() for _ in range(len(jobs) - 1)]
+        self._put(*others)
+        self._turns.release()
+        return len(others)
+
+    def _settle(self, job: _Job, score: Score) -> None:
+        self.scored += 1
+        self._pace += (score.seconds - self._pace) / 2
+        if not job.future.done():
+            job.future.set_result(score)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request on its way to its score: in the queue, or with one worker."""
+
+    arrival: int
+    request: ScoreRequest
+    future: asyncio.Future[Score]
+    deaths: int = 0
+
+
+class WorkerDied(RollflowError):
+    """A reward worker's process ended."""
+
+
+class _Worker:
+    """One process and its pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._is_ready = False
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> _Worker:
+        """Start a process."""
+        pipe = asyncio.subprocess.PIPE
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+        return cls(process)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.returncode is None
+
+    async def ready(self) -> None:
+        """Return when it has imported what it needs; `WorkerDied` if it ended, or takes too long for that."""
+        if self._is_ready:
+            return
+        try:
+            await self._line(START_SECONDS)
+        except TimeoutError:
+            await self.end()
+            raise WorkerDied(f"it was not ready in {START_SECONDS:g} s") from None
+        self._is_ready = True
+
+    def send(self, requests: Sequence[ScoreRequest]) -> None:
+        """Hand over requests; their verdicts come in order."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"".join(request.line() for request in requests))
+
+    async def verdict(self, seconds: float) -> Score:
+        """The next verdict; `TimeoutError` after `seconds` (it is still to come), `WorkerDied` if the process ended."""
+        return Score(*json.loads(await self._line(seconds)))
+
+    async def skip(self, count: int, deadline: float) -> None:
+        """Let `count` verdicts go by that others have given; it is ended if it does not come to the end of them."""
+        try:
+            for _ in range(count if self.alive else 0):
+                await self._line(deadline)
+        except (TimeoutError, WorkerDied):
+            await self.end()
+
+    async def _line(self, seconds: float) -> bytes:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(seconds):
+            line = await self._process.stdout.readline()
+        if not line:
+            await self._process.wait()
+            raise WorkerDied("it ended without an answer")
+        return line
+
+    async def end(self) -> None:
+        """End it and see it gone."""
+        if self.alive:
+            self._process.kill()
+        await self._process.wait()
