@@ -30,7 +30,7 @@ from typing import cast
 from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.views.status import STATUS
-from rollflow.flows.views.status_writer import Board
+from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import Conflict, Missing
 from rollflow.storage.log import audits
@@ -61,7 +61,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.config import RunConfig
-from rollflow.tasks.rollout.scheduler import Beginning
+from rollflow.tasks.rollout.scheduler import ResumePoint
 from rollflow.tasks.run_context import FORMAT, RunContext
 
 SIZES = (100, 1_000, 10_000, 100_000)
@@ -266,7 +266,7 @@ class Steps:
         """A scheduler: the log, its claim, and what it is to do."""
         log = Log(self.run)
         self.scheduler = log.claim("scheduler")
-        Beginning.of_state(log.state)
+        ResumePoint.of_state(log.state)
         self.batches = TrajectoryStore(log)
 
     def commit(self) -> None:
@@ -293,13 +293,13 @@ class Steps:
         context = RunContext(self.run.uri, self.cache)
         context.__dict__["store"] = self.run
         context.log.claim("supervisor")
-        self.board = Board(context, Stages(context, "", lambda _: None), cast(Tracker, Silent()))
-        self.board.refresh()
+        self.writer = StatusWriter(context, Stages(context, "", lambda _: None), cast(Tracker, Silent()))
+        self.writer.refresh()
 
     def tick(self) -> None:
         """A supervisor, once a second: whether the run is its own, what is new, `status.json`."""
-        self.board.context.log.follow()
-        self.board.refresh()
+        self.writer.context.log.follow()
+        self.writer.refresh()
 
     def audit(self) -> None:
         """Anybody: from where the last clean audit ended."""

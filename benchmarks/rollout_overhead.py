@@ -120,8 +120,8 @@ def theirs(case: Case, threads: int, home: Path) -> float:
     weights = context.weights(0)
     (context.policy_folder / "model.safetensors").write_bytes((weights / "model.safetensors").read_bytes())
     llm = offline_llm(str(context.policy_folder), context.config.engine.slots, threads)
-    order = context.order()
-    asked = [order.prompt(i).tokens for i in range(case.groups * case.batches) for _ in range(GROUP_SIZE)]
+    prompts = context.prompts()
+    asked = [prompts.prompt(i).tokens for i in range(case.groups * case.batches) for _ in range(GROUP_SIZE)]
     prompts = [{"prompt_token_ids": list(tokens)} for tokens in asked]
     parameters = sampling(case.max_new_tokens, context.tokenizer.stop_tokens)
     llm.generate(prompts[: case.groups * GROUP_SIZE], parameters, use_tqdm=False)

@@ -61,4 +61,4 @@ def evaluator(context: RunContext, pool: RewardPool) -> Evaluator:
         return (await pool.score([request]))[0]
 
     settings, longest = context.config.evaluation, context.config.engine.max_new_tokens
-    return Evaluator(context.order().held_out(), settings.samples, settings.temperature, longest, score)
+    return Evaluator(context.prompts().held_out(), settings.samples, settings.temperature, longest, score)

@@ -19,13 +19,13 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.keepalive.actors import StageFailed
+from rollflow.flows.keepalive.actors import GaveUp
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.reachability import check_store_reach
-from rollflow.flows.views.status_writer import Board, points
+from rollflow.flows.views.status_writer import StatusWriter, points
 from rollflow.flows.views.summary import SHARES, summarize
 from rollflow.flows.views.tracking import Tracker, TrackingPlace
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
@@ -58,21 +58,21 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
     with cluster.attached(address, context.key):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log)
-        board = Board(context, stages, tracker)
+        writer = StatusWriter(context, stages, tracker)
         try:
             if not trained(context):
                 stages.start()
-                _follow(board, supervisor)
-                board.refresh("ending")
+                _follow(writer, supervisor)
+                writer.refresh("ending")
                 stages.end()
         except BaseException as error:
-            _give_up(board, supervisor, error)
+            _give_up(writer, supervisor, error)
             raise
         left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
         ends = [version for version in (0, context.config.versions) if version not in left_out]
         accuracy = [evaluate(context.uri, version) for version in ends]
         log("held-out accuracy %s", [e["accuracy"] for e in accuracy])
-        return _finish(board, tracker, supervisor)
+        return _finish(writer, tracker, supervisor)
 
 
 def _prepared(config: RunConfig, run_id: str) -> RunContext:
@@ -80,7 +80,7 @@ def _prepared(config: RunConfig, run_id: str) -> RunContext:
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
         prepare(config, run_id)
-    context.order()  # what it asks must be what it asked
+    context.prompts()  # what it asks must be what it asked
     return context
 
 
@@ -116,16 +116,16 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     return TrackingPlace.default(home(), config.tracking.experiment)
 
 
-def _follow(board: Board, supervisor: Writer) -> None:
+def _follow(writer: StatusWriter, supervisor: Writer) -> None:
     """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
-    told, answered, patience = float("-inf"), time.monotonic(), board.context.config.store.patience_seconds
-    while not board.stages.ended("rollout", "train"):
-        board.stages.look()
+    told, answered, patience = float("-inf"), time.monotonic(), writer.context.config.store.patience_seconds
+    while not writer.stages.ended("rollout", "train"):
+        writer.stages.look()
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
             try:
                 supervisor.check()
-                board.refresh()
+                writer.refresh()
                 answered = time.monotonic()
             except (Unreachable, OSError):  # a folder; for others the store itself waits so long
                 if time.monotonic() - answered > patience:
@@ -133,24 +133,24 @@ def _follow(board: Board, supervisor: Writer) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _give_up(board: Board, supervisor: Writer, error: BaseException) -> None:
+def _give_up(writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
     """End the stages, unless they are another supervisor's now, and say why."""
-    if isinstance(error, StageFailed):  # because another one's roles deposed its own, perhaps
+    if isinstance(error, GaveUp):  # because another one's roles deposed its own, perhaps
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()
     newer = None if supervisor.valid() else supervisor.log.state.claims["supervisor"]
-    if newer is None or newer.cluster != board.stages.address:
-        board.stages.abandon()
+    if newer is None or newer.cluster != writer.stages.address:
+        writer.stages.abandon()
     if newer is not None:
         return  # status and tracking are another's, too
-    board.failure = f"{type(error).__name__}: {error}"
+    writer.failure = f"{type(error).__name__}: {error}"
     with contextlib.suppress(RollflowError):  # the store may be what failed; the error itself must come through
-        board.refresh("failed")
-    board.tracker.finish("FAILED")
+        writer.refresh("failed")
+    writer.tracker.finish("FAILED")
 
 
-def _finish(board: Board, tracker: Tracker, supervisor: Writer) -> dict[str, Any]:
-    context, stages = board.context, board.stages
+def _finish(writer: StatusWriter, tracker: Tracker, supervisor: Writer) -> dict[str, Any]:
+    context, stages = writer.context, writer.stages
     with contextlib.suppress(StoreFailed, Unreachable):  # what is left of it is garbage, or for who resumes the run
         context.policies.prune(supervisor)  # what waited for an evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
@@ -159,9 +159,9 @@ def _finish(board: Board, tracker: Tracker, supervisor: Writer) -> dict[str, Any
     rollout = stages.all["rollout"].seen
     summary = summarize(context, idle, {share: float(rollout.get(share, 0.0)) for share in SHARES}, pages)
     plot = home() / "plots" / context.key / "reward.png"
-    tracker.log_reward_plot(board.curves, plot)
+    tracker.log_reward_plot(writer.curves, plot)
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())
-    board.refresh("done")
+    writer.refresh("done")
     return summary

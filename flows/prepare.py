@@ -24,9 +24,9 @@ from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
-from rollflow.tasks.prompts.jsonl import Reader
+from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.pins import Pin, keep, pinned, read_once
-from rollflow.tasks.run_context import FORMAT, RunContext, open_order, probe_tokens
+from rollflow.tasks.run_context import FORMAT, RunContext, open_prompts, probe_tokens
 
 VOCABULARY_TEXTS = 2000
 
@@ -96,7 +96,7 @@ def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
     if config.policy.cold_start is None:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
-    return build_cold_folder(config.policy.cold_start, open_order(config, None, read).texts(VOCABULARY_TEXTS))
+    return build_cold_folder(config.policy.cold_start, open_prompts(config, None, read).texts(VOCABULARY_TEXTS))
 
 
 def _first_weights(config: RunConfig) -> Mapping[str, Data]:
@@ -117,11 +117,11 @@ def _check_policy(config: RunConfig, files: dict[str, bytes], read: Reader) -> t
                 f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
                 f"{tokenizer.context} tokens; choose fewer"
             )
-        order = open_order(config, tokenizer, read)
-        order.held_out()
-        prompts = [order.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
+        asked = open_prompts(config, tokenizer, read)
+        asked.held_out()
+        prompts = [asked.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_reading(config, folder, [prompt.text for prompt in prompts])
-        return probe_tokens(order), pinned(config, order, read)
+        return probe_tokens(asked), pinned(config, asked, read)
 
 
 def _check_end(config: RunConfig, folder: Path) -> None:

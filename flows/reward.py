@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.actors import Keeper, Ward
+from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.reward import REWARD, start_reward
@@ -18,11 +18,11 @@ def reward(run: RunPlace, ray_address: str) -> int:
     """Score responses until the run is finished; returns how many."""
     context = await_run(run)
     with cluster.attached(ray_address, context.key):
-        ward = Ward(
+        reward_actor = WatchedActor(
             name=REWARD,
             start=lambda: start_reward(context),
             made=lambda status: float(status["scored"]),
             redone=lambda status: ("the scores it had not given yet", 0),
             patience=NO_LIMIT,
         )
-        return int(Keeper(context, ward, get_run_logger().info).run())
+        return int(ActorKeeper(context, reward_actor, get_run_logger().info).run())

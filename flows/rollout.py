@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.actors import POLL_SECONDS, Keeper, Status, Ward
+from rollflow.flows.keepalive.actors import POLL_SECONDS, ActorKeeper, Status, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
@@ -25,7 +25,7 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             engines.start()
             return start_rollout(context, ray_address)
 
-        ward = Ward(
+        scheduler = WatchedActor(
             name=ROLLOUT,
             start=start,
             made=lambda status: float(status["trajectories"]),
@@ -33,8 +33,8 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             patience=context.config.rollout.patience_seconds,
             poll=POLL_SECONDS,  # the engines are looked after in between
         )
-        Keeper(context, ward, log).run(engines.look)
-        engines.chronicle.notes.flush()
+        ActorKeeper(context, scheduler, log).run(engines.look)
+        engines.reporter.notes.flush()
 
 
 def _redone(status: Status, group_size: int) -> tuple[str, int]:

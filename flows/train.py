@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.actors import Keeper, Status, Ward, gpu_share
+from rollflow.flows.keepalive.actors import ActorKeeper, Status, WatchedActor, gpu_share
 from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.learner import LEARNER, start_learner
@@ -16,7 +16,7 @@ def train(run: RunPlace, ray_address: str) -> int:
     """Train the run stored at `run` up to its last version; returns that version."""
     context = await_run(run)
     with cluster.attached(ray_address, context.key):
-        ward = Ward(
+        learner = WatchedActor(
             name=LEARNER,
             start=lambda: start_learner(context, gpu_share(context.config), ray_address),
             made=lambda status: float(status["trained"]),
@@ -24,7 +24,7 @@ def train(run: RunPlace, ray_address: str) -> int:
             # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
             patience=2 * context.config.rollout.patience_seconds,
         )
-        return int(Keeper(context, ward, get_run_logger().info).run())
+        return int(ActorKeeper(context, learner, get_run_logger().info).run())
 
 
 def _redone(status: Status) -> tuple[str, int]:

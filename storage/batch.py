@@ -14,9 +14,9 @@ from itertools import groupby
 
 import pyarrow as pa
 
-from rollflow.storage.columns import Packed, joined, parts_of
+from rollflow.storage.columns import joined, parts_of
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Ending, GroupKey, Packed, Trajectory, TrajectoryGroup
 
 SCHEMA_VERSION = 1
 

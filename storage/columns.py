@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -29,16 +28,6 @@ NUMBERS: dict[pa.DataType, np.dtype[Any]] = {
 }
 CODES = {pa.int32(): "i", pa.float32(): "f"}  # of `struct`
 MOST = np.iinfo(LENGTH).max  # what the contents of one column may hold, by Arrow's offsets
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The rows of one group as parts, and what a commit says of them."""
-
-    parts: tuple[bytes, ...]
-    started_version: int
-    newest_version: int
-    response_tokens: int
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:

@@ -15,10 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from rollflow.storage.columns import Packed
+from typing import Any, NamedTuple
 
 
 class Ending(StrEnum):
@@ -128,6 +125,16 @@ class Trajectory:
     def response_tokens(self) -> int:
         """Tokens the policy chose."""
         return self.loss_mask.count(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The rows of one group as parts (see `columns`), and what a commit says of them."""
+
+    parts: tuple[bytes, ...]
+    started_version: int
+    newest_version: int
+    response_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompts.jsonl import Reader
+from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.pins import PINS, check_families, reader
-from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.evaluation import evaluated
 
 FORMAT = 5  # raised with that of any record, so that no older run is touched
@@ -163,7 +163,7 @@ class RunContext:
         """The policy's tokenizer."""
         return PolicyTokenizer(self.policy_folder)
 
-    def order(self) -> PromptOrder:
+    def prompts(self) -> RunPrompts:
         """The run's prompts, the same ones as when it began.
 
         Raises:
@@ -171,9 +171,9 @@ class RunContext:
             Corrupt: what the run kept of them is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
-        order = open_order(self.config, self.tokenizer, reader(self.store, self.config, pins))
-        check_families(self.config, pins, order)
-        return order
+        prompts = open_prompts(self.config, self.tokenizer, reader(self.store, self.config, pins))
+        check_families(self.config, pins, prompts)
+        return prompts
 
     def __getstate__(self) -> dict[str, Any]:
         """Only the name travels; the rest is read again where it is needed."""
@@ -193,18 +193,18 @@ def claim(context: RunContext, role: Role, address: str, who: str = "") -> Write
     return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
 
 
-def open_order(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> PromptOrder:
+def open_prompts(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> RunPrompts:
     """The prompts a config describes; without a tokenizer only their texts."""
     longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
     encode = tokenizer.encode if tokenizer else None
-    return PromptOrder(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read)
+    return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read)
 
 
-def probe_tokens(order: PromptOrder) -> list[int]:
+def probe_tokens(prompts: RunPrompts) -> list[int]:
     """Tokens of the first demonstrations, enough to touch many rows of the embedding."""
     tokens: list[int] = []
     index = 0
     while len(tokens) < PROBE_TOKENS:
-        tokens.extend(order.demonstration(index)[0].tokens)
+        tokens.extend(prompts.demonstration(index)[0].tokens)
         index += 1
     return tokens[:PROBE_TOKENS]

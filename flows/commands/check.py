@@ -6,14 +6,28 @@ server answers) is found when the run is prepared, before anything heavy starts.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
+from rollflow.flows.commands import OK
+from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services.reachability import check_folder, check_mlflow
 from rollflow.tasks.config import JsonlPrompts, RunConfig
 from rollflow.tasks.policies.folder import local_policy
 from rollflow.tasks.prompts.jsonl import read_file
-from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+
+
+def command(options: argparse.Namespace) -> int:
+    """`rollflow check RECIPE`."""
+    config = load_recipe(options.recipe, options.set)
+    check_files(config)
+    print(
+        f"{options.recipe}: good. {config.versions} versions of {config.groups} groups x {config.group_size} "
+        f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"
+    )
+    return OK
 
 
 def check_files(config: RunConfig) -> None:
@@ -24,9 +38,9 @@ def check_files(config: RunConfig) -> None:
     """
     files = [source for source in config.prompts if isinstance(source, JsonlPrompts)]
     if files:
-        order = PromptOrder(files, config.seed, config.evaluation.prompts, None, 0, read_file)
+        prompts = RunPrompts(files, config.seed, config.evaluation.prompts, None, 0, read_file)
         if len(files) == len(config.prompts):  # a family always has some to hold out
-            order.check_held_out()
+            prompts.check_held_out()
     if config.policy.path is not None:
         local_policy(config.policy.path)
     store = store_uri(config)

@@ -6,6 +6,7 @@ value is read into a result: credentials are reported as present or absent.
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import os
 import platform
@@ -23,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.locations import home
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, redact
 from rollflow.storage.errors import ConfigError
 
@@ -32,6 +35,13 @@ NEEDED = ("prefect", "ray", "torch", "transformers", "mlflow", "pyarrow", "s3fs"
 GIB = 2**30
 LEAST_MEMORY = 6 * GIB
 LEAST_DISK = 5 * GIB
+
+
+def command(_: argparse.Namespace) -> int:
+    """`rollflow doctor`."""
+    checks = doctor(home())
+    print_checks(checks)
+    return FAILED if any(check.outcome == "missing" for check in checks) else OK
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,16 @@ name when it is whole; before that there is nothing of that name.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from rollflow.flows.commands import OK
 from rollflow.flows.commands.inspect import published
+from rollflow.flows.locations import find_run
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.policies.folder import COPIED, with_dtype
@@ -21,6 +24,16 @@ from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run_context import RunContext
 
 TEXTS = 64  # of the run's prompts, where they can be had, that others must read as the run did
+
+
+def command(options: argparse.Namespace) -> int:
+    """`rollflow export RUN VERSION FOLDER`."""
+    context = find_run(options.run, options.store)
+    export(context, options.version, options.folder)
+    dtype = context.config.policy.dtype
+    print(f"version {options.version} of run {context.run_id} is in {options.folder} ({dtype}); serve it as it was")
+    print(f"trained with: vllm serve {options.folder} --dtype {dtype}")
+    return OK
 
 
 def export(context: RunContext, version: int, folder: Path) -> None:
@@ -90,8 +103,8 @@ def _described(context: RunContext) -> dict[str, bytes]:
 def _texts(context: RunContext) -> list[str]:
     """Some of the run's prompts; none where they are not to be had any more: the weights are what they were."""
     try:
-        order = context.order()
-        return [order.prompt(index).text for index in range(TEXTS)]
+        prompts = context.prompts()
+        return [prompts.prompt(index).text for index in range(TEXTS)]
     except (ConfigError, Corrupt):
         return []
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 from rich.console import Console
 from rich.table import Table
 
+from rollflow.flows.commands import OK
+from rollflow.flows.locations import find_run
 from rollflow.flows.views.console import duration
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.garbage import Orphan, collect, orphans, store_clock
 from rollflow.tasks.run_context import RunContext
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def command(options: argparse.Namespace) -> int:
+    """`rollflow gc RUN`."""
+    gc(find_run(options.run, options.store), options.older_than, options.dry_run)
+    return OK
 
 
 def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
 from collections import Counter
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollflow.flows.commands import OK
+from rollflow.flows.locations import find_run
 from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
@@ -28,6 +31,12 @@ from rollflow.tasks.learners.restore import name_of
 from rollflow.tasks.run_context import RunContext
 
 SHOWN = 12  # keys in a list; the rest is counted
+
+
+def command(options: argparse.Namespace) -> int:
+    """`rollflow inspect RUN [VERSION|TRAJECTORY]`."""
+    inspect(find_run(options.run, options.store), options.what)
+    return OK
 
 
 def inspect(context: RunContext, what: str | None, console: Console | None = None) -> None:
@@ -213,7 +222,7 @@ def _batch_of(context: RunContext, fate: Consumed | Waiting) -> BatchCommitted:
 def _question(context: RunContext, prompt: int) -> str:
     """Its text, which storage alone does not tell where the run's prompts are not kept there."""
     try:
-        return context.order().prompt(prompt).text
+        return context.prompts().prompt(prompt).text
     except (ConfigError, Corrupt) as error:
         return f"not to be had: {error}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from rollflow.flows.commands import OK
+from rollflow.flows.locations import find_run
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -25,6 +28,12 @@ from rollflow.tasks.run_context import RunContext
 
 LOOK_SECONDS = 1.0  # how often a log that is followed is read
 SHOWN = ("reward", "loss")  # metrics of a version
+
+
+def command(options: argparse.Namespace) -> int:
+    """`rollflow log RUN`."""
+    tell(find_run(options.run, options.store), follow=options.follow, as_json=options.json)
+    return OK
 
 
 def tell(context: RunContext, *, follow: bool, as_json: bool, console: Console | None = None) -> None:

@@ -6,6 +6,7 @@ ready for `rollflow run` and `rollflow simulate`. Needs neither Ray nor torch.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -20,9 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rollflow.flows.commands.simulate import as_json
+from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.config import load_hardware, load_recipe
 from rollflow.flows.views.console import duration
+from rollflow.flows.views.simulation import as_json
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, Limits, Outcome
@@ -36,8 +39,18 @@ HEADINGS = (
 )  # fmt: skip
 
 
+def command(options: argparse.Namespace) -> int:
+    """`rollflow plan RECIPE`."""
+    limits = Limits(options.max_bias, options.max_waste)
+    asked = PlanRequest(
+        options.recipe, options.gpus, options.alpha, options.best, options.quick, limits, options.write, options.json
+    )
+    planned = run_plan(load_recipe(options.recipe, options.set), load_hardware(options.hardware), asked)
+    return OK if planned.recommended else FAILED
+
+
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What to search, and where it goes."""
 
     recipe: Path
@@ -71,7 +84,7 @@ class Asked:
             raise ConfigError(f"--write {str(self.write)!r}: that is the recipe itself; give another name")
 
 
-def run_plan(config: RunConfig, hardware: Hardware, asked: Asked, *, console: Console | None = None) -> Planned:
+def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, console: Console | None = None) -> Planned:
     """Search, print, write the files."""
     asked.check()
     console = console or _console()
@@ -120,7 +133,7 @@ def _short(one: Outcome) -> str:
 # --- what a person reads -------------------------------------------------------------------------------------
 
 
-def table(planned: Planned, config: RunConfig, asked: Asked) -> Table:
+def table(planned: Planned, config: RunConfig, asked: PlanRequest) -> Table:
     """The best few, and the synchronous mode."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
@@ -176,7 +189,7 @@ def redundancy(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def sentences(planned: Planned, asked: Asked, seconds: float) -> Iterator[str]:
+def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[str]:
     """The choice, what it rests on, and what it does not."""
     limits = asked.limits
     yield _choice(planned, asked)
@@ -216,7 +229,7 @@ def sentences(planned: Planned, asked: Asked, seconds: float) -> Iterator[str]:
     )
 
 
-def _choice(planned: Planned, asked: Asked) -> str:
+def _choice(planned: Planned, asked: PlanRequest) -> str:
     one, best = planned.recommended, planned.best
     if one is None or best is None:
         return (
@@ -249,7 +262,7 @@ def _wider(taken: Outcome, wider: Outcome) -> str:
 # --- files ---------------------------------------------------------------------------------------------------
 
 
-def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: Asked, console: Console) -> None:
+def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console) -> None:
     """The recipe and the hardware; how they were come by stands at their tops."""
     assert asked.write is not None
     recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)

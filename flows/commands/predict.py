@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from rollflow.flows.commands.simulate import Outputs, run_simulation
 from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.views.simulation import Outputs, run_simulation
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.journal.updates import read_update

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+
 from rich.console import Console
 
+from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.locations import find_run
 from rollflow.storage.errors import ConfigError, Missing
 from rollflow.storage.log.repair import cures, repair
 from rollflow.tasks.run_context import RunContext
+
+
+def command(options: argparse.Namespace) -> int:
+    """`rollflow repair RUN`."""
+    return OK if repair_log(find_run(options.run, options.store), agreed=options.yes) else FAILED
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:

@@ -6,8 +6,11 @@ batch its entry names, and compared file by file with what was published.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 
+from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.locations import find_run
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyVersion
@@ -15,6 +18,11 @@ from rollflow.tasks.learners.restore import Replayed, name_of, new_learner, rest
 from rollflow.tasks.run_context import RunContext
 
 CAUSE = "a replay is bit for bit the same only on the same kind of machine, with the same torch build"
+
+
+def command(options: argparse.Namespace) -> int:
+    """`rollflow replay RUN [VERSION]`."""
+    return OK if replay(find_run(options.run, options.store), options.version, options.all) else FAILED
 
 
 def replay(context: RunContext, version: int | None, every: bool, say: Callable[[str], None] = print) -> bool:

@@ -3,10 +3,10 @@
     start --> watch --ended--> result
       ^         |
       |         | died, silent, no progress, or raised
-      +-- pause-+          (over the budget: `StageFailed` with the reason)
+      +-- pause-+          (over the budget: `GaveUp` with the reason)
 
 Whatever is started again begins from storage, so a restart loses nothing that was committed. Each recovery is
-written down (`storage.recoveries`), logged on the flow run's page and emitted as a Prefect event.
+written down (`storage.journal.recoveries`), logged on the flow run's page and emitted as a Prefect event.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST_PAUSE = 60.0
 Status = Mapping[str, Any]
 
 
-class StageFailed(RollflowError):
+class GaveUp(RollflowError):
     """A stage ended with an error; the message is the reason."""
 
 
@@ -47,12 +47,12 @@ class Budget:
         """Take one restart of `role` out of the budget; returns the pause before it (seconds).
 
         Raises:
-            StageFailed: the budget is used up.
+            GaveUp: the budget is used up.
         """
         now, limits = self._clock(), self._limits
         recent = [at for at in self._spent.get(role, []) if now - at < limits.window_seconds]
         if len(recent) >= limits.restarts:
-            raise StageFailed(
+            raise GaveUp(
                 f"{role} was started again {len(recent)} times within {limits.window_seconds:g} s "
                 f"(recovery.restarts) and ended once more: {reason}"
             )
@@ -113,7 +113,7 @@ class Pending:
         )
 
 
-class Chronicle:
+class RecoveryReporter:
     """Where recoveries are written down: storage, the flow run's log, Prefect's events; it holds up nobody."""
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
@@ -138,7 +138,7 @@ class Chronicle:
 
 
 @dataclass(frozen=True)
-class Ward:
+class WatchedActor:
     """An actor to keep alive, by its name in the run's namespace.
 
     `start` starts it or finds it; `made` is what grows in its status with its work; `redone` says of a status what
@@ -154,13 +154,13 @@ class Ward:
     poll: float = CALM_SECONDS
 
 
-class Keeper:
+class ActorKeeper:
     """Keeps one actor alive until its `run` returns. See the module's docstring."""
 
-    def __init__(self, context: RunContext, ward: Ward, log: Callable[[str], None]) -> None:
-        self.context, self.ward = context, ward
+    def __init__(self, context: RunContext, watched: WatchedActor, log: Callable[[str], None]) -> None:
+        self.context, self.watched = context, watched
         self.budget = Budget(context.config.recovery)
-        self.chronicle = Chronicle(context, log)
+        self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._last: Status = {}
         self._pending: Pending | None = None
@@ -170,49 +170,49 @@ class Keeper:
         try:
             while True:
                 try:
-                    return self._watch(self.ward.start(), tick)
-                except (ConfigError, StoreFailed, StageFailed, Superseded):
+                    return self._watch(self.watched.start(), tick)
+                except (ConfigError, StoreFailed, GaveUp, Superseded):
                     raise  # a person must act first, or another supervisor does
                 except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                     self._again(first_line(error))
         finally:
-            self.chronicle.notes.flush()
+            self.reporter.notes.flush()
 
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running = actor.run.remote()
         changed, before = time.monotonic(), None
-        while not cluster.done(running, POLL_SECONDS if self._pending else self.ward.poll):
-            status = cluster.call(actor.status.remote(), self._answer, f"the status of {self.ward.name}")
+        while not cluster.done(running, POLL_SECONDS if self._pending else self.watched.poll):
+            status = cluster.call(actor.status.remote(), self._answer, f"the status of {self.watched.name}")
             self._last = status
             self._resumed(status)
             now = progress_of(status)
             # A stage that waits for another by design says so; that other one's flow watches it.
             if now != before or now.get("waits_for"):
                 changed, before = time.monotonic(), now
-            if time.monotonic() - changed > self.ward.patience:
-                raise RollflowError(f"no progress for {self.ward.patience:g} s; last seen: {before}")
+            if time.monotonic() - changed > self.watched.patience:
+                raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen: {before}")
             tick(actor, status)
-        result = cluster.call(running, self._answer, self.ward.name)
+        result = cluster.call(running, self._answer, self.watched.name)
         if self._pending:
             self._write(self._pending.done())
         return result
 
     def _resumed(self, status: Status) -> None:
-        if self._pending and self._pending.seen(self.ward.made(status)):
+        if self._pending and self._pending.seen(self.watched.made(status)):
             self._write(self._pending.done())
 
     def _write(self, recovery: Recovery) -> None:
         self._pending = None
-        self.chronicle.write(recovery)
+        self.reporter.write(recovery)
 
     def _again(self, reason: str) -> None:
         """Make sure of its end, and wait as long as the budget says."""
-        pause = self.budget.spend(self.ward.name, reason)
-        redone, trajectories = self.ward.redone(self._last) if self._last else ("its start", 0)
-        pending = Pending(self.ward.name, reason, self.budget.attempt(self.ward.name), redone, trajectories)
+        pause = self.budget.spend(self.watched.name, reason)
+        redone, trajectories = self.watched.redone(self._last) if self._last else ("its start", 0)
+        pending = Pending(self.watched.name, reason, self.budget.attempt(self.watched.name), redone, trajectories)
         self._pending, self._last = pending.after(self._pending), {}
-        self.chronicle.noticed(pending)
-        cluster.kill_named([self.ward.name])
+        self.reporter.noticed(pending)
+        cluster.kill_named([self.watched.name])
         time.sleep(pause)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.flows.keepalive.actors import Budget, Chronicle, Pending, StageFailed, Status, first_line, gpu_share
+from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending, RecoveryReporter, Status, first_line, gpu_share
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
@@ -60,7 +60,7 @@ class Engines:
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         self.context, self._log = context, log
         self._budget = Budget(context.config.recovery)
-        self.chronicle = Chronicle(context, log)
+        self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._gpus = gpu_share(context.config)
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
@@ -79,7 +79,7 @@ class Engines:
         """Go on with every engine, one step at a time.
 
         Raises:
-            StageFailed: an engine's budget of restarts is used up.
+            GaveUp: an engine's budget of restarts is used up.
             ConfigError: no restart would help.
             StoreFailed: the run's storage takes no more; that is no fault of an engine.
         """
@@ -87,7 +87,7 @@ class Engines:
         for engine in (*self._engines, *due):
             try:
                 self._step(engine, scheduler, status)
-            except (ConfigError, StoreFailed, StageFailed):
+            except (ConfigError, StoreFailed, GaveUp):
                 raise  # a person must act first
             except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                 self._again(engine, first_line(error))
@@ -127,7 +127,7 @@ class Engines:
             return
         engine.joined = True
         if engine.pending:
-            self.chronicle.write(engine.pending.done())
+            self.reporter.write(engine.pending.done())
             engine.pending = None
 
     def _ask(self, engine: _Engine, failure: str | None) -> None:
@@ -151,7 +151,7 @@ class Engines:
         pause = self._budget.spend(engine.name, reason)
         pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
         engine.pending = pending.after(engine.pending)
-        self.chronicle.noticed(engine.pending)
+        self.reporter.noticed(engine.pending)
         if not within:
             cluster.kill_named([engine.name])
         engine.forget()

@@ -5,7 +5,7 @@
     runner            again; its flow runs ended with it, and are said to have crashed
     others            again
 
-A service that cannot come back within the budget ends the session with `StageFailed`. Nothing here looks after a
+A service that cannot come back within the budget ends the session with `GaveUp`. Nothing here looks after a
 supervisor or its stages: their flow runs crash, and that is what `recover` and the supervisor act on.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollflow.flows.keepalive.actors import Budget, Pending, StageFailed
+from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending
 from rollflow.flows.services.prefect_api import crash_orphans
 from rollflow.flows.services.process import PrefectServer, Service
 from rollflow.flows.services.ray_head import RayHead
@@ -28,7 +28,7 @@ REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the 
 
 
 @dataclass
-class Fall:
+class Outage:
     """A service that is down: not to be started again before `due`; started again, and not up yet, since `launched`."""
 
     pending: Pending
@@ -37,13 +37,13 @@ class Fall:
     launched: float | None = None  # monotonic
 
 
-class Upkeep:
+class ServiceKeeper:
     """Looks after the services of one session, in the order in which they need each other."""
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
         self._budget = Budget(limits)
-        self._falls: dict[str, Fall] = {}
+        self._outages: dict[str, Outage] = {}
         self._answered: dict[str, float] = {}
         self.cluster_lost_at = 0.0  # monotonic: flows that were attached before have lost their actors
 
@@ -51,21 +51,21 @@ class Upkeep:
         """One step with every service that is down; waits for none of them.
 
         Raises:
-            StageFailed: a service's budget of restarts is used up.
+            GaveUp: a service's budget of restarts is used up.
         """
         for role, service in self.services.items():
-            fall = self._falls.get(role)
-            if fall is None and (reason := self._what_is_wrong(role, service)):
-                fall = self._note(role, reason)
-            if fall is None:
+            outage = self._outages.get(role)
+            if outage is None and (reason := self._what_is_wrong(role, service)):
+                outage = self._note(role, reason)
+            if outage is None:
                 continue
-            if fall.launched is None:
-                self._launch(role, service, fall)
+            if outage.launched is None:
+                self._launch(role, service, outage)
             elif service.answers:
-                del self._falls[role]
-                record(fall.pending.done())
-            elif not service.running or time.monotonic() - fall.launched > service.start_seconds:
-                self._put_off(role, fall, f"{service.what} does not start; see {service.log}")
+                del self._outages[role]
+                record(outage.pending.done())
+            elif not service.running or time.monotonic() - outage.launched > service.start_seconds:
+                self._put_off(role, outage, f"{service.what} does not start; see {service.log}")
 
     def _what_is_wrong(self, role: str, service: Service) -> str:
         """Why the service has to be started again; "" where it does not."""
@@ -78,28 +78,28 @@ class Upkeep:
         silent = now - self._answered.setdefault(role, now)
         return f"it did not answer for {silent:.0f} s" if silent > self._limits.answer_seconds else ""
 
-    def _note(self, role: str, reason: str) -> Fall:
+    def _note(self, role: str, reason: str) -> Outage:
         pause = self._budget.spend(role, reason)
         pending = Pending(role, reason, self._budget.attempt(role), REDONE.get(role, "nothing"))
         now = time.monotonic()
-        self._falls[role] = Fall(pending, now + pause, now)
+        self._outages[role] = Outage(pending, now + pause, now)
         if role == RAY:
             self.cluster_lost_at = now
             self.services[RUNNER].kill()  # with the flows in it: they may wait long for what is gone
-        return self._falls[role]
+        return self._outages[role]
 
-    def _launch(self, role: str, service: Service, fall: Fall) -> None:
-        if time.monotonic() < fall.due:
+    def _launch(self, role: str, service: Service, outage: Outage) -> None:
+        if time.monotonic() < outage.due:
             return
         try:
             if role == RUNNER:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
         except Unreachable as error:  # the server is down, too: it comes first
-            if time.monotonic() - fall.noticed > self._limits.window_seconds:
-                raise StageFailed(f"the {RUNNER} died and cannot be replaced: {error}") from error
+            if time.monotonic() - outage.noticed > self._limits.window_seconds:
+                raise GaveUp(f"the {RUNNER} died and cannot be replaced: {error}") from error
             return
         service.relaunch()
-        fall.launched = self._answered[role] = time.monotonic()
+        outage.launched = self._answered[role] = time.monotonic()
 
-    def _put_off(self, role: str, fall: Fall, reason: str) -> None:
-        fall.due, fall.launched = time.monotonic() + self._budget.spend(role, reason), None
+    def _put_off(self, role: str, outage: Outage, reason: str) -> None:
+        outage.due, outage.launched = time.monotonic() + self._budget.spend(role, reason), None

@@ -18,7 +18,7 @@ from uuid import UUID, uuid4
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 
-from rollflow.flows.keepalive.actors import Budget, Chronicle, Pending, StageFailed
+from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending, RecoveryReporter
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import api, going, start, states_of
 from rollflow.flows.views.status import StageStatus
@@ -69,7 +69,7 @@ class Stages:
         self.context, self.address, self._log = context, address, log
         self.all = {role: Stage(role) for role in ACTORS}
         self._budget = Budget(context.config.recovery)
-        self._chronicle = Chronicle(context, log)
+        self._reporter = RecoveryReporter(context, log)
         self.usage = Usage()  # of the actors
         self._looked = 0.0
         self._channel: Any = None
@@ -110,7 +110,7 @@ class Stages:
         """See after the channel, the stages' states and their actors; start again what died.
 
         Raises:
-            StageFailed: a stage failed, or its budget of restarts is used up; the message has the reason.
+            GaveUp: a stage failed, or its budget of restarts is used up; the message has the reason.
         """
         self._look_after_channel()
         if time.monotonic() - self._looked < STATE_SECONDS:
@@ -137,10 +137,10 @@ class Stages:
         if state.is_crashed():
             self._again(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
         elif state.is_final() and not state.is_completed():
-            raise StageFailed(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
+            raise GaveUp(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
         elif not state.is_final() and not state.is_running():
             if time.monotonic() - stage.started > START_SECONDS:
-                raise StageFailed(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
+                raise GaveUp(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
         elif state.is_running() and self._unattended(stage):
             cancel(client, stage.run)
             self._again(stage, "its actor is gone and its flow does not start another")
@@ -152,7 +152,7 @@ class Stages:
     def _again(self, stage: Stage, reason: str) -> None:
         pause = self._budget.spend(stage.role, reason)
         stage.pending = Pending(f"{stage.role} stage", reason, self._budget.attempt(stage.role))
-        self._chronicle.noticed(stage.pending)
+        self._reporter.noticed(stage.pending)
         time.sleep(pause)
         stage.run, stage.key = None, uuid4().hex  # asked for at the next look
         self._looked = 0.0
@@ -171,7 +171,7 @@ class Stages:
         except RollflowError:
             return  # not up yet, or dead; the stage's own flow sees to it
         if stage.pending and stage.state == "Running":
-            self._chronicle.write(stage.pending.done())
+            self._reporter.write(stage.pending.done())
             stage.pending = None
 
     def _look_after_channel(self) -> None:
@@ -190,7 +190,7 @@ class Stages:
     def _channel_again(self, reason: str) -> None:
         time.sleep(self._budget.spend(CHANNEL, reason))
         self._channel_lost = Pending(CHANNEL, reason, self._budget.attempt(CHANNEL), "a refill from storage")
-        self._chronicle.noticed(self._channel_lost)
+        self._reporter.noticed(self._channel_lost)
         cluster.kill_named([CHANNEL])
         self._start_channel()
 
@@ -201,7 +201,7 @@ class Stages:
 
     def _channel_back(self) -> None:
         if self._channel_lost:
-            self._chronicle.write(self._channel_lost.done())
+            self._reporter.write(self._channel_lost.done())
             self._channel_lost = None
 
     def ended(self, *roles: str) -> bool:
@@ -214,13 +214,13 @@ class Stages:
         while not self.ended(*ACTORS):
             if time.monotonic() > limit:
                 states = {stage.role: stage.state for stage in self.all.values()}
-                raise StageFailed(f"waited {END_SECONDS:g} s for the stages to end; they are {states}")
+                raise GaveUp(f"waited {END_SECONDS:g} s for the stages to end; they are {states}")
             self._finish_reward()
             time.sleep(0.2)
             self._looked = 0.0
             self.look()
         kill_actors(self.context)
-        self._chronicle.notes.flush()
+        self._reporter.notes.flush()
 
     def _finish_reward(self) -> None:
         try:

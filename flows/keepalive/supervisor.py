@@ -13,19 +13,18 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollflow.flows.keepalive.actors import StageFailed
-from rollflow.flows.keepalive.services import Upkeep
+from rollflow.flows.keepalive.actors import GaveUp
+from rollflow.flows.keepalive.costs import session_costs
+from rollflow.flows.keepalive.services import ServiceKeeper
 from rollflow.flows.services.prefect_api import api, emit, flow_state
-from rollflow.flows.services.session import read_status
-from rollflow.flows.views.costs import session_costs
-from rollflow.flows.views.status import RunStatus
+from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.journal.recoveries import Notes, Recovery
 from rollflow.storage.journal.usage import Usage, store_usage
 from rollflow.tasks.run_context import RunContext
 
 if TYPE_CHECKING:
-    from rollflow.flows.recover import Successor
+    from rollflow.flows.keepalive.crashed import Successor
 
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
@@ -34,12 +33,12 @@ READ_SECONDS = 5.0  # a store that does not answer must not keep a death from be
 AWAY = "the run's storage does not answer; the run waits for it"
 
 
-class Following:
+class SupervisorKeeper:
     """One run, through all the flow runs of its supervisor."""
 
-    def __init__(self, context: RunContext, flow_run: UUID, upkeep: Upkeep) -> None:
+    def __init__(self, context: RunContext, flow_run: UUID, services: ServiceKeeper) -> None:
         self._usage, self._writer, self._counted = Usage(), f"session-{flow_run.hex[-12:]}", 0.0
-        self.context, self.flow_run, self._upkeep = replace(context, patience=READ_SECONDS), flow_run, upkeep
+        self.context, self.flow_run, self._services = replace(context, patience=READ_SECONDS), flow_run, services
         self._patience = context.config.rollout.patience_seconds
         self._first, self._since = flow_run, time.monotonic()
         self._successor: Successor | None = None
@@ -60,11 +59,11 @@ class Following:
         if status.phase == "done":
             return status
         try:
-            self._upkeep.look(self._record)
+            self._services.look(self._record)
             return self._look_at_supervisor(status)
         except Unreachable:
             return replace(status, phase="ending") if status.ended else status
-        except StageFailed as error:
+        except GaveUp as error:
             return _failed(status, str(error))
 
     def await_end(self) -> None:
@@ -72,8 +71,8 @@ class Following:
         self._notes.flush()
         limit = time.monotonic() + END_SECONDS
         while time.monotonic() < limit:
-            with contextlib.suppress(Unreachable, StageFailed):
-                self._upkeep.look(self._record)  # the server may be what it waits for
+            with contextlib.suppress(Unreachable, GaveUp):
+                self._services.look(self._record)  # the server may be what it waits for
                 state = flow_state(self.flow_run)
                 if state is not None and state.is_final():
                     return
@@ -84,7 +83,7 @@ class Following:
         if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
             return
         self._counted = time.monotonic()
-        self._usage.note(session_costs(self._upkeep.services, str(self.flow_run)))
+        self._usage.note(session_costs(self._services.services, str(self.flow_run)))
         with contextlib.suppress(RollflowError, OSError):
             store_usage(self.context.store, self._writer, self._usage)
 
@@ -94,7 +93,7 @@ class Following:
             return status
         if state.is_crashed():
             return self._start_again(status)
-        if state.is_failed() and self._upkeep.cluster_lost_at > self._since:
+        if state.is_failed() and self._services.cluster_lost_at > self._since:
             self._crash("its Ray cluster was lost")
             return self._start_again(status)
         if state.is_final():
@@ -121,7 +120,7 @@ class Following:
             client.set_flow_run_state(self.flow_run, Crashed(message=reason), force=True)
 
     def _start_again(self, status: RunStatus) -> RunStatus:
-        from rollflow.flows.recover import start_again
+        from rollflow.flows.keepalive.crashed import start_again
 
         successor = start_again(self.flow_run, self.context, first=self._first)
         if successor is None:

@@ -1,6 +1,6 @@
 """What a run looks like at one moment: the value behind the live view, `rollflow status` and `status.json`.
 
-Imports the standard library only. `from_json(to_json(status)) == status`; an unknown key in the JSON is ignored, so
+`from_json(to_json(status)) == status`; an unknown key in the JSON is ignored, so
 that an older reader can show a newer run.
 """
 
@@ -9,7 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from uuid import UUID
+
+from rollflow.storage.errors import Missing
+
+if TYPE_CHECKING:
+    from rollflow.tasks.run_context import RunContext
 
 STATUS = "status.json"  # where the supervisor keeps it in the run's storage
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "done", "failed", "stopped"]
@@ -88,3 +94,12 @@ class RunStatus:
 
 def _stage(raw: Mapping[str, Any]) -> StageStatus:
     return StageStatus(**{key: value for key, value in raw.items() if key in {f.name for f in fields(StageStatus)}})
+
+
+def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
+    """The run's `status.json`, unless another supervisor than `flow_run` wrote it (which no clock would tell)."""
+    try:
+        status = RunStatus.from_json(context.store.get(STATUS))
+    except Missing:
+        return None
+    return status if flow_run is None or status.flow_run == str(flow_run) else None

@@ -26,7 +26,7 @@ MESSAGES = 3  # the latest ones that the live view shows
 USAGE_SECONDS = 30.0  # how often what the actors have used is written down
 
 
-class Board:
+class StatusWriter:
     """Keeps `status.json` and the MLflow run up to date."""
 
     def __init__(self, context: RunContext, stages: Stages, tracker: Tracker) -> None:

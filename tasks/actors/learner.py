@@ -160,8 +160,8 @@ class LearnerActor:
 
         cold = self.config.policy.cold_start
         assert cold is not None
-        order, tokenizer = self.context.order(), self.context.tokenizer
-        held, verify = order.held_out(), verifier(self.config.reward.kind)
+        prompts, tokenizer = self.context.prompts(), self.context.tokenizer
+        held, verify = prompts.held_out(), verifier(self.config.reward.kind)
         model = self.learner.model
 
         def accuracy(model: Any) -> float:
@@ -175,7 +175,7 @@ class LearnerActor:
             self.note = f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}"
 
         self.note = "cold start"
-        cold_start(model, cold, order, tokenizer, accuracy, report, self.config.seed)
+        cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
 
     def _keep_weights(self) -> None:
         """The cold start's result completes the run's policy folder: it can be the `policy.path` of another run."""

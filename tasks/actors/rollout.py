@@ -33,7 +33,7 @@ from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
-from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
     Evaluations,
@@ -44,10 +44,10 @@ from rollflow.tasks.rollout.evaluation import (
     store_evaluation,
     store_skipped,
 )
-from rollflow.tasks.rollout.limits import plan_of
+from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Beginning, Counts, Outside, RolloutScheduler
-from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
+from rollflow.tasks.rollout.scheduler import Counts, ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.run_context import RunContext, claim
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from rollflow.tasks.verifiers.verifier import Score
@@ -145,7 +145,7 @@ class RolloutActor:
 
     writer: Writer
     feed: StoreFeed
-    order: PromptOrder
+    prompts: RunPrompts
     reward: RewardClient
     proxy: InferenceProxy
     scheduler: RolloutScheduler
@@ -173,7 +173,7 @@ class RolloutActor:
         self.config = self.context.config
         self.writer = claim(self.context, "scheduler", self._address)
         self.feed = StoreFeed(self.context, self.channel)
-        self.order = self.context.order()
+        self.prompts = self.context.prompts()
         self.patience = self.config.rollout.patience_seconds
         self.reward = RewardClient(self.patience)
         # Engines join as they get ready: none is waited for while another could work.
@@ -184,15 +184,15 @@ class RolloutActor:
     def _scheduler(self) -> RolloutScheduler:
         """A scheduler that begins where the log says."""
         self.feed.ask()
-        beginning = Beginning.of_state(self.context.log.state)
-        outside = Outside(self.order.prompt, self.reward.score, self._commit)
-        scheduler = RolloutScheduler(plan_of(self.config), outside, self.proxy, beginning)
+        resume = ResumePoint.of_state(self.context.log.state)
+        ports = SchedulerPorts(self.prompts.prompt, self.reward.score, self._commit)
+        scheduler = RolloutScheduler(limits_of(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
         return scheduler
 
     def _evaluations(self) -> Evaluations:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
-        held = self.order.held_out()
+        held = self.prompts.held_out()
         means = Means(
             wanted=self.config.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
@@ -218,10 +218,10 @@ class RolloutActor:
         await asyncio.to_thread(self._prepare)
         self._prepared.set()
         hooks = Hooks(self._published, self._updated)
-        controller = AsyncController(self.proxy, self.feed, self.config.engine.in_flight, hooks)
+        sync = WeightSync(self.proxy, self.feed, self.config.engine.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(controller.run(self.config.versions))
+                tasks.create_task(sync.run(self.config.versions))
                 tasks.create_task(self._schedule())
                 tasks.create_task(self.evaluations.run())
             await asyncio.gather(*self._notes)

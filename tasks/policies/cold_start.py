@@ -16,7 +16,7 @@ from torch import Tensor
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import ColdStart
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 POOL = 20_000  # demonstrations to draw from
 WARMUP = 50  # supervised steps to the full learning rate
@@ -25,7 +25,7 @@ WARMUP = 50  # supervised steps to the full learning rate
 def cold_start(
     model: Any,
     config: ColdStart,
-    order: PromptOrder,
+    prompts: RunPrompts,
     tokenizer: PolicyTokenizer,
     accuracy: Callable[[Any], float],
     report: Callable[[int, float], None],
@@ -37,7 +37,7 @@ def cold_start(
         ConfigError: the target was not reached within `max_steps`.
     """
     draw = random.Random(f"{seed}:cold start")
-    pool = _Pool(order, tokenizer, draw)
+    pool = _Pool(prompts, tokenizer, draw)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     found = 0.0
     for step in range(1, config.max_steps + 1):
@@ -62,8 +62,8 @@ def cold_start(
 class _Pool:
     """Demonstrations as (prompt tokens, answer tokens), made when first drawn."""
 
-    def __init__(self, order: PromptOrder, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
-        self._order, self._tokenizer, self._draw = order, tokenizer, draw
+    def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
+        self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
         self._made: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def draw(self, count: int) -> list[tuple[Sequence[int], Sequence[int]]]:
@@ -72,7 +72,7 @@ class _Pool:
 
     def _at(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
         if index not in self._made:
-            prompt, answer = self._order.demonstration(index)
+            prompt, answer = self._prompts.demonstration(index)
             response = [*self._tokenizer.encode(answer), self._tokenizer.stop_tokens[0]]
             self._made[index] = (prompt.tokens, response)
         return self._made[index]

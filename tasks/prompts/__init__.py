@@ -1,1 +1,19 @@
-"""Where prompts come from."""
+"""Question sources: see `base` for what each one guarantees."""
+
+from __future__ import annotations
+
+from rollflow.tasks.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.base import QuestionSource, Reader
+
+
+def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -> QuestionSource:
+    """The question source of one `[[prompts]]` entry, with `held_out` questions kept for evaluation."""
+    match config:
+        case ReasoningGymPrompts():
+            from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
+
+            return ReasoningGymSource(config, seed, held_out)
+        case JsonlPrompts():
+            from rollflow.tasks.prompts.jsonl import JsonlSource
+
+            return JsonlSource(config, seed, read(config))

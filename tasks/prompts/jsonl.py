@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import JsonlPrompts
-from rollflow.tasks.prompts.source import Question
-
-Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
+from rollflow.tasks.prompts.base import Question
 
 
 def read_file(config: JsonlPrompts) -> bytes:

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.config import JsonlPrompts, ReasoningGymPrompts, RunConfig
-from rollflow.tasks.prompts.jsonl import Reader, read_file
-from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.prompts.base import Reader
+from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 PACKAGE = "reasoning-gym"
 
@@ -58,7 +59,7 @@ def read_once() -> Reader:
     return functools.cache(read_file)
 
 
-def pinned(config: RunConfig, order: PromptOrder, read: Reader) -> tuple[Pin, ...]:
+def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
     """The pins of the order that was opened with `read`."""
     pins: list[Pin] = []
     for which, source in enumerate(config.prompts):
@@ -66,7 +67,7 @@ def pinned(config: RunConfig, order: PromptOrder, read: Reader) -> tuple[Pin, ..
             case JsonlPrompts():
                 pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes))
             case ReasoningGymPrompts():
-                pins.append(FamilyPin(version=package_version(PACKAGE), sha256=order.sha256(which)))
+                pins.append(FamilyPin(version=package_version(PACKAGE), sha256=prompts.sha256(which)))
     return tuple(pins)
 
 
@@ -117,7 +118,7 @@ def _unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
     return content
 
 
-def check_families(config: RunConfig, pins: Sequence[Pin], order: PromptOrder) -> None:
+def check_families(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
     """The package still asks what it asked when the run began, or `ConfigError`."""
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if not isinstance(pin, FamilyPin) or not isinstance(source, ReasoningGymPrompts):
@@ -126,7 +127,7 @@ def check_families(config: RunConfig, pins: Sequence[Pin], order: PromptOrder) -
         if here != pin.version:
             cure = f"install {PACKAGE}=={pin.version}, or start a new run"
             raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, here is {here}; {cure}")
-        if order.sha256(which) != pin.sha256:
+        if prompts.sha256(which) != pin.sha256:
             raise ConfigError(
                 f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages that it "
                 "had then, or name another family: a few draw anew in every process"

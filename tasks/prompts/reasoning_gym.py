@@ -12,7 +12,7 @@ import reasoning_gym
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import ReasoningGymPrompts
-from rollflow.tasks.prompts.source import Question
+from rollflow.tasks.prompts.base import Question
 
 STREAM = 10_000_000_000  # items one stream may use
 STRIDE = 64  # items tried for one position before the held-out set is called too large

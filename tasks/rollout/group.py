@@ -22,8 +22,8 @@ from typing import TypeVar
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
 from rollflow.tasks.engines.base import Generation, GenerationRequest
-from rollflow.tasks.rollout.limits import Plan
-from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Reservation, Started
+from rollflow.tasks.rollout.limits import RolloutLimits
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Reservation, Started
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from rollflow.tasks.verifiers.verifier import Score
 
@@ -32,22 +32,22 @@ WHOLE = -1  # in place of a sample: all of them
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class GroupPorts:
     """What a dispatch works with. `generated` is told of each response that ended, and may hold its reward back."""
 
-    plan: Plan
+    limits: RolloutLimits
     proxy: InferenceProxy
     score: Callable[[ScoreRequest], Awaitable[Score]]
     generated: Callable[[int], Awaitable[None]]  # tokens
-    started: Callable[[Dispatch, int | None], None]  # its oldest start is known, or has changed; with the former one
+    started: Callable[[GroupRollout, int | None], None]  # its oldest start is known or has changed; with the former
 
 
 @dataclass(eq=False)
-class Dispatch:
+class GroupRollout:
     """See the module's docstring."""
 
     key: GroupKey
-    around: Surroundings
+    ports: GroupPorts
     responses: int  # requests in all, G of them wanted
     number: int  # of the dispatches of its scheduler
     awaited: bool = field(kw_only=True)  # a batch waits for it rather than leave it behind
@@ -76,7 +76,7 @@ class Dispatch:
 
     async def _abort(self) -> None:
         """End its requests; those that have ended already are nothing to the proxy."""
-        await self.around.proxy.abort([self._id(sample) for sample in range(self.responses)])
+        await self.ports.proxy.abort([self._id(sample) for sample in range(self.responses)])
 
     def _id(self, sample: int) -> str:
         """Another one for each try: an engine may still know the one before."""
@@ -86,12 +86,12 @@ class Dispatch:
         """Generate and score until there are G trajectories, or none are wanted any more.
 
         Raises:
-            EngineFailed: no engine was left for one of its requests, `Plan.attempts` times.
+            EngineFailed: no engine was left for one of its requests, `RolloutLimits.attempts` times.
         """
         made: list[Trajectory | None] = []
         try:
-            if self.around.plan.whole_groups:
-                reserve = functools.partial(self.around.proxy.reserve, self.responses, self.key.prompt)
+            if self.ports.limits.whole_groups:
+                reserve = functools.partial(self.ports.proxy.reserve, self.responses, self.key.prompt)
                 self._within = await self._insist(WHOLE, reserve)
             async with asyncio.TaskGroup() as samples:
                 tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
@@ -99,7 +99,7 @@ class Dispatch:
         finally:
             self._release()
         if self._reason is not None:
-            started = self.around.proxy.version if self._oldest is None else self._oldest
+            started = self.ports.proxy.version if self._oldest is None else self._oldest
             return Discard(self.key, self._reason, started, self._tokens)
         kept = tuple(one for one in made if one is not None)
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
@@ -121,10 +121,10 @@ class Dispatch:
         self.unanswered -= 1
         if self.unanswered == 0:
             self._release()
-        await self.around.generated(len(made.tokens))
+        await self.ports.generated(len(made.tokens))
         if not await self._is_kept(made):
             return None
-        score = await self.around.score(ScoreRequest(made.tokens, prompt.reference))
+        score = await self.ports.score(ScoreRequest(made.tokens, prompt.reference))
         given = len(prompt.tokens)
         return Trajectory(
             sample=sample,
@@ -141,18 +141,18 @@ class Dispatch:
         )
 
     async def _response(self, prompt: Prompt, sample: int) -> Started | None:
-        plan = self.around.plan
-        asked = Asked(self.key.prompt, self.key, functools.partial(self._note_start, sample), self._within)
+        limits = self.ports.limits
+        asked = RequestOptions(self.key.prompt, self.key, functools.partial(self._note_start, sample), self._within)
 
         def generate() -> Awaitable[Started]:
             request = GenerationRequest(
                 id=self._id(sample),
                 prompt=prompt.tokens,
-                max_new_tokens=plan.max_new_tokens,
-                temperature=plan.temperature,
-                seed=sample_seed(plan.seed, self.key.prompt, sample),
+                max_new_tokens=limits.max_new_tokens,
+                temperature=limits.temperature,
+                seed=sample_seed(limits.seed, self.key.prompt, sample),
             )
-            return self.around.proxy.generate(request, asked)
+            return self.ports.proxy.generate(request, asked)
 
         return await self._insist(sample, generate)
 
@@ -163,7 +163,7 @@ class Dispatch:
                 return await ask()
             except EngineFailed:
                 self._tries[sample] += 1
-                if self.around.proxy.version < 0 or self._tries[sample] == self.around.plan.attempts:
+                if self.ports.proxy.version < 0 or self._tries[sample] == self.ports.limits.attempts:
                     raise
         return None
 
@@ -171,22 +171,22 @@ class Dispatch:
         self._starts[sample] = version
         former, self._oldest = self._oldest, min(self._starts.values())
         if former != self._oldest:
-            self.around.started(self, former)
+            self.ports.started(self, former)
 
     async def _is_kept(self, made: Generation) -> bool:
         """Count a response; the G-th that ends makes the others surplus."""
         self._tokens += len(made.tokens)
-        if made.ending is Ending.ABORTED or self._ended == self.around.plan.group_size:
+        if made.ending is Ending.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += len(made.tokens)
             return False
         self._ended += 1
-        if self._ended == self.around.plan.group_size < self.responses:
+        if self._ended == self.ports.limits.group_size < self.responses:
             await self._abort()
         return self._reason is None
 
     def _age(self, started: Started) -> int:
         """The version a response's staleness counts from."""
-        if self.around.plan.staleness == "oldest-token":
+        if self.ports.limits.staleness == "oldest-token":
             return min(started.generation.versions, default=started.version)
         return started.version
 

@@ -4,11 +4,11 @@ A round is what is issued for one batch. What is to be issued again goes first, 
 the `Mixture` chooses. A prompt that was left behind waits for the next policy version: right after an update it has
 the most time before its batch.
 
-A prompt that was left behind `Plan.awaited_after` times is *awaited*: its batch waits for it. With tail batching
-(RollPacker, section 4) it waits in the tail until there are enough of its kind. A
-*short* round issues N groups and the extras, of other prompts. Once N prompts wait in the tail, the next round is
-*long*: those N, without extras, and its batch waits for all of them. So every prompt is trained on, the slow ones
-together; the last round is a long one, of what waits then and new prompts, or a run would leave out its slowest.
+A prompt that was left behind `RolloutLimits.awaited_after` times is *awaited*: its batch waits for it. With tail
+batching (RollPacker, section 4) it waits in the tail until there are enough of its kind. A *short* round issues N
+groups and the extras, of other prompts. Once N prompts wait in the tail, the next round is *long*: those N, without
+extras, and its batch waits for all of them. So every prompt is trained on, the slow ones together; the last round is a
+long one, of what waits then and new prompts, or a run would leave out its slowest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
-from rollflow.tasks.rollout.limits import Plan
+from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.mixing import Mixture
 
 LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)  # these are for the next version
@@ -33,16 +33,16 @@ class Issue:
     awaited: bool
 
 
-class Rounds:
+class IssueOrder:
     """The order of issue."""
 
     def __init__(
-        self, plan: Plan, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
+        self, limits: RolloutLimits, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
     ) -> None:
         """`again` is what was in flight when the run stopped, `behind` how often prompts of it were left behind."""
-        self._plan = plan
+        self._limits = limits
         self._behind = Counter(dict(behind))
-        self._mixture = Mixture(plan.shares, cursor.issued, cursor.filtered)
+        self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
         self._again: deque[GroupKey] = deque()
         self._left: deque[GroupKey] = deque()  # behind: for the next version
         self._tail: deque[GroupKey] = deque()
@@ -67,20 +67,20 @@ class Rounds:
             self._left.clear()
         if batch > self._batch:
             self._batch = batch
-            last = batch >= self._plan.batches - 1
-            self._is_long = self._plan.tail_batching and (last or len(self._tail) >= self._plan.groups)
-            self._long = min(len(self._tail), self._plan.groups) if self._is_long else 0
-        return 0 if self._is_long else self._plan.extra_groups
+            last = batch >= self._limits.batches - 1
+            self._is_long = self._limits.tail_batching and (last or len(self._tail) >= self._limits.groups)
+            self._long = min(len(self._tail), self._limits.groups) if self._is_long else 0
+        return 0 if self._is_long else self._limits.extra_groups
 
     def next(self) -> Issue:
         """The next dispatch of the present round."""
         if self._long:
             self._long -= 1
-            return Issue(self._tail.popleft(), self._plan.group_size, awaited=True)
-        spare = 0 if self._is_long else self._plan.extra_responses
+            return Issue(self._tail.popleft(), self._limits.group_size, awaited=True)
+        spare = 0 if self._is_long else self._limits.extra_responses
         key = self._key()
-        awaited = self._plan.at_bound == "wait" or (not self._plan.tail_batching and self._is_slow(key))
-        return Issue(key, self._plan.group_size + spare, awaited)
+        awaited = self._limits.at_bound == "wait" or (not self._limits.tail_batching and self._is_slow(key))
+        return Issue(key, self._limits.group_size + spare, awaited)
 
     def taken(self, prompts: Iterable[int]) -> None:
         """Groups of these prompts are in a batch: how slow they were is of no more use."""
@@ -100,10 +100,10 @@ class Rounds:
             self._mixture.filtered(discard.key.prompt)
 
     def _is_tail(self, key: GroupKey) -> bool:
-        return self._plan.tail_batching and self._is_slow(key)
+        return self._limits.tail_batching and self._is_slow(key)
 
     def _is_slow(self, key: GroupKey) -> bool:
-        return self._behind[key.prompt] >= self._plan.awaited_after
+        return self._behind[key.prompt] >= self._limits.awaited_after
 
     def _key(self) -> GroupKey:
         if self._again:

@@ -12,7 +12,7 @@ from rollflow.tasks.config import FilterConfig, RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RolloutLimits:
     """What a scheduler works to; see `RolloutConfig` for the meaning of each choice."""
 
     seed: int
@@ -53,14 +53,14 @@ class Plan:
         return self.tail_after or (1 if self.tail_batching else 3)
 
 
-def plan_of(config: RunConfig) -> Plan:
+def limits_of(config: RunConfig) -> RolloutLimits:
     """The scheduler's numbers from the config."""
     engine, rollout = config.engine, config.rollout
     whole = rollout.routing == "group"
     slots = engine.slots * engine.replicas
     launched = config.group_size + rollout.extra_responses
     fitting = max(1, engine.slots // launched) * engine.replicas if whole else slots
-    return Plan(
+    return RolloutLimits(
         seed=config.seed,
         batches=config.versions,
         groups=config.groups,

@@ -1,6 +1,6 @@
 """The inference proxy: all engines as one. Takes them through weight updates, replaces the dead.
 
-- Requests wait in one queue; `lanes` says who goes where and when.
+- Requests wait in one queue; `slots` says who goes where and when.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
   learner's is closed before it makes a token. What arrives meanwhile starts under the version the update brings.
 - What a failed engine was running goes on at another one with the tokens it has, and counts as started when it was
@@ -26,7 +26,7 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.config import Routing
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
-from rollflow.tasks.rollout.slots import Lane, Lanes, Ticket
+from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Taken:
 class Reservation:
     """Slots of one engine that are held for a group, until they are released."""
 
-    lanes: Lanes
+    queue: SlotQueue
     lane: Lane
     ticket: Ticket | None
 
@@ -80,11 +80,11 @@ class Reservation:
         """Give the slots back; a second call changes nothing."""
         ticket, self.ticket = self.ticket, None
         if ticket is not None:
-            self.lanes.release(self.lane, ticket)
+            self.queue.release(self.lane, ticket)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """How a request is to be treated: whose turn it is, what it shares a prompt with, who is told that it starts."""
 
     priority: float = 0.0  # the lowest goes first
@@ -98,7 +98,7 @@ class _Job:
     """A request on its way to an answer, and the version under which the first of its tokens was asked for."""
 
     request: GenerationRequest
-    asked: Asked
+    asked: RequestOptions
     ticket: Ticket
     lane: Lane | None = None
     started: int | None = None
@@ -144,9 +144,9 @@ class InferenceProxy:
         """`engines` are those that have started; more may `join`. At most `slots` requests run on one of them."""
         self._slots = slots
         self._replacement_seconds = replacement_seconds
-        self._lanes = Lanes(routing, replacement_seconds)
+        self._queue = SlotQueue(routing, replacement_seconds)
         for place, engine in enumerate(engines):
-            self._lanes.put(place, Lane(engine, slots))
+            self._queue.put(place, Lane(engine, slots))
         self._jobs: dict[str, _Job] = {}
         self._taken: _Taken | None = None
         self._changing = asyncio.Lock()  # an update of all engines, or one that joins
@@ -165,32 +165,32 @@ class InferenceProxy:
     @property
     def capacity(self) -> int:
         """Requests that the live engines can run; one engine's while none lives, so that somebody asks for it."""
-        return self._slots * max(1, len(self._lanes.live))
+        return self._slots * max(1, len(self._queue.live))
 
     @property
     def engines(self) -> Mapping[int, Engine]:
         """The live engines, by their place."""
-        return {place: lane.engine for place, lane in self._lanes.places.items() if lane.failure is None}
+        return {place: lane.engine for place, lane in self._queue.places.items() if lane.failure is None}
 
     @property
     def failed(self) -> dict[int, str]:
         """Why engines are out, by their place; those that died without a request among them."""
-        found = ((place, lane.failure or _death(lane.engine)) for place, lane in self._lanes.places.items())
+        found = ((place, lane.failure or _death(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
-    async def generate(self, request: GenerationRequest, asked: Asked | None = None) -> Started:
+    async def generate(self, request: GenerationRequest, asked: RequestOptions | None = None) -> Started:
         """Sample one response, wherever there is room.
 
         Raises:
             EngineFailed: no engine is left, and none has joined in time.
         """
-        asked = asked or Asked()
-        job = _Job(request, asked, self._lanes.ticket(asked.priority, asked.group))
+        asked = asked or RequestOptions()
+        job = _Job(request, asked, self._queue.ticket(asked.priority, asked.group))
         self._jobs[request.id] = job
         try:
             while True:
                 held = job.held
-                job.lane = lane = held or (None if job.aborted else await self._lanes.take(job.ticket))
+                job.lane = lane = held or (None if job.aborted else await self._queue.take(job.ticket))
                 if lane is None:
                     return job.answer(job.ended(job.request.prefix), self.version)
                 try:
@@ -198,7 +198,7 @@ class InferenceProxy:
                 finally:
                     job.lane = None
                     if lane is not held:
-                        self._lanes.release(lane, job.ticket)
+                        self._queue.release(lane, job.ticket)
                 if generation is not None:
                     return job.answer(generation, self.version)
         finally:
@@ -210,17 +210,17 @@ class InferenceProxy:
         for job in filter(None, map(self._jobs.get, ids)):
             job.aborted = True
             if job.lane is None:
-                self._lanes.withdraw(job.ticket)
+                self._queue.withdraw(job.ticket)
             else:
                 running[job.lane].append(job.request.id)
         await asyncio.gather(*(self._abort(lane, ids) for lane, ids in running.items()))
 
     async def reserve(self, width: int, priority: float) -> Reservation:
-        """Slots of one engine, for the requests of one group (`Asked.within`)."""
-        ticket = self._lanes.ticket(priority, width=min(width, self._slots))
-        lane = await self._lanes.take(ticket)
+        """Slots of one engine, for the requests of one group (`RequestOptions.within`)."""
+        ticket = self._queue.ticket(priority, width=min(width, self._slots))
+        lane = await self._queue.take(ticket)
         assert lane is not None, "nobody else has this ticket"
-        return Reservation(self._lanes, lane, ticket)
+        return Reservation(self._queue, lane, ticket)
 
     async def update(self, version: int, weights: Any, probe: Probe, in_flight: InFlight) -> None:
         """Take every live engine to `version`, and later those that join; `weights` are as the engines take them.
@@ -230,14 +230,14 @@ class InferenceProxy:
         """
         async with self._changing:
             taken = _Taken(version, weights, probe, in_flight)
-            await asyncio.gather(*(self._fetch(lane, taken) for lane in self._lanes.live))
+            await asyncio.gather(*(self._fetch(lane, taken) for lane in self._queue.live))
             began = asyncio.get_running_loop().time()
             self._taken = taken
-            await asyncio.gather(*(self._renew(lane, taken) for lane in self._lanes.live))
+            await asyncio.gather(*(self._renew(lane, taken) for lane in self._queue.live))
             self._note_version()
             self.update_seconds += asyncio.get_running_loop().time() - began
-        if not self._lanes.live and not self._replacement_seconds:
-            raise self._lanes.none_left()
+        if not self._queue.live and not self._replacement_seconds:
+            raise self._queue.none_left()
 
     async def join(self, place: int, engine: Engine) -> None:
         """Put a started engine in its place; one that lived there hands its requests over.
@@ -253,7 +253,7 @@ class InferenceProxy:
                 await self._bring(lane, self._taken)
             if lane.failure is not None:
                 raise lane.failure
-            old = self._lanes.put(place, lane)
+            old = self._queue.put(place, lane)
             self._note_version()
             self.on_change()
         if old is not None:
@@ -275,24 +275,24 @@ class InferenceProxy:
                 if place not in self.engines:  # else another has taken its place
                     await self.join(place, engine)
             except EngineFailed as error:  # somebody has to start it again
-                self._lanes.places.setdefault(place, Lane(engine, self._slots, failure=error))
+                self._queue.places.setdefault(place, Lane(engine, self._slots, failure=error))
                 raise
 
     async def _lend(self) -> tuple[int, Engine]:
         async with self._changing:
-            live = {place: lane for place, lane in self._lanes.places.items() if lane.failure is None}
+            live = {place: lane for place, lane in self._queue.places.items() if lane.failure is None}
             if len(live) < 2:
                 raise EngineFailed("no engine can be lent: there are not two that live")
             place, lane = min(live.items(), key=lambda item: item[1].taken)
             lane.failure = EngineFailed("the engine is lent")
-            self._lanes.remove(lane)
+            self._queue.remove(lane)
             self._note_version()
             await self._hand_over(lane)
         return place, lane.engine
 
     def _note_version(self) -> None:
-        serving = [lane.engine.version for lane in self._lanes.live if lane.serves.is_set()]
-        if not self._lanes.live and self._taken is not None:
+        serving = [lane.engine.version for lane in self._queue.live if lane.serves.is_set()]
+        if not self._queue.live and self._taken is not None:
             serving.append(self._taken.version)
         if (newest := max(serving, default=self.version)) != self.version:
             self.version = newest
@@ -317,7 +317,7 @@ class InferenceProxy:
             generation = await engine.generate(job.request)
         except EngineFailed as error:
             return self._died(lane, job, error)
-        self._lanes.observed(lane, len(generation.tokens) - had, clock() - began)
+        self._queue.observed(lane, len(generation.tokens) - had, clock() - began)
         if generation.ending is not Ending.ABORTED or job.aborted:
             return generation
         handed_over = lane.failure is not None  # else an update aborted it
@@ -357,7 +357,7 @@ class InferenceProxy:
     async def _renew(self, lane: Lane, to: _Taken) -> None:
         await self._bring(lane, to)
         self._note_version()
-        self._lanes.changed(lane)
+        self._queue.changed(lane)
 
     async def _bring(self, lane: Lane, to: _Taken) -> None:
         engine = lane.engine
@@ -380,7 +380,7 @@ class InferenceProxy:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             self._note_version()
-            self._lanes.changed(lane)
+            self._queue.changed(lane)
 
     async def _hand_over(self, lane: Lane) -> None:
         with suppress(EngineFailed):  # it is dead, and its requests know it

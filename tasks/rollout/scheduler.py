@@ -14,7 +14,7 @@ What each loop waits for, and what ends the wait:
 
 A batch is formed as soon as that leaves no group behind, and otherwise when the learner is ready for it. Then a group
 that would be too old for the next batch is given up and issued again, unless it is *awaited* (`at_bound = "wait"`, or a
-prompt of a long round). See `rounds` for which prompts go together.
+prompt of a long round). See `issue_order` for which prompts go together.
 
 What was issued and what was discarded since the batch before is committed with each batch, taken at one moment of the
 event loop; a scheduler that starts from the run's log issues again exactly what is open there. Batches that were voided
@@ -36,9 +36,9 @@ from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, P
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.rollout.admission import allowance
 from rollflow.tasks.rollout.buffer import Rank, TrajectoryBuffer
-from rollflow.tasks.rollout.group import Dispatch, Surroundings
-from rollflow.tasks.rollout.issue_order import Rounds
-from rollflow.tasks.rollout.limits import Plan, filtered
+from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
+from rollflow.tasks.rollout.issue_order import IssueOrder
+from rollflow.tasks.rollout.limits import RolloutLimits, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.starts import Starts
 from rollflow.tasks.verifiers.pool import ScoreRequest
@@ -48,7 +48,7 @@ FIRST = GroupKey(-1, -1)  # before every other
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class ResumePoint:
     """Where a scheduler starts: a new run, or what the log says of an old one."""
 
     number: int = 0  # of the first batch that was never committed
@@ -59,7 +59,7 @@ class Beginning:
     behind: tuple[tuple[int, int], ...] = ()  # prompts of `again` that were left behind, and how often
 
     @classmethod
-    def of_state(cls, state: RunState) -> Beginning:
+    def of_state(cls, state: RunState) -> ResumePoint:
         """Continue a run where its log says it is."""
         return cls(
             number=state.next_batch,
@@ -72,7 +72,7 @@ class Beginning:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class SchedulerPorts:
     """What the scheduler calls: prompts, the verifier, the durable commit with the channel behind it.
 
     `pack` gets a group ready for its batch as soon as it is complete; a simulation has nothing to write.
@@ -118,18 +118,20 @@ class Counts:
 class RolloutScheduler:
     """Takes prompts to committed batches. See the module's docstring for the guarantees."""
 
-    def __init__(self, plan: Plan, outside: Outside, proxy: InferenceProxy, beginning: Beginning) -> None:
-        self.plan, self._outside, self._proxy = plan, outside, proxy
-        self.number = beginning.number  # of the next batch that was never formed
+    def __init__(
+        self, limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
+    ) -> None:
+        self.limits, self._ports, self._proxy = limits, ports, proxy
+        self.number = resume.number  # of the next batch that was never formed
         self.buffer = TrajectoryBuffer()
         self.counts = Counts()
-        self._missing = deque(number for number in beginning.missing if number < plan.batches)
-        self.voids = beginning.voids  # once the run has more, this scheduler is to be replaced by one that knows
-        self._rounds = Rounds(plan, beginning.cursor, beginning.again, beginning.behind)
-        self._around = Surroundings(plan, proxy, outside.score, self._generated, self._note_start)
-        self._running: dict[GroupKey, Dispatch] = {}  # in the order they were started
+        self._missing = deque(number for number in resume.missing if number < limits.batches)
+        self.voids = resume.voids  # once the run has more, this scheduler is to be replaced by one that knows
+        self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
+        self._group_ports = GroupPorts(limits, proxy, ports.score, self._generated, self._note_start)
+        self._running: dict[GroupKey, GroupRollout] = {}  # in the order they were started
         self._issued = 0
-        self._left_behind: set[Dispatch] = set()  # of the running ones: they were given up
+        self._left_behind: set[GroupRollout] = set()  # of the running ones: they were given up
         self._generating = 0  # responses still to come, of all that run
         self._generated_all = asyncio.Event()
         self._wave_full = False  # batch mode: nothing starts until all that runs has ended
@@ -158,7 +160,7 @@ class RolloutScheduler:
         self._room.set()
 
     async def run(self) -> None:
-        """Form batches until there are `plan.batches`; returns when what still runs has ended, too."""
+        """Form batches until there are `limits.batches`; returns when what still runs has ended, too."""
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(self._admit(tasks))
             await self._form()
@@ -170,21 +172,22 @@ class RolloutScheduler:
         while True:
             self._wave_full = self._wave_full and bool(self._running)
             while not self._wave_full and self._may_start():
-                issue = self._rounds.next()
+                issue = self._order.next()
                 self._issued += 1
-                dispatch = Dispatch(issue.key, self._around, issue.responses, self._issued, awaited=issue.awaited)
-                self._running[issue.key] = dispatch
+                place = (issue.key, self._group_ports, issue.responses, self._issued)
+                rollout = GroupRollout(*place, awaited=issue.awaited)
+                self._running[issue.key] = rollout
                 self._generating += issue.responses
                 self._generated_all.clear()
-                tasks.create_task(self._dispatch(dispatch))
-            self._wave_full = self.plan.mode == "batch" and bool(self._running)
+                tasks.create_task(self._dispatch(rollout))
+            self._wave_full = self.limits.mode == "batch" and bool(self._running)
             await self._room.wait()
             self._room.clear()
 
     def _may_start(self) -> bool:
         """Whether one more group may start; notes since when alpha alone is what holds the engines back."""
-        plan, running = self.plan, len(self._running)
-        free = running < plan.depth and self._generating < self._slots
+        limits, running = self.limits, len(self._running)
+        free = running < limits.depth and self._generating < self._slots
         fresh, wanted = self._allowance() if free else (0, 0)
         held = free and fresh <= 0 < wanted and self._proxy.version >= 0
         self.counts.held.note(asyncio.get_running_loop().time(), holds=held)
@@ -192,31 +195,31 @@ class RolloutScheduler:
 
     def _allowance(self) -> tuple[int, int]:
         """How many groups alpha allows to start now, and how many the run can still use."""
-        plan, version, outstanding = self.plan, self._proxy.version, self._outstanding
+        limits, version, outstanding = self.limits, self._proxy.version, self._outstanding
         first, missing = self._next, list(self._missing)
         fresh = allowance(
-            version, outstanding, number=self.number, missing=missing, groups=plan.groups, ahead=plan.lead
+            version, outstanding, number=self.number, missing=missing, groups=limits.groups, ahead=limits.lead
         )
-        following = outstanding // plan.groups  # batches that what is under way may fill
+        following = outstanding // limits.groups  # batches that what is under way may fill
         batch = missing[following] if following < len(missing) else self.number + following - len(missing)
-        extra = self._rounds.enter(min(batch, math.floor(version + plan.lead)), version)
-        if first > version + plan.lead:  # this version's batches are formed: extras would be for none
+        extra = self._order.enter(min(batch, math.floor(version + limits.lead)), version)
+        if first > version + limits.lead:  # this version's batches are formed: extras would be for none
             extra = 0
-        if first > version + plan.async_ratio:  # and so would be what is started now
+        if first > version + limits.async_ratio:  # and so would be what is started now
             fresh = min(fresh, 0)
-        return fresh + extra, self._unformed * plan.groups + extra - outstanding
+        return fresh + extra, self._unformed * limits.groups + extra - outstanding
 
     @property
     def _slots(self) -> float:
         """Requests that may be under way."""
-        if self.plan.slots is None or self.plan.mode == "batch":
+        if self.limits.slots is None or self.limits.mode == "batch":
             return math.inf
-        return min(self.plan.slots, self._proxy.capacity)
+        return min(self.limits.slots, self._proxy.capacity)
 
     @property
     def _unformed(self) -> int:
         """Batches that are still to be formed."""
-        return max(0, self.plan.batches - self.number) + len(self._missing)
+        return max(0, self.limits.batches - self.number) + len(self._missing)
 
     @property
     def _outstanding(self) -> int:
@@ -225,16 +228,16 @@ class RolloutScheduler:
 
     # --- what is under way ----------------------------------------------------------------------------------
 
-    async def _dispatch(self, dispatch: Dispatch) -> None:
+    async def _dispatch(self, rollout: GroupRollout) -> None:
         """One dispatch, from prompt to buffer or discard."""
-        ended = await dispatch.run(self._outside.prompt(dispatch.key.prompt))
-        del self._running[dispatch.key]
-        self._left_behind.discard(dispatch)
-        if dispatch.started_version is not None:
-            self._starts.remove(dispatch.started_version, dispatch)
-        self._freed(dispatch.unanswered)
+        ended = await rollout.run(self._ports.prompt(rollout.key.prompt))
+        del self._running[rollout.key]
+        self._left_behind.discard(rollout)
+        if rollout.started_version is not None:
+            self._starts.remove(rollout.started_version, rollout)
+        self._freed(rollout.unanswered)
         if isinstance(ended, TrajectoryGroup):
-            self._scored(ended, dispatch)
+            self._scored(ended, rollout)
         else:
             self._discard(ended)
         self._ready.set()
@@ -243,7 +246,7 @@ class RolloutScheduler:
         """A response ended. In batch mode its reward waits for all the others."""
         self.counts.tokens += tokens
         self._freed(1)
-        if self.plan.mode == "batch":
+        if self.limits.mode == "batch":
             await self._generated_all.wait()
 
     def _freed(self, responses: int) -> None:
@@ -253,33 +256,33 @@ class RolloutScheduler:
         if self._generating == 0:
             self._generated_all.set()
 
-    def _note_start(self, dispatch: Dispatch, former: int | None) -> None:
+    def _note_start(self, rollout: GroupRollout, former: int | None) -> None:
         """It has started, or started again; one that waited so long that it would be for no batch is given up."""
         if former is not None:
-            self._starts.remove(former, dispatch)
-        if dispatch.started_version is not None and dispatch not in self._left_behind:
-            self._starts.add(dispatch.started_version, dispatch)
-            if self._unformed and dispatch.started_version < self._oldest_allowed(self._next):
-                self._give_up(dispatch)
+            self._starts.remove(former, rollout)
+        if rollout.started_version is not None and rollout not in self._left_behind:
+            self._starts.add(rollout.started_version, rollout)
+            if self._unformed and rollout.started_version < self._oldest_allowed(self._next):
+                self._give_up(rollout)
 
-    def _scored(self, group: TrajectoryGroup, dispatch: Dispatch) -> None:
+    def _scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         """A complete group: into the buffer, unless it is filtered or came too late."""
         self.counts.surplus_tokens += group.surplus_tokens
-        why = filtered(self.plan.filter, [t.reward for t in group.trajectories])
+        why = filtered(self.limits.filter, [t.reward for t in group.trajectories])
         if why is not None:
             self._filtered(group, why)
         elif group.started_version < self._oldest_allowed(self._next):
             self._drop(group)
         else:
             self._filtered_in_a_row = 0
-            self.buffer.add(self._outside.pack(group), dispatch.number, awaited=dispatch.awaited)
+            self.buffer.add(self._ports.pack(group), rollout.number, awaited=rollout.awaited)
             self._count(group)
 
     def _filtered(self, group: TrajectoryGroup, why: str) -> None:
         self.counts.filtered[why] += 1
         self._filtered_in_a_row += 1
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
-        if self.plan.filter and self._filtered_in_a_row >= self.plan.filter.most:
+        if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.most:
             raise RollflowError(
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
                 "widen it, or choose prompts that this policy sometimes answers right"
@@ -293,19 +296,19 @@ class RolloutScheduler:
         self.counts.discards[discard.reason] += 1
         self.counts.discarded_tokens += discard.response_tokens
         self.counts.dropped_tokens += discard.response_tokens if discard.slow else 0
-        self._rounds.ended(discard)
+        self._order.ended(discard)
 
     # --- what is trained on ---------------------------------------------------------------------------------
 
     async def _form(self) -> None:
         """Form, commit and hand over one batch after another."""
-        while self._missing or self.number < self.plan.batches:
+        while self._missing or self.number < self.limits.batches:
             staged = self._stage()
             if staged is None:
                 await self._ready.wait()
                 self._ready.clear()
                 continue
-            await self._outside.commit(staged)
+            await self._ports.commit(staged)
 
     @property
     def _next(self) -> int:
@@ -313,17 +316,17 @@ class RolloutScheduler:
         return self._missing[0] if self._missing else self.number
 
     def _oldest_allowed(self, number: int) -> float:
-        return number - self.plan.async_ratio
+        return number - self.limits.async_ratio
 
     def _stage(self) -> StagedBatch | None:
         """Choose the next batch if there is one; stale groups are discarded and issued again."""
-        plan, number = self.plan, self._next
-        full = len(self.buffer) >= plan.groups
+        limits, number = self.limits, self._next
+        full = len(self.buffer) >= limits.groups
         waits = full and self._must_wait(number)
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)
         if not full or waits:
             return None
-        taken = self.buffer.take(plan.groups, self._oldest_allowed(number), in_order=plan.order == "started")
+        taken = self.buffer.take(limits.groups, self._oldest_allowed(number), in_order=limits.order == "started")
         for group in taken.stale:
             self._drop(group)
         if taken.stale:
@@ -332,28 +335,28 @@ class RolloutScheduler:
             return None
         self._advance()
         discards, self._discards = tuple(self._discards), []
-        self._rounds.taken(group.key.prompt for group in taken.groups)
-        return StagedBatch(number, taken.groups, self._rounds.take_issued(), discards)
+        self._order.taken(group.key.prompt for group in taken.groups)
+        return StagedBatch(number, taken.groups, self._order.take_issued(), discards)
 
     def _must_wait(self, number: int) -> bool:
         """Whether a group is still to come that this batch may not leave behind.
 
         While the learner is busy that is any group: a batch that is formed early must cost nobody its place.
         """
-        if self.plan.order == "started":
+        if self.limits.order == "started":
             first = next((d for d in self._running.values() if d not in self._left_behind), None)
-            return first is not None and self.buffer.before(first.number) < self.plan.groups
+            return first is not None and self.buffer.before(first.number) < self.limits.groups
         bound, learner_is_busy = self._oldest_allowed(number + 1), number > self._published
         if self._starts.count(bound) if learner_is_busy else self._has_room_for_awaited(bound):
             return True
-        if self.plan.at_bound == "drop" or self._missing:
+        if self.limits.at_bound == "drop" or self._missing:
             return False
-        return any(self._crowds(number, later) for later in range(1, math.floor(self.plan.async_ratio) + 1))
+        return any(self._crowds(number, later) for later in range(1, math.floor(self.limits.async_ratio) + 1))
 
     def _crowds(self, number: int, later: int) -> bool:
         """Whether this batch would take younger groups while more old ones run than the `later` batches hold that may
         still take those: some would be dropped in the end."""
-        bound, groups = self._oldest_allowed(number + 1 + later), self.plan.groups
+        bound, groups = self._oldest_allowed(number + 1 + later), self.limits.groups
         return self._starts.count(bound) > later * groups and self.buffer.older(bound) < groups
 
     def _has_room_for_awaited(self, bound: float) -> bool:
@@ -362,7 +365,7 @@ class RolloutScheduler:
         More groups than it holds may have come to the bound at once: the first awaited one by rank has room, or none.
         It is asked after every group that ends, so that one is looked for only where its version does not tell.
         """
-        groups, version = self.plan.groups, self._starts.oldest_awaited(bound)
+        groups, version = self.limits.groups, self._starts.oldest_awaited(bound)
         if version is None or self.buffer.older(version) >= groups:
             return False
         if self.buffer.ahead_of(Rank(version, True, FIRST)) < groups:
@@ -379,22 +382,22 @@ class RolloutScheduler:
         for group in self.buffer.take(0, bound).stale:
             self._drop(group)
         if self._unformed:
-            for dispatch in self._starts.before(bound):
-                self._give_up(dispatch)
+            for rollout in self._starts.before(bound):
+                self._give_up(rollout)
         self._room.set()
 
-    def _give_up(self, dispatch: Dispatch) -> None:
-        assert dispatch.started_version is not None, "it was found by its start"
-        self._starts.remove(dispatch.started_version, dispatch)
-        self._left_behind.add(dispatch)
-        task = asyncio.create_task(dispatch.give_up(self._too_slow))
+    def _give_up(self, rollout: GroupRollout) -> None:
+        assert rollout.started_version is not None, "it was found by its start"
+        self._starts.remove(rollout.started_version, rollout)
+        self._left_behind.add(rollout)
+        task = asyncio.create_task(rollout.give_up(self._too_slow))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     @property
     def _too_slow(self) -> DiscardReason:
         """What a group is called that was left behind: by design, or by chance."""
-        return DiscardReason.REDUNDANT if self.plan.extra_groups else DiscardReason.STALE
+        return DiscardReason.REDUNDANT if self.limits.extra_groups else DiscardReason.STALE
 
     def _count(self, group: TrajectoryGroup) -> None:
         self.counts.trajectories += len(group.trajectories)

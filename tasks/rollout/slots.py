@@ -75,7 +75,7 @@ class Ticket:
         return future.result()
 
 
-class Lanes:
+class SlotQueue:
     """The engines by their place, and the queue before them. See the module's docstring for the guarantees."""
 
     def __init__(self, routing: Routing, replacement_seconds: float) -> None:

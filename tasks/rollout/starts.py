@@ -6,27 +6,27 @@ Versions are few and dispatches many, so what is asked often costs as much as th
 from __future__ import annotations
 
 from rollflow.storage.records import GroupKey
-from rollflow.tasks.rollout.group import Dispatch
+from rollflow.tasks.rollout.group import GroupRollout
 
 
 class Starts:
     """Dispatches that run and were not given up."""
 
     def __init__(self) -> None:
-        self._running: dict[int, dict[Dispatch, None]] = {}  # in the order they were started
+        self._running: dict[int, dict[GroupRollout, None]] = {}  # in the order they were started
         self._awaited: dict[int, int] = {}  # how many of them a batch waits for
 
-    def add(self, version: int, dispatch: Dispatch) -> None:
+    def add(self, version: int, rollout: GroupRollout) -> None:
         """It was started under this version."""
-        self._running.setdefault(version, {})[dispatch] = None
-        self._awaited[version] = self._awaited.get(version, 0) + dispatch.awaited
+        self._running.setdefault(version, {})[rollout] = None
+        self._awaited[version] = self._awaited.get(version, 0) + rollout.awaited
 
-    def remove(self, version: int, dispatch: Dispatch) -> None:
+    def remove(self, version: int, rollout: GroupRollout) -> None:
         """It has ended, was started again or given up; one that is not there changes nothing."""
         running = self._running.get(version, {})
-        if dispatch in running:
-            del running[dispatch]
-            self._awaited[version] -= dispatch.awaited
+        if rollout in running:
+            del running[rollout]
+            self._awaited[version] -= rollout.awaited
             if not running:
                 del self._running[version], self._awaited[version]
 
@@ -34,9 +34,9 @@ class Starts:
         """How many were started under an older version than `bound`."""
         return sum(len(running) for version, running in self._running.items() if version < bound)
 
-    def before(self, bound: float) -> list[Dispatch]:
+    def before(self, bound: float) -> list[GroupRollout]:
         """Those that were started under an older version than `bound`."""
-        return [dispatch for version, running in self._running.items() if version < bound for dispatch in running]
+        return [rollout for version, running in self._running.items() if version < bound for rollout in running]
 
     def oldest_awaited(self, bound: float) -> int | None:
         """The oldest version before `bound` under which an awaited one was started."""
@@ -44,4 +44,4 @@ class Starts:
 
     def first_awaited(self, version: int) -> GroupKey:
         """Of those awaited ones that were started under this version, the first by key."""
-        return min(dispatch.key for dispatch in self._running[version] if dispatch.awaited)
+        return min(rollout.key for rollout in self._running[version] if rollout.awaited)

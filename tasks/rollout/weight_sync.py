@@ -1,4 +1,4 @@
-"""The AsyncController: takes the engines from policy version to policy version.
+"""Weight sync: takes the engines from policy version to policy version.
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 
@@ -34,7 +34,7 @@ class Hooks:
     updated: Callable[[int], None]
 
 
-class AsyncController:
+class WeightSync:
     """Keeps the engines at the newest version. See the module's docstring."""
 
     def __init__(self, proxy: InferenceProxy, feed: VersionFeed, in_flight: InFlight, hooks: Hooks) -> None:

@@ -4,7 +4,7 @@
                   |    |                  ^
         timed rewards  |                  |        (evaluations borrow an engine)
                        v                  |
-                    Channel         AsyncController
+                    Channel         WeightSync
                        |                  ^
                        v                  |
                   timed learner --version-+
@@ -31,10 +31,10 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import RunConfig, TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine, Usage
-from rollflow.tasks.rollout.limits import plan_of
+from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
-from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
 from rollflow.tasks.simulation.figures import Figures, figures_of
 from rollflow.tasks.simulation.hardware import Hardware
@@ -119,10 +119,10 @@ class World:
         engines = list(self.engines.values())
         self.proxy = InferenceProxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
-        outside = Outside(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack)
-        self.scheduler = RolloutScheduler(plan_of(config), outside, self.proxy, Beginning())
+        ports = SchedulerPorts(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack)
+        self.scheduler = RolloutScheduler(limits_of(config), ports, self.proxy, ResumePoint())
         hooks = Hooks(self._published, self._updated)
-        self.controller = AsyncController(self.proxy, self, config.engine.in_flight, hooks)
+        self.sync = WeightSync(self.proxy, self, config.engine.in_flight, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)
         lends = evaluates(config, self.hardware)
         self.evaluations = TimedEvaluations(config, self.hardware, self.proxy) if lends else None
@@ -145,7 +145,7 @@ class World:
         failure: RollflowError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [self.controller.run(versions), self.scheduler.run(), self.faults.run(self.config.seed)]
+                beside = [self.sync.run(versions), self.scheduler.run(), self.faults.run(self.config.seed)]
                 beside += [part.run() for part in (self.sampler, self.evaluations) if part is not None]
                 running = [tasks.create_task(one) for one in beside]
                 await self.learner.run(versions, published)

@@ -93,7 +93,7 @@ def test_the_quick_start_s_own_policy_is_the_same_to_others(tmp_path: Path, monk
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     context = prepare(load_recipe(Path("flows/recipes/arithmetic.toml"), []), "cold")
     theirs, ours = tokenizer_of(context.policy_folder), context.tokenizer
-    texts = [*ODD, *(context.order().prompt(index).text for index in range(200))]
+    texts = [*ODD, *(context.prompts().prompt(index).text for index in range(200))]
     assert [theirs.encode(text) for text in texts] == [ours.encode(text) for text in texts]
     tokens = [ours.encode(text) for text in texts]
     assert [theirs.decode(t, skip_special_tokens=True) for t in tokens] == [ours.decode(t) for t in tokens]

@@ -16,7 +16,7 @@ from rollflow.storage.log.state import Refused
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import GroupKey
 from rollflow.storage.trajectories import TrajectoryStore
-from rollflow.tasks.rollout.scheduler import Beginning
+from rollflow.tasks.rollout.scheduler import ResumePoint
 from tests.support.batches import begin, file_of, learning, publish, ready, scheduling, staged, train
 from tests.support.described import describe
 from tests.support.log_model import Model
@@ -156,7 +156,7 @@ def test_a_void_a_beginning_and_a_commit_race(tmp_path: Path) -> None:
         store = LocalStore(tmp_path / str(number))
         assert "voided: True" in outcomes
         assert any(outcome.startswith("began") for outcome in outcomes)
-        found = Beginning.of_state(Log(store).state)
+        found = ResumePoint.of_state(Log(store).state)
         again = {GroupKey(0, 1), GroupKey(1, 1), GroupKey(2, 1)}  # the third one was left behind before
         assert set(found.again) == again | ({GroupKey(5, 1)} if "committed" in outcomes else set())
         assert (found.missing, found.number) == ((0,), 2 if "committed" in outcomes else 1)

@@ -159,7 +159,7 @@ def test_inspect_a_version_whose_batch_was_formed_again(
 
 
 def test_inspect_a_trajectory(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    question = trained.order().prompt(4).text
+    question = trained.prompts().prompt(4).text
     out = shown(capsys, "inspect", "small", "4.1.2")
     for words in (
         "attempt 0 discarded when batch 2 was formed: stale, started under version 0, 21 response tokens",

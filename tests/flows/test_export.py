@@ -89,7 +89,7 @@ def test_the_prompts_need_not_be_to_be_had_any_more(
     """A large file stays where the run began, packages are upgraded: the weights are what they were."""
     monkeypatch.setattr("rollflow.tasks.prompts.pins.package_version", lambda _: "99.0")
     with pytest.raises(ConfigError, match="the run began with reasoning-gym"):
-        RunContext(trained.uri, trained.cache).order()
+        RunContext(trained.uri, trained.cache).prompts()
     command(capsys, "small", 3, tmp_path / "new", code=0)
     assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
 

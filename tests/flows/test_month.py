@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rollflow.flows.keepalive import engines, stages
-from rollflow.flows.keepalive.actors import Budget, Keeper, Ward
+from rollflow.flows.keepalive.actors import ActorKeeper, Budget, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
-from rollflow.flows.keepalive.services import SERVER, Upkeep
+from rollflow.flows.keepalive.services import SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stage, Stages
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
@@ -176,7 +176,7 @@ def dies() -> None:
 def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
     died = 0
 
-    def watch(self: Keeper, actor: Any, tick: Any) -> str:
+    def watch(self: ActorKeeper, actor: Any, tick: Any) -> str:
         nonlocal died
         if died < DAYS:
             died += 1
@@ -184,8 +184,8 @@ def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: 
             dies()
         return "done"
 
-    monkeypatch.setattr(Keeper, "_watch", watch)
-    keeper = Keeper(context, Ward("learner", lambda: None, lambda _: 0.0, lambda _: ("", 0), 1.0), print)
+    monkeypatch.setattr(ActorKeeper, "_watch", watch)
+    keeper = ActorKeeper(context, WatchedActor("learner", lambda: None, lambda _: 0.0, lambda _: ("", 0), 1.0), print)
     keeper.budget = budget
     assert keeper.run() == "done"
 
@@ -214,11 +214,11 @@ class Fragile:
 
 def test_a_service(budget: Budget, days: Days) -> None:
     service, recovered = Fragile(), list[Recovery]()
-    upkeep = Upkeep("none", {SERVER: service}, RecoveryConfig())  # type: ignore[dict-item]
-    upkeep._budget = budget
+    services = ServiceKeeper("none", {SERVER: service}, RecoveryConfig())  # type: ignore[dict-item]
+    services._budget = budget
     for _ in range(DAYS):
         service.running = False
-        upkeep.look(recovered.append)
-        upkeep.look(recovered.append)
+        services.look(recovered.append)
+        services.look(recovered.append)
         days.pass_one()
     assert [one.attempt for one in recovered] == list(range(1, DAYS + 1))

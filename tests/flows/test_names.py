@@ -47,7 +47,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "a/b/home"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setattr(
-        "rollflow.flows.commands.cli.drive", lambda context: pytest.fail(f"{context} would have been run")
+        "rollflow.flows.commands.run.drive", lambda context: pytest.fail(f"{context} would have been run")
     )
     return tmp_path
 

@@ -19,12 +19,12 @@ import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Crashed, Failed, Running
 
-from rollflow.flows import recover
-from rollflow.flows.keepalive.actors import Budget, StageFailed
-from rollflow.flows.keepalive.services import RUNNER, SERVER, Upkeep
+from rollflow.flows.keepalive import crashed as crashed_module
+from rollflow.flows.keepalive.actors import Budget, GaveUp
+from rollflow.flows.keepalive.crashed import PickUp, pause_before, run_uri, start_again
+from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.locations import attach_run, context_of
-from rollflow.flows.recover import PickUp, pause_before, run_uri, start_again
 from rollflow.flows.services.automations import install
 from rollflow.flows.services.prefect_api import (
     api,
@@ -38,8 +38,8 @@ from rollflow.flows.services.prefect_api import (
 )
 from rollflow.flows.services.process import PrefectServer, Runner, stop_together
 from rollflow.flows.services.ray_head import RayHead, RayNode
-from rollflow.flows.services.session import Session, read_status
-from rollflow.flows.views.status import RunStatus
+from rollflow.flows.session import Session
+from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
@@ -139,7 +139,7 @@ def test_over_the_budget_the_flow_run_fails_with_the_reason(deployment: str, run
         flow_run = successor.flow_run
         with api() as client:
             client.set_flow_run_state(flow_run, Crashed(message="killed. By the test"), force=True)
-    with pytest.raises(StageFailed, match="started again 2 times within 600 s"):
+    with pytest.raises(GaveUp, match="started again 2 times within 600 s"):
         start_again(flow_run, run)
     with api() as client:
         state = client.read_flow_run(flow_run).state
@@ -154,7 +154,7 @@ def test_a_supervisor_that_dies_once_a_day_goes_on_for_a_month(
 ) -> None:
     now, days = time.time(), 31
     died: dict[UUID, float] = {}  # the server has the real times
-    monkeypatch.setattr(recover, "ended_at", lambda one: died[one.id])
+    monkeypatch.setattr(crashed_module, "ended_at", lambda one: died[one.id])
     flow_run = crashed(deployment, given(run))
     for day in range(days):
         with api() as client:
@@ -198,7 +198,7 @@ def test_the_pause_doubles_and_only_what_is_recent_counts() -> None:
     assert [pause_before([now] * n, now, limits) for n in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]
     assert pause_before([now - 100] * 9 + [now], now, limits) == 0.0
     assert pause_before([now + 3600] * 9 + [now], now, limits) == 0.0  # the clock stepped back
-    with pytest.raises(StageFailed):
+    with pytest.raises(GaveUp):
         pause_before([now] * 5, now, limits)
 
 
@@ -209,7 +209,9 @@ def test_who_follows_is_newer_whatever_the_clock_said(
     first = crashed(deployment, given(run))
     second = start_again(first, run)
     assert second is not None
-    monkeypatch.setattr(recover, "supervisors", lambda client, most: sorted(supervisors(client, most), key=created_at))
+    monkeypatch.setattr(
+        crashed_module, "supervisors", lambda client, most: sorted(supervisors(client, most), key=created_at)
+    )
     late = start_again(first, run)
     assert late is not None
     assert (late.flow_run, late.pending) == (second.flow_run, None)
@@ -279,15 +281,15 @@ def test_automations_are_installed_once(deployment: str) -> None:
 def test_a_service_that_keeps_dying_ends_the_session_with_the_reason(tmp_path: Path) -> None:
     service = Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"])
     limits = RecoveryConfig(restarts=2, backoff_seconds=0.01)
-    upkeep, recovered = Upkeep("none", {"files": service}, limits), list[Recovery]()
+    services, recovered = ServiceKeeper("none", {"files": service}, limits), list[Recovery]()
     with service:
         for attempt in (1, 2):
             service.kill()
-            until(lambda attempt=attempt: upkeep.look(recovered.append) or len(recovered) == attempt)  # type: ignore[misc]
+            until(lambda attempt=attempt: services.look(recovered.append) or len(recovered) == attempt)  # type: ignore[misc]
             assert service.running
         service.kill()
-        with pytest.raises(StageFailed, match="files was started again 2 times"):
-            upkeep.look(recovered.append)
+        with pytest.raises(GaveUp, match="files was started again 2 times"):
+            services.look(recovered.append)
     assert [(one.role, one.reason, one.attempt) for one in recovered] == [
         ("files", "its process ended", n) for n in (1, 2)
     ]

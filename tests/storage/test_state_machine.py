@@ -28,7 +28,7 @@ from rollflow.storage.records import Discard, DiscardReason, GroupKey
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
 from rollflow.tasks.clock import VirtualClockLoop
 from rollflow.tasks.rollout.mixing import Mixture
-from rollflow.tasks.rollout.scheduler import Beginning
+from rollflow.tasks.rollout.scheduler import ResumePoint
 from tests.support.batches import group
 from tests.support.described import describe
 from tests.support.log_runs import of_kind
@@ -49,7 +49,7 @@ class Scheduler:
     def begin(self) -> None:
         """From the log alone."""
         self.batches.log.follow()
-        found = Beginning.of_state(self.batches.log.state)
+        found = ResumePoint.of_state(self.batches.log.state)
         self.number, self.voids = found.number, found.voids
         self.mixture = Mixture(SHARES, found.cursor.issued, found.cursor.filtered)
         self.missing, self.again = deque(found.missing), deque(found.again)

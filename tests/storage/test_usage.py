@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from rollflow.flows.keepalive.actors import progress_of
+from rollflow.flows.keepalive.costs import session_costs
 from rollflow.flows.keepalive.services import RAY, SERVER
 from rollflow.flows.services.process import Runner
 from rollflow.flows.views.console import cpu_line
-from rollflow.flows.views.costs import session_costs
 from rollflow.storage.journal.usage import Cost, Usage, read_usage, store_usage
 from rollflow.storage.objects import open_store
 from rollflow.tasks import cpu

@@ -25,10 +25,10 @@ from rollflow.tasks.config import RolloutConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.evaluation import Evaluations
-from rollflow.tasks.rollout.limits import Plan
+from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
-from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from rollflow.tasks.verifiers.verifier import Score
 from tests.support.described import describe
@@ -84,7 +84,7 @@ class Pipeline:
     engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, which engine); a new one joins in its place
     shares: tuple[float, ...] = (1.0,)
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
-    choices: Mapping[str, Any] = field(default_factory=dict)  # of the `Plan`
+    choices: Mapping[str, Any] = field(default_factory=dict)  # of the `RolloutLimits`
     routing: Routing = "least-work"
     evaluating: Callable[[Pipeline], Evaluations] | None = None
     scheduler: RolloutScheduler = field(init=False)
@@ -124,9 +124,9 @@ class Pipeline:
                 evaluations.published(version)
 
         hooks = Hooks(published, lambda _: self.scheduler.wake())
-        controller = AsyncController(self.proxy, self, self.in_flight, hooks)  # type: ignore[arg-type]
+        sync = WeightSync(self.proxy, self, self.in_flight, hooks)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(controller.run(self.versions))
+            tasks.create_task(sync.run(self.versions))
             if evaluations:
                 tasks.create_task(evaluations.run())
             scheduling = tasks.create_task(self._schedule())
@@ -144,9 +144,9 @@ class Pipeline:
         self.learning = self.log.claim("learner")
         self.scheduling: Writer = Log(self.store).claim("scheduler")
 
-    def _beginning(self) -> Beginning:
+    def _beginning(self) -> ResumePoint:
         self.scheduling.log.follow()
-        return Beginning.of_state(self.scheduling.log.state)
+        return ResumePoint.of_state(self.scheduling.log.state)
 
     def _engine(self) -> Engine:
         pace = self.seconds_per_token
@@ -155,7 +155,7 @@ class Pipeline:
         )
 
     def _scheduler(self) -> RolloutScheduler:
-        plan = Plan(
+        limits = RolloutLimits(
             seed=self.seed,
             batches=self.versions,
             groups=self.groups,
@@ -169,8 +169,8 @@ class Pipeline:
             shares=self.shares,
             **self.choices,
         )
-        outside = Outside(self._prompt, self._score, self._commit)
-        return self.scheduler_type(plan, outside, self.proxy, self._beginning())
+        ports = SchedulerPorts(self._prompt, self._score, self._commit)
+        return self.scheduler_type(limits, ports, self.proxy, self._beginning())
 
     def _prompt(self, index: int) -> Prompt:
         return replace(prompt_at(index), domain=f"source {index % len(self.shares)}")

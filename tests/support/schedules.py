@@ -21,10 +21,10 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import FilterConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.limits import Plan
+from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Beginning, Outside, RolloutScheduler
-from rollflow.tasks.rollout.weight_sync import AsyncController, Hooks
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from rollflow.tasks.verifiers.verifier import Score
 from tests.support.ledger import Ledger
@@ -96,9 +96,9 @@ class Case:
     seed: int = 0
 
     @property
-    def plan(self) -> Plan:
+    def limits(self) -> RolloutLimits:
         """What the scheduler works to."""
-        return Plan(
+        return RolloutLimits(
             seed=self.seed,
             batches=self.batches,
             groups=self.groups,
@@ -191,25 +191,25 @@ class Life:
         case = self.case
         self.engines = {place: self._engine(place) for place in range(len(case.speeds))}
         self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing)
-        outside = Outside(self._prompt, self._score, self._commit, pack=_as_it_is)
+        ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is)
         self.writer = self.ledger.scheduling()
-        self.scheduler = RolloutScheduler(case.plan, outside, self.proxy, Beginning.of_state(self.writer.log.state))
+        self.scheduler = RolloutScheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
         hooks = Hooks(self.scheduler.published, lambda _: self.scheduler.wake())
-        controller = AsyncController(self.proxy, self, case.in_flight, hooks)
+        sync = WeightSync(self.proxy, self, case.in_flight, hooks)
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [controller.run(case.batches), self.scheduler.run(), *map(self._trouble, case.trouble)]
+                beside = [sync.run(case.batches), self.scheduler.run(), *map(self._trouble, case.trouble)]
                 running = [tasks.create_task(one) for one in beside]
                 await self._learn()
                 for task in running:
                     task.cancel()
         finally:
-            lanes = self.proxy._lanes.places.values()
+            lanes = self.proxy._queue.places.values()
             assert self.proxy.running == 0
             assert all(lane.taken == 0 for lane in lanes), "a slot is held for nobody"
 
     async def _commit(self, staged: StagedBatch) -> None:
-        scheduler, rounds = self.scheduler, self.scheduler._rounds
+        scheduler, rounds = self.scheduler, self.scheduler._order
         held = [*scheduler._running, *scheduler.buffer.keys, *rounds._again, *rounds._left, *rounds._tail]
         await self.ledger.commit(self.writer, staged, held)
 

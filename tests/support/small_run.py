@@ -103,7 +103,7 @@ def batch(context: RunContext, number: int) -> StagedBatch:
 
     One prompt more is in flight than batches have used. A batch that was voided is made again of the next attempts.
     """
-    order, draw, state = context.order(), random.Random(number), context.log.state
+    order, draw, state = context.prompts(), random.Random(number), context.log.state
     again, first = number in state.holes, number * GROUPS
     gone = (Discard(GroupKey(first, 0), DiscardReason.STALE, 0, 21),) if number == 2 and not again else ()
     attempts = state.open | {discard.key.prompt: discard.key.attempt + 1 for discard in gone}

@@ -21,9 +21,9 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import FilterConfig, PolicyConfig, RolloutConfig, Routing, RunConfig, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.issue_order import Issue, Rounds
-from rollflow.tasks.rollout.limits import Plan, filtered, plan_of
-from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Probe
+from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
+from rollflow.tasks.rollout.limits import RolloutLimits, filtered, limits_of
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions
 from tests.support.pipeline import Pipeline
 
 NO_PROBE = Probe((), (), 0.1)
@@ -94,27 +94,27 @@ def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
 
 
 def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
-    plan = Plan(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
-    rounds = Rounds(plan, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)], [(3, 1)])
-    assert rounds.enter(0, 0) == 1
-    assert rounds.next().key == GroupKey(4, 0)
-    rounds.ended(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
-    assert rounds.next().key == GroupKey(5, 0)  # this round is short to its end
-    assert rounds.enter(1, 1) == 0
-    issued = [rounds.next(), rounds.next()]
+    limits = RolloutLimits(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
+    order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)], [(3, 1)])
+    assert order.enter(0, 0) == 1
+    assert order.next().key == GroupKey(4, 0)
+    order.ended(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
+    assert order.next().key == GroupKey(5, 0)  # this round is short to its end
+    assert order.enter(1, 1) == 0
+    issued = [order.next(), order.next()]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(4, 1)]
     assert all(issue.awaited and issue.responses == 1 for issue in issued)
-    assert rounds.next().key == GroupKey(6, 0)  # nothing waits any more
+    assert order.next().key == GroupKey(6, 0)  # nothing waits any more
 
 
 def test_the_last_round_takes_what_waits_in_the_tail() -> None:
-    plan = Plan(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
-    assert plan.batches == 3
-    rounds = Rounds(plan, Cursor((5,), (0,)), [GroupKey(3, 1)], [(3, 1)])
-    assert rounds.enter(1, 1) == 1
-    assert rounds.next().key == GroupKey(5, 0)  # one prompt makes no round
-    assert rounds.enter(2, 2) == 0
-    issued = [rounds.next(), rounds.next()]
+    limits = RolloutLimits(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
+    assert limits.batches == 3
+    order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(3, 1)], [(3, 1)])
+    assert order.enter(1, 1) == 1
+    assert order.next().key == GroupKey(5, 0)  # one prompt makes no round
+    assert order.enter(2, 2) == 0
+    issued = [order.next(), order.next()]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(6, 0)]
     assert [issue.awaited for issue in issued] == [True, False]
     assert all(issue.responses == 1 for issue in issued)
@@ -152,36 +152,36 @@ def test_a_prompt_that_was_left_behind_often_enough_is_awaited() -> None:
 
 
 def test_a_scheduler_that_died_still_knows_who_was_left_behind() -> None:
-    rounds = Rounds(plan_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
-    rounds.enter(0, 0)
-    assert [rounds.next() for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
-    rounds.ended(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
-    rounds.enter(1, 1)
-    assert rounds.next() == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
+    order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
+    order.enter(0, 0)
+    assert [order.next() for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
+    order.ended(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
+    order.enter(1, 1)
+    assert order.next() == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
 
 
 def test_of_what_is_trained_on_or_filtered_nothing_is_kept() -> None:
-    rounds = Rounds(plan_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)])
-    rounds.taken([4, 8])
-    rounds.ended(Discard(GroupKey(3, 5), DiscardReason.FILTERED, 0, 7))
-    assert not rounds._behind
+    order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)])
+    order.taken([4, 8])
+    order.ended(Discard(GroupKey(3, 5), DiscardReason.FILTERED, 0, 7))
+    assert not order._behind
 
 
 @pytest.mark.parametrize("reason", list(DiscardReason))
 @pytest.mark.parametrize("tokens", [0, 7])
 def test_only_what_ran_and_was_left_behind_counts_as_slow(reason: DiscardReason, tokens: int) -> None:
     """Not an engine's death, nor a batch that rotted, nor a request that had no time to start."""
-    rounds = Rounds(plan_for(tail_batching=True), Cursor((9,), (0,)), [])
-    rounds.ended(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
+    order = IssueOrder(limits_for(tail_batching=True), Cursor((9,), (0,)), [])
+    order.ended(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
     slow = tokens > 0 and reason in (DiscardReason.REDUNDANT, DiscardReason.STALE)
     assert discard.slow == slow
-    rounds.enter(5, 5)
-    waits_in_the_tail = reason.issued_again and rounds.next().key.prompt != 3
+    order.enter(5, 5)
+    waits_in_the_tail = reason.issued_again and order.next().key.prompt != 3
     assert waits_in_the_tail == slow
 
 
-def plan_for(**choices: Any) -> Plan:
-    return replace(Plan(0, 99, 2, 1, 0.0, 9, 1, 9, 1.0, **DROP), **choices)
+def limits_for(**choices: Any) -> RolloutLimits:
+    return replace(RolloutLimits(0, 99, 2, 1, 0.0, 9, 1, 9, 1.0, **DROP), **choices)
 
 
 # --- what a batch is made of --------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def plan_for(**choices: Any) -> Plan:
 )
 def test_nothing_is_dropped_unless_a_person_asks_for_it(choices: dict[str, Any], bound: str) -> None:
     config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
-    assert plan_of(config).at_bound == bound
+    assert limits_of(config).at_bound == bound
 
 
 def test_waiting_at_the_bound_drops_nothing() -> None:
@@ -328,7 +328,7 @@ async def asked(engines: Sequence[Seen], routing: Routing, groups: int, size: in
 
     async def one(group: int, sample: int) -> None:
         request = GenerationRequest(f"{group}.{sample}", (group,), 64, seed=group * 100 + sample)
-        await proxy.generate(request, Asked(group, group))
+        await proxy.generate(request, RequestOptions(group, group))
 
     await asyncio.gather(*(one(group, sample) for group in range(groups) for sample in range(size)))
     return asyncio.get_running_loop().time()

@@ -176,7 +176,7 @@ class Filtering(RolloutScheduler):
     """Finds no signal in three of four groups of one source, and in few of the others."""
 
     def _scored(self, group: TrajectoryGroup, issue: int) -> None:
-        source = group.key.prompt % len(self.plan.shares)
+        source = group.key.prompt % len(self.limits.shares)
         if random.Random(f"{group.key.prompt}").random() < (0.75 if source == FILTERED else 0.05):
             self._filtered(group, "made up")
         else:

@@ -17,9 +17,9 @@ from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.config import JsonlPrompts
 from rollflow.tasks.prompts import pins
+from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.jsonl import questions
 from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
-from rollflow.tasks.prompts.source import Question
 from rollflow.tasks.run_context import RunContext
 from tests.support.small_run import prepare_small, train_small
 
@@ -29,7 +29,7 @@ LINES = 90
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("rollflow.flows.commands.cli.drive", lambda context: 0)
+    monkeypatch.setattr("rollflow.flows.commands.run.drive", lambda context: 0)
 
 
 def content(count: int = LINES) -> bytes:
@@ -45,8 +45,8 @@ def prepared(tmp_path: Path, *, keep: int = 2**28, versions: int = 1, run_id: st
 
 
 def asked(context: RunContext) -> list[str]:
-    order = attach_run(context.uri).order()
-    return [order.prompt(index).text for index in range(LINES)] + [prompt.text for prompt in order.held_out()]
+    prompts = attach_run(context.uri).prompts()
+    return [prompts.prompt(index).text for index in range(LINES)] + [prompt.text for prompt in prompts.held_out()]
 
 
 def appended(file: Path) -> None:
@@ -263,10 +263,10 @@ def test_questions_that_stand_twice_are_held_out_once(tmp_path: Path) -> None:
     """And are not trained on if one of them is held out."""
     (tmp_path / "mine.jsonl").write_bytes(content(20) * 5)
     source = {"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "held_out": 0.1}
-    order = prepare_small(tmp_path, versions=1, prompts=[source]).order()
-    held = [prompt.text for prompt in order.held_out()]
+    prompts = prepare_small(tmp_path, versions=1, prompts=[source]).prompts()
+    held = [prompt.text for prompt in prompts.held_out()]
     assert len(held) == len(set(held))
-    assert not set(held) & {order.prompt(index).text for index in range(200)}
+    assert not set(held) & {prompts.prompt(index).text for index in range(200)}
 
 
 def test_nothing_to_evaluate_with_is_said_before_the_run(tmp_path: Path) -> None:

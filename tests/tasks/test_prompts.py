@@ -11,7 +11,7 @@ import pytest
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.prompts.jsonl import read_file
-from rollflow.tasks.prompts.source import PromptOrder
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -20,8 +20,8 @@ def encode(text: str, chat: bool, system: str | None) -> list[int]:
     return list(text.encode())
 
 
-def order(*configs: PromptConfig, seed: int = 0, held_out: int = 20, longest: int = 200) -> PromptOrder:
-    return PromptOrder(configs, seed, held_out, encode, longest, read_file)
+def order(*configs: PromptConfig, seed: int = 0, held_out: int = 20, longest: int = 200) -> RunPrompts:
+    return RunPrompts(configs, seed, held_out, encode, longest, read_file)
 
 
 def sums(**changes: object) -> ReasoningGymPrompts:

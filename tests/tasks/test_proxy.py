@@ -168,7 +168,7 @@ def test_requests_spread_over_engines_and_keep_to_their_slots() -> None:
         await proxy.update(0, Path(), NO_PROBE, "continue")
         running = [asyncio.create_task(proxy.generate(request(i))) for i in range(12)]
         await asyncio.sleep(0.01)
-        assert [lane.taken for lane in proxy._lanes.live] == [4, 4, 4]
+        assert [lane.taken for lane in proxy._queue.live] == [4, 4, 4]
         await asyncio.gather(*running)
 
     run_virtual(main())

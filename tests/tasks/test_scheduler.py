@@ -34,8 +34,8 @@ from rollflow.tasks.config import FilterConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.admission import allowance
-from rollflow.tasks.rollout.group import Dispatch, Surroundings
-from rollflow.tasks.rollout.limits import Plan
+from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
+from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.verifiers.pool import ScoreRequest
@@ -396,11 +396,11 @@ def test_a_request_that_fails_is_sent_again_and_its_group_keeps_the_rest(attempt
         async def score(_: ScoreRequest) -> Score:
             return Score(1.0, "")
 
-        plan = Plan(0, 1, 1, 4, 0.0, 9, attempts, 64, 1.0)
-        dispatch = Dispatch(
-            GroupKey(0, 0), Surroundings(plan, proxy, score, generated, lambda *_: None), 4, 1, awaited=False
+        limits = RolloutLimits(0, 1, 1, 4, 0.0, 9, attempts, 64, 1.0)
+        rollout = GroupRollout(
+            GroupKey(0, 0), GroupPorts(limits, proxy, score, generated, lambda *_: None), 4, 1, awaited=False
         )
-        running = asyncio.create_task(dispatch.run(Prompt("p", 0, "", "", (1, 2))))
+        running = asyncio.create_task(rollout.run(Prompt("p", 0, "", "", (1, 2))))
         await ended.wait()
         engines[0].kill("killed by the test")
         await asyncio.sleep(2.5)

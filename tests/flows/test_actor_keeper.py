@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from rollflow.flows import post_training
-from rollflow.flows.keepalive.actors import Budget, Keeper, Pending, StageFailed, Ward
+from rollflow.flows.keepalive.actors import ActorKeeper, Budget, GaveUp, Pending, WatchedActor
 from rollflow.flows.post_training import _finish, _give_up
 from rollflow.flows.services import cluster
 from rollflow.flows.views.progress import Progress
@@ -36,7 +36,7 @@ def test_the_first_restart_is_at_once_then_pauses_double() -> None:
     budget = Budget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
     assert budget.spend("rollout", "gone") == 0.0  # each role has a budget of its own
-    with pytest.raises(StageFailed, match=r"learner was started again 4 times within 100 s .* once more: no memory"):
+    with pytest.raises(GaveUp, match=r"learner was started again 4 times within 100 s .* once more: no memory"):
         budget.spend("learner", "no memory")
     now[0] = 101.0
     assert budget.spend("learner", "gone") == 0.0
@@ -124,7 +124,7 @@ def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any
     describe(open_store(str(tmp_path)), "kept", config)
     context = RunContext(str(tmp_path), tmp_path / "cache")
     options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
-    ward = Ward(
+    watched = WatchedActor(
         name="worker",
         start=lambda: ray.remote(Worker).options(**options).remote(tmp_path),
         made=lambda status: float(status["made"]),
@@ -132,7 +132,7 @@ def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any
         patience=5.0,
     )
     try:
-        return context, Keeper(context, ward, print).run()
+        return context, ActorKeeper(context, watched, print).run()
     finally:
         cluster.kill_named(["worker"])
 
@@ -165,7 +165,7 @@ def test_a_note_that_cannot_be_stored_costs_no_actor(tmp_path: Path, monkeypatch
 
 
 def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StageFailed, match=r"worker was started again 2 times .* somebody else published version 3"):
+    with pytest.raises(GaveUp, match=r"worker was started again 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
 
 
@@ -197,11 +197,11 @@ def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any]:
         all={"rollout": SimpleNamespace(seen={})},
     )
     tracker = SimpleNamespace(page="", finish=done.append, log_reward_plot=lambda curves, plot: None)
-    board = SimpleNamespace(stages=stages, tracker=tracker, refresh=done.append, failure="", curves=None)
-    return Log(store).claim("supervisor", cluster="A"), board
+    writer = SimpleNamespace(stages=stages, tracker=tracker, refresh=done.append, failure="", curves=None)
+    return Log(store).claim("supervisor", cluster="A"), writer
 
 
-FAILED = StageFailed("the train stage failed: Deposed: a learner is claimed under the newest supervisor")
+FAILED = GaveUp("the train stage failed: Deposed: a learner is claimed under the newest supervisor")
 
 
 @pytest.mark.parametrize(("cluster", "done"), [("B", ["stages ended"]), ("A", [])])
@@ -211,11 +211,11 @@ def test_a_superseded_supervisor_whose_stage_fails_first_leaves_status_and_track
     """It has not read that there is another one, whose they are now; so are the stages of its own cluster."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
-    supervisor, board = supervised(store, told)
+    supervisor, writer = supervised(store, told)
     Log(store).claim("supervisor", cluster=cluster)
     assert supervisor.valid()
-    _give_up(board, supervisor, FAILED)
-    assert (told, board.failure) == (done, "")
+    _give_up(writer, supervisor, FAILED)
+    assert (told, writer.failure) == (done, "")
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -223,16 +223,16 @@ def test_the_supervisor_of_a_run_says_why_it_failed(monkeypatch: pytest.MonkeyPa
     """Also where the log cannot be read any more."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
-    supervisor, board = supervised(store, told)
+    supervisor, writer = supervised(store, told)
 
     def get(self: MemoryStore, path: str) -> bytes:
         raise Unreachable("object storage did not answer")
 
     if away:
         monkeypatch.setattr(MemoryStore, "get", get)
-    _give_up(board, supervisor, FAILED)
+    _give_up(writer, supervisor, FAILED)
     assert told == ["stages ended", "failed", "FAILED"]
-    assert board.failure == f"StageFailed: {FAILED}"
+    assert writer.failure == f"GaveUp: {FAILED}"
 
 
 @pytest.mark.parametrize("failure", [None, Unreachable("object storage did not answer"), StoreFailed("read-only")])
@@ -245,9 +245,9 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store, keep_last=1, keep_every=100)
     train(store, 5)
-    supervisor, board = supervised(store, told)
+    supervisor, writer = supervised(store, told)
     tracking = SimpleNamespace(tracking=SimpleNamespace(uri=None))
-    board.context = SimpleNamespace(policies=PolicyStore(supervisor.log), config=tracking, key="test-1", store=store)
+    writer.context = SimpleNamespace(policies=PolicyStore(supervisor.log), config=tracking, key="test-1", store=store)
     left = len(supervisor.log.state.releasable)
 
     def delete(self: MemoryStore, path: str) -> None:
@@ -256,6 +256,6 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
 
     if failure:
         monkeypatch.setattr(MemoryStore, "delete", delete)
-    assert _finish(board, board.tracker, supervisor) == {"summary": "of it"}
+    assert _finish(writer, writer.tracker, supervisor) == {"summary": "of it"}
     assert told == ["FINISHED", "done"]
     assert (left, supervisor.log.state.releasable) == (4, [])

@@ -1,8 +1,8 @@
 """What `rollflow run` holds while a run lasts: a Prefect server, a Ray cluster, a runner; private where none is given.
 
 Everything it started ends with it, whatever the reason. What it did not start (`PREFECT_API_URL`,
-`cluster.address`) is used and left as it was. What it started and dies meanwhile it starts again (`upkeep`), and
-the run's supervisor with it (`following`).
+`cluster.address`) is used and left as it was. What it started and dies meanwhile it starts again
+(`keepalive.services`), and the run's supervisor with it (`keepalive.supervisor`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import UUID, uuid4
 
-from rollflow.flows.keepalive.services import RAY, RUNNER, SERVER, Upkeep
+from rollflow.flows.keepalive.services import RAY, RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.locations import home
 from rollflow.flows.services.prefect_api import api, crash_orphans, going, insist, start
 from rollflow.flows.services.process import PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
-from rollflow.flows.views.status import STATUS, RunStatus
-from rollflow.storage.errors import Missing, Unreachable
+from rollflow.flows.views.status import RunStatus
+from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
@@ -82,38 +82,38 @@ class Session:
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
         """The run's status, again and again until it ended; the last one says how.
 
-        Meanwhile whatever died is started again: see `upkeep` and `following`.
+        Meanwhile whatever died is started again: see `keepalive.services` and `keepalive.supervisor`.
         """
-        from rollflow.flows.keepalive.supervisor import Following
+        from rollflow.flows.keepalive.supervisor import SupervisorKeeper
 
-        following = Following(context, flow_run, self.upkeep(context.config.recovery))
+        keeper = SupervisorKeeper(context, flow_run, self.service_keeper(context.config.recovery))
         looked, status = 0.0, RunStatus(context.run_id, versions=context.config.versions)
         while not status.ended:
             time.sleep(POLL_SECONDS)
-            status = following.read(status)
+            status = keeper.read(status)
             if status.ended or time.monotonic() - looked > LOOK_SECONDS:
-                status, looked = following.look(status), time.monotonic()
+                status, looked = keeper.look(status), time.monotonic()
             yield status
-        following.await_end()
+        keeper.await_end()
 
     def serve(self, log: Callable[[str], None], ended: threading.Event) -> None:
         """Look after the services, and on a private server after the runs, until `ended` is set.
 
         Raises:
-            StageFailed: a service cannot be kept up.
+            GaveUp: a service cannot be kept up.
         """
-        from rollflow.flows.recover import PickUp
+        from rollflow.flows.keepalive.crashed import PickUp
 
-        upkeep = self.upkeep(RecoveryConfig())
+        service_keeper = self.service_keeper(RecoveryConfig())
         pick_up = PickUp(self.deployment) if SERVER in self.services else None
         while not ended.wait(LOOK_SECONDS):
-            upkeep.look(lambda recovery: log(f"recovered {recovery.sentence()}"))
+            service_keeper.look(lambda recovery: log(f"recovered {recovery.sentence()}"))
             if pick_up:
                 pick_up.look(log)
 
-    def upkeep(self, limits: RecoveryConfig) -> Upkeep:
+    def service_keeper(self, limits: RecoveryConfig) -> ServiceKeeper:
         """Who looks after the services."""
-        return Upkeep(self.deployment, self.services, limits)
+        return ServiceKeeper(self.deployment, self.services, limits)
 
     def cancel(self, context: RunContext) -> None:
         """End the run's flow runs as cancelled, and its actors where the cluster is not ours to stop."""
@@ -167,12 +167,3 @@ def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Sessi
 
 def _import_prefect() -> None:
     import prefect.deployments  # noqa: F401 - takes seconds
-
-
-def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
-    """The run's `status.json`, unless another supervisor than `flow_run` wrote it (which no clock would tell)."""
-    try:
-        status = RunStatus.from_json(context.store.get(STATUS))
-    except Missing:
-        return None
-    return status if flow_run is None or status.flow_run == str(flow_run) else None

@@ -20,8 +20,8 @@ from rollflow.tasks.clock import VirtualClockLoop, run_virtual
 from rollflow.tasks.config import Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import Asked, InferenceProxy, Probe, Reservation
-from rollflow.tasks.rollout.slots import Lane, Lanes, Ticket
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions, Reservation
+from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 
 SLOTS = 3
 PATIENCE = 5.0
@@ -33,14 +33,14 @@ TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, secon
 class Holder:
     """Somebody with a ticket: it waits, holds what it was granted until it is told to go, and gives it back."""
 
-    lanes: Lanes
+    queue: SlotQueue
     ticket: Ticket
     go: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: str = "waits"
 
     async def run(self) -> None:
         try:
-            lane = await self.lanes.take(self.ticket)
+            lane = await self.queue.take(self.ticket)
         except EngineFailed:
             self.outcome = "given up"
             return
@@ -51,7 +51,7 @@ class Holder:
         try:
             await self.go.wait()
         finally:
-            self.lanes.release(lane, self.ticket)
+            self.queue.release(lane, self.ticket)
             self.outcome = "released"
 
 
@@ -61,7 +61,7 @@ class LanesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualClockLoop()
-        self.lanes = Lanes("least-work", PATIENCE)
+        self.queue = SlotQueue("least-work", PATIENCE)
         self.holders: list[tuple[Holder, asyncio.Task[None]]] = []
         self.all: list[Lane] = []
         self.cancelled: list[asyncio.Task[None]] = []
@@ -88,10 +88,10 @@ class LanesMachine(RuleBasedStateMachine):
         lane = Lane(TimedEngine(TIMED), SLOTS)
         lane.serves.set()
         self.all.append(lane)
-        old = self.lanes.put(place, lane)
+        old = self.queue.put(place, lane)
         if old is not None and old.failure is None:
             old.failure = EngineFailed("replaced")
-            self.lanes.changed(old)
+            self.queue.changed(old)
 
     @rule(place=st.integers(0, 2))
     def an_engine_joins(self, place: int) -> None:
@@ -99,7 +99,7 @@ class LanesMachine(RuleBasedStateMachine):
 
     @rule(priority=st.integers(0, 3), group=st.integers(0, 2), width=st.integers(1, SLOTS))
     def somebody_asks(self, priority: int, group: int, width: int) -> None:
-        holder = Holder(self.lanes, self.lanes.ticket(priority, group, width))
+        holder = Holder(self.queue, self.queue.ticket(priority, group, width))
         self.holders.append((holder, self.loop.create_task(holder.run())))
 
     @rule(number=st.integers(0, 9))
@@ -115,7 +115,7 @@ class LanesMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9))
     def one_is_withdrawn(self, number: int) -> None:
         if found := self.pick(number, "waits"):
-            self.step(self.lanes.withdraw, found[0].ticket)
+            self.step(self.queue.withdraw, found[0].ticket)
 
     @rule(number=st.integers(0, 9))
     def one_ends_as_another_is_cancelled(self, number: int) -> None:
@@ -130,13 +130,13 @@ class LanesMachine(RuleBasedStateMachine):
 
             self.loop.run_until_complete(both())
 
-    @precondition(lambda self: self.lanes.vacant)
+    @precondition(lambda self: self.queue.vacant)
     @rule(number=st.integers(0, 9))
     def all_are_given_up_as_one_is_cancelled(self, number: int) -> None:
         if found := self.pick(number, "waits"):
 
             def both() -> None:
-                self.lanes._give_up()
+                self.queue._give_up()
                 self.cancel(found[1])
 
             self.step(both)
@@ -145,22 +145,22 @@ class LanesMachine(RuleBasedStateMachine):
     def done(ticket: Ticket) -> bool:
         return ticket.granted is not None and ticket.granted.done()
 
-    @precondition(lambda self: self.lanes.live)
+    @precondition(lambda self: self.queue.live)
     @rule(number=st.integers(0, 2))
     def an_engine_dies(self, number: int) -> None:
-        lane = self.lanes.live[number % len(self.lanes.live)]
+        lane = self.queue.live[number % len(self.queue.live)]
         lane.failure = EngineFailed("died")
-        self.step(self.lanes.changed, lane)
+        self.step(self.queue.changed, lane)
 
-    @precondition(lambda self: self.lanes.live)
+    @precondition(lambda self: self.queue.live)
     @rule(number=st.integers(0, 2))
     def an_engine_suspends_or_resumes(self, number: int) -> None:
-        lane = self.lanes.live[number % len(self.lanes.live)]
+        lane = self.queue.live[number % len(self.queue.live)]
         if lane.serves.is_set():
             lane.serves.clear()
         else:
             lane.serves.set()
-            self.step(self.lanes.changed, lane)
+            self.step(self.queue.changed, lane)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, PATIENCE]))
     def time_passes(self, seconds: float) -> None:
@@ -190,7 +190,7 @@ class LanesMachine(RuleBasedStateMachine):
         waiting = [holder.ticket for holder, task in self.holders if not task.done() and holder.ticket.waits]
         if waiting:
             first = min(waiting, key=lambda ticket: ticket.turn)
-            assert max((lane.free for lane in self.lanes.live), default=0) < first.width
+            assert max((lane.free for lane in self.queue.live), default=0) < first.width
 
     def teardown(self) -> None:
         """Everybody ends, and every slot is free."""
@@ -203,7 +203,7 @@ class LanesMachine(RuleBasedStateMachine):
         assert all(task.cancelled() or task.exception() is None for _, task in self.holders)
         assert all(task.cancelled() for task in self.cancelled)
         assert all(lane.taken == 0 for lane in self.all)
-        assert self.lanes.waiting == 0
+        assert self.queue.waiting == 0
         self.loop.close()
 
 
@@ -213,34 +213,34 @@ LanesMachine.TestCase.settings = settings(
 TestLanes = LanesMachine.TestCase
 
 
-async def waiting(lanes: Lanes, *widths: int) -> list[asyncio.Task[Lane | None]]:
+async def waiting(queue: SlotQueue, *widths: int) -> list[asyncio.Task[Lane | None]]:
     """They ask one after another."""
-    tasks = [asyncio.create_task(lanes.take(lanes.ticket(0, width=width))) for width in widths]
+    tasks = [asyncio.create_task(queue.take(queue.ticket(0, width=width))) for width in widths]
     await asyncio.sleep(0)
     return tasks
 
 
-def serving() -> Lanes:
-    lanes, lane = Lanes("least-work", PATIENCE), Lane(TimedEngine(TIMED), SLOTS)
+def serving() -> SlotQueue:
+    queue, lane = SlotQueue("least-work", PATIENCE), Lane(TimedEngine(TIMED), SLOTS)
     lane.serves.set()
-    lanes.put(0, lane)
-    return lanes
+    queue.put(0, lane)
+    return queue
 
 
 @pytest.mark.parametrize("how", ["cancelled", "withdrawn"])
 def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> None:
     async def main() -> None:
-        lanes = serving()
-        wide = lanes.ticket(0, width=SLOTS)
-        [holds] = await waiting(lanes, 1)
-        leaves = asyncio.create_task(lanes.take(wide))
-        [behind] = await waiting(lanes, 1)
+        queue = serving()
+        wide = queue.ticket(0, width=SLOTS)
+        [holds] = await waiting(queue, 1)
+        leaves = asyncio.create_task(queue.take(wide))
+        [behind] = await waiting(queue, 1)
         assert holds.done()
         assert not behind.done()
         if how == "cancelled":
             leaves.cancel()
         else:
-            lanes.withdraw(wide)
+            queue.withdraw(wide)
         async with asyncio.timeout(1):
             assert await behind is not None
 
@@ -249,9 +249,9 @@ def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> Non
 
 def test_who_is_cancelled_and_given_up_at_the_same_time_is_cancelled() -> None:
     async def main() -> None:
-        lanes = Lanes("least-work", PATIENCE)
-        [task] = await waiting(lanes, 1)
-        lanes._give_up()
+        queue = SlotQueue("least-work", PATIENCE)
+        [task] = await waiting(queue, 1)
+        queue._give_up()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -305,7 +305,7 @@ class Crowd:
             else:
                 assert outcome in (Ending.STOP, Ending.LENGTH) or number in self.aborted, outcome
         assert self.proxy.running == 0
-        assert all(lane.taken == 0 for lane in self.proxy._lanes.places.values())
+        assert all(lane.taken == 0 for lane in self.proxy._queue.places.values())
 
     async def change(self, at: float, what: str, number: int, width: int) -> None:
         await asyncio.sleep(at)
@@ -320,7 +320,7 @@ class Crowd:
             case "cancel":
                 self.cancelled |= {key for key in self.some(number, width) if self.tasks[key].cancel()}
             case "kill":
-                self.proxy._lanes.places[number % 2].engine.kill()  # type: ignore[attr-defined]
+                self.proxy._queue.places[number % 2].engine.kill()  # type: ignore[attr-defined]
             case "join":
                 await self.proxy.join(number % 2, Strict(TIMED))
             case _:
@@ -332,10 +332,10 @@ class Crowd:
 
     def check(self) -> None:
         """Nobody waits while there is room."""
-        lanes = self.proxy._lanes
-        waiting = [ticket for _, ticket in lanes._queue if ticket.waits]
+        queue = self.proxy._queue
+        waiting = [ticket for _, ticket in queue._queue if ticket.waits]
         if waiting:
-            assert max((lane.free for lane in lanes.live), default=0) < min(waiting, key=lambda t: t.turn).width
+            assert max((lane.free for lane in queue.live), default=0) < min(waiting, key=lambda t: t.turn).width
 
     def some(self, number: int, width: int) -> list[int]:
         running = [key for key, task in self.tasks.items() if not task.done()]
@@ -367,7 +367,7 @@ class Crowd:
 
     async def one(self, name: str, priority: int, within: Reservation | None = None) -> Ending:
         request = GenerationRequest(f"r{name}", (1,), 12, seed=priority)
-        asked = Asked(priority, priority, None, within)
+        asked = RequestOptions(priority, priority, None, within)
         return Ending((await self.proxy.generate(request, asked)).generation.ending)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from rollflow.flows.keepalive.actors import Budget, StageFailed
+from rollflow.flows.keepalive.actors import Budget, GaveUp
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import StoreFailed
@@ -139,7 +139,7 @@ def test_over_the_budget_the_reason_is_told_once(kept: Kept) -> None:
     kept.engines._budget = Budget(RecoveryConfig(restarts=0))
     actor = ray.get_actor(engine_name(1))
     die(actor)
-    with pytest.raises(StageFailed) as caught:
+    with pytest.raises(GaveUp) as caught:
         kept.until(lambda: False)
     assert str(caught.value).count("engine-1 was started again") == 1
 
@@ -148,7 +148,7 @@ def test_a_full_disk_is_no_fault_of_an_engine(kept: Kept, monkeypatch: pytest.Mo
     def full(recovery: object) -> None:
         raise StoreFailed("the disk is full")
 
-    monkeypatch.setattr(kept.engines.chronicle, "write", full)
+    monkeypatch.setattr(kept.engines.reporter, "write", full)
     actor = ray.get_actor(engine_name(1))
     die(actor)
     with pytest.raises(StoreFailed, match="the disk is full"):

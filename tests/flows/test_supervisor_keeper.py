@@ -17,10 +17,11 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed
 
-from rollflow.flows import post_training, recover
-from rollflow.flows.commands import cli
-from rollflow.flows.keepalive import supervisor as following
-from rollflow.flows.keepalive.supervisor import AWAY, Following
+from rollflow.flows import post_training
+from rollflow.flows.commands import run as run_command
+from rollflow.flows.keepalive import crashed as crashed_module
+from rollflow.flows.keepalive import supervisor as supervisor_module
+from rollflow.flows.keepalive.supervisor import AWAY, SupervisorKeeper
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
@@ -57,13 +58,13 @@ def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monke
             raise Unreachable("object storage did not answer")
         return answers.pop()
 
-    monkeypatch.setattr(following, "time", clock)
-    monkeypatch.setattr(following, "read_status", read)
-    monkeypatch.setattr(following, "flow_state", lambda _: RUNNING)
-    monkeypatch.setattr(Following, "_crash", lambda self, reason: crashes.append(reason))
-    monkeypatch.setattr(Following, "_start_again", lambda self, status: status)
-    upkeep: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
-    followed = Following(RunContext(str(tmp_path), tmp_path), uuid4(), upkeep)
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(supervisor_module, "read_status", read)
+    monkeypatch.setattr(supervisor_module, "flow_state", lambda _: RUNNING)
+    monkeypatch.setattr(SupervisorKeeper, "_crash", lambda self, reason: crashes.append(reason))
+    monkeypatch.setattr(SupervisorKeeper, "_start_again", lambda self, status: status)
+    services: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
+    followed = SupervisorKeeper(RunContext(str(tmp_path), tmp_path), uuid4(), services)
     status = RunStatus("long", "training", seconds=5.0)
 
     def looks(seconds: float) -> None:
@@ -97,13 +98,13 @@ def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.Monke
     def start_again(flow_run: UUID, context: RunContext) -> Any:
         if context.uri in away:
             raise Unreachable("object storage did not answer")
-        return recover.Successor(context, flow_run, recover.Pending("supervisor", "killed", 1))
+        return crashed_module.Successor(context, flow_run, crashed_module.Pending("supervisor", "killed", 1))
 
-    monkeypatch.setattr(recover, "api", api)
-    monkeypatch.setattr(recover, "supervisors", lambda *_: crashed)
-    monkeypatch.setattr(recover, "start_again", start_again)
-    monkeypatch.setattr(recover.Successor, "up", lambda _: False)
-    pick_up = recover.PickUp("rollflow")
+    monkeypatch.setattr(crashed_module, "api", api)
+    monkeypatch.setattr(crashed_module, "supervisors", lambda *_: crashed)
+    monkeypatch.setattr(crashed_module, "start_again", start_again)
+    monkeypatch.setattr(crashed_module.Successor, "up", lambda _: False)
+    pick_up = crashed_module.PickUp("rollflow")
     pick_up.look(told.append)
     pick_up.look(told.append)
     assert told == ["run second goes on: killed"]
@@ -130,9 +131,9 @@ def test_a_long_run_is_started_again_though_many_began_after_it(
         read_flow_runs=lambda limit, offset=0, **_: there[offset : offset + limit],
         create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(id=named["idempotency_key"]),
     )
-    monkeypatch.setattr(recover, "api", lambda: contextlib.nullcontext(client))
+    monkeypatch.setattr(crashed_module, "api", lambda: contextlib.nullcontext(client))
     oldest = there[-1]
-    successor = recover.start_again(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
+    successor = crashed_module.start_again(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
     assert successor is not None
     assert str(successor.flow_run) == f"after:{oldest.id}"
 
@@ -217,10 +218,10 @@ def test_the_end_of_a_run_is_told_as_soon_as_its_store_answers(
         yield
 
     monkeypatch.setattr("rollflow.tasks.run_context.open_store", opened)
-    monkeypatch.setattr("rollflow.flows.services.session.open_session", session)
-    monkeypatch.setattr(cli, "_show", lambda *_: RunStatus("run", "done"))
+    monkeypatch.setattr("rollflow.flows.commands.run.open_session", session)
+    monkeypatch.setattr(run_command, "_show", lambda *_: RunStatus("run", "done"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    assert cli.drive(RunContext(patient.uri, patient.cache)) == 0
+    assert run_command.drive(RunContext(patient.uri, patient.cache)) == 0
     printed = capsys.readouterr().out
     assert "object storage did not answer; waiting for it" in printed
     assert "clean" in printed

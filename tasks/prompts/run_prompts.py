@@ -10,63 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
-from rollflow.tasks.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.config import PromptConfig
+from rollflow.tasks.prompts import build_source
+from rollflow.tasks.prompts.base import Encoder, Question, Reader
 
 SAMPLED = 16  # training questions that a source's hash is made of
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt before it is tokens: its text, the right answer, and what the verifier needs."""
-
-    text: str
-    answer: str
-    reference: Mapping[str, Any]
-
-
-class QuestionSource(Protocol):
-    """One `[[prompts]]` entry. All three streams are deterministic and free of held-out texts but the last."""
-
-    domain: str
-
-    def training(self, position: int) -> Question:
-        """The training question at `position`."""
-
-    def demonstration(self, position: int) -> Question:
-        """A question for supervised cold start, from another stream than training."""
-
-    def held_out(self, count: int) -> list[Question]:
-        """Up to `count` distinct questions for evaluation."""
-
-
-class Encoder(Protocol):
-    """Turns a question's text into prompt tokens (plain, or through the chat template)."""
-
-    def __call__(self, text: str, chat: bool, system: str | None) -> Sequence[int]: ...
-
-
-def open_source(
-    config: PromptConfig, seed: int, held_out: int, read: Callable[[JsonlPrompts], bytes]
-) -> QuestionSource:
-    """The question source of one `[[prompts]]` entry, with `held_out` questions kept for evaluation."""
-    match config:
-        case ReasoningGymPrompts():
-            from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
-
-            return ReasoningGymSource(config, seed, held_out)
-        case JsonlPrompts():
-            from rollflow.tasks.prompts.jsonl import JsonlSource
-
-            return JsonlSource(config, seed, read(config))
-
-
-class PromptOrder:
+class RunPrompts:
     """The run's prompts. See the module's docstring for the guarantees."""
 
     def __init__(
@@ -76,7 +31,7 @@ class PromptOrder:
         held_out: int,
         encode: Encoder | None,
         longest: int,
-        read: Callable[[JsonlPrompts], bytes],
+        read: Reader,
     ) -> None:
         """`longest` is how many tokens a prompt may have; without an encoder only texts can be asked for.
 
@@ -84,7 +39,7 @@ class PromptOrder:
         """
         self.configs = configs
         share = -(-held_out // len(configs))
-        self.sources = [open_source(config, seed, share, read) for config in configs]
+        self.sources = [build_source(config, seed, share, read) for config in configs]
         self._held_out = held_out
         self._encode = encode
         self._longest = longest
@@ -148,7 +103,7 @@ class PromptOrder:
 
     def _prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
         config, domain = self.configs[which], self.sources[which].domain
-        assert self._encode is not None, "this order was opened for texts only"
+        assert self._encode is not None, "they were opened for texts only"
         tokens = tuple(self._encode(question.text, config.chat, config.system))
         if len(tokens) > self._longest:
             raise ConfigError(

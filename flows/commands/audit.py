@@ -1,0 +1,23 @@
+"""`rollflow audit RUN`: prove a run's invariants from its storage alone."""
+
+from __future__ import annotations
+
+import argparse
+
+from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.locations import find_run
+from rollflow.flows.views.audit_table import print_report, show_audit
+from rollflow.storage.errors import ConfigError, Missing
+
+
+def command(options: argparse.Namespace) -> int:
+    """Audit the run and print the report; it fails where there is a violation."""
+    context = find_run(options.run, options.store)
+    try:
+        report = show_audit(context.store, deep=options.deep)
+    except Missing:
+        raise ConfigError(
+            f"run {options.run!r}: there is no such run in {context.uri}; check the run id or --store"
+        ) from None
+    print_report(report, context.config.shares)
+    return OK if report.clean else FAILED

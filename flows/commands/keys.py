@@ -1,0 +1,17 @@
+"""`rollflow keys`: every key of a recipe, with its default and meaning."""
+
+from __future__ import annotations
+
+import argparse
+
+from rollflow.flows.commands import OK
+from rollflow.flows.config import describe_keys
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.simulation.hardware import Hardware
+
+
+def command(options: argparse.Namespace) -> int:
+    """Print them."""
+    for line in describe_keys(Hardware if options.hardware else RunConfig):
+        print(line)
+    return OK

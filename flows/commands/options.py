@@ -1,0 +1,137 @@
+"""Every verb of the command line and its options. Each verb's own module is named as it is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(prog="rollflow", description="asynchronous RL post-training of language models")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="train a policy as a recipe says")
+    run.add_argument("recipe", type=Path)
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. train.learning_rate=1e-4")
+    run.add_argument("--run-id", help="default: the recipe's name and the time")
+    run.set_defaults(verb="run")
+
+    resume = commands.add_parser("resume", help="go on with a run that was stopped")
+    _run_argument(resume, required=True)
+    resume.set_defaults(verb="resume")
+
+    check = commands.add_parser("check", help="validate a recipe")
+    check.add_argument("recipe", type=Path)
+    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    check.set_defaults(verb="check")
+
+    status = commands.add_parser("status", help="how a run stands (default: the newest)")
+    _run_argument(status, required=False)
+    status.set_defaults(verb="status")
+
+    audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
+    _run_argument(audit, required=True)
+    audit.add_argument("--deep", action="store_true", help="from the first entry on, and every object")
+    audit.set_defaults(verb="audit")
+
+    _storage_commands(commands)
+
+    _simulation_commands(commands)
+
+    keys = commands.add_parser("keys", help="every key of a recipe, with its default and meaning")
+    keys.add_argument("--hardware", action="store_true", help="those of a hardware file for `simulate`")
+    keys.set_defaults(verb="keys")
+
+    serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
+    serve.set_defaults(verb="serve")
+
+    doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
+    doctor.set_defaults(verb="doctor")
+    return top
+
+
+def _storage_commands(commands: Any) -> None:
+    """What reads a run's storage, and needs nothing else."""
+    replay = commands.add_parser("replay", help="train a version again from its parent and batch, and compare")
+    _run_argument(replay, required=True)
+    which = replay.add_mutually_exclusive_group()
+    which.add_argument("version", nargs="?", type=int, help="default: the newest")
+    which.add_argument("--all", action="store_true", help="every version, from the first")
+    replay.set_defaults(verb="replay")
+
+    inspect = commands.add_parser("inspect", help="lineage: what a run, a version or a trajectory came from")
+    _run_argument(inspect, required=True)
+    inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
+    inspect.set_defaults(verb="inspect")
+
+    log = commands.add_parser("log", help="the story of a run, a line for each entry of its log")
+    _run_argument(log, required=True)
+    log.add_argument("--follow", action="store_true", help="go on with what is new, until Ctrl-C")
+    log.add_argument("--json", action="store_true", help="the entries themselves, one a line")
+    log.set_defaults(verb="log")
+
+    repair = commands.add_parser("repair", help="what can be done about a damaged log")
+    _run_argument(repair, required=True)
+    repair.add_argument("--yes", action="store_true", help="do it")
+    repair.set_defaults(verb="repair")
+
+    export = commands.add_parser("export", help="write a version as a Hugging Face folder")
+    _run_argument(export, required=True)
+    export.add_argument("version", type=int)
+    export.add_argument("folder", type=Path, help="a new folder")
+    export.set_defaults(verb="export")
+
+    gc = commands.add_parser("gc", help="delete objects that nothing in the run needs any more")
+    _run_argument(gc, required=True)
+    gc.add_argument("--dry-run", action="store_true", help="show them, delete nothing")
+    gc.add_argument("--older-than", default="1h", metavar="AGE", help="e.g. 30m, 1h (the default), 2d")
+    gc.set_defaults(verb="gc")
+
+
+def _simulation_commands(commands: Any) -> None:
+    """What runs on a virtual clock."""
+    simulate = commands.add_parser("simulate", help="what a recipe would do on other hardware, in virtual time")
+    simulate.add_argument("recipe", type=Path)
+    simulate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    where = simulate.add_mutually_exclusive_group(required=True)
+    where.add_argument("--hardware", type=Path, metavar="FILE", help="a TOML file, or the name of a shipped one")
+    where.add_argument("--from-run", metavar="RUN", help="a recorded run: its own latencies, and how well they predict")
+    simulate.add_argument("--store", help="the store that holds RUN; default: the one in the run home")
+    simulate.add_argument("--versions", type=_positive, metavar="N", help="default: the recipe's")
+    simulate.add_argument("--plot", type=Path, metavar="OUT", help="draw the timeline: OUT.png, OUT.html; OUT: both")
+    simulate.add_argument("--save-hardware", type=Path, metavar="FILE", help="with --from-run: write what was fitted")
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    simulate.set_defaults(verb="simulate")
+    _plan_command(commands)
+
+
+def _plan_command(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="the best split between rollout and training, and alpha, by simulation")
+    plan.add_argument("recipe", type=Path)
+    plan.add_argument("--gpus", type=_positive, required=True, metavar="N", help="all of them, to be divided")
+    plan.add_argument("--hardware", type=Path, required=True, metavar="FILE", help="as for `simulate`")
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    plan.add_argument("--alpha", type=float, default=8.0, metavar="MAX", help="largest alpha tried (default: 8)")
+    plan.add_argument("--quick", action="store_true", help="at most 40 shorter simulations instead of 80")
+    plan.add_argument("--best", type=_positive, default=6, metavar="N", help="rows of the table (default: 6)")
+    plan.add_argument(
+        "--max-bias", type=float, default=0.02, metavar="SHARE", help="of the mean length (default: 0.02)"
+    )
+    plan.add_argument("--max-waste", type=float, default=0.15, metavar="SHARE", help="of all tokens (default: 0.15)")
+    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe, and FILE-hardware.toml beside it")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    plan.set_defaults(verb="plan")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a number above 0")
+    return number
+
+
+def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
+    command.add_argument("run", nargs=None if required else "?", help="a run id, or the path or URI of a run's storage")
+    command.add_argument("--store", help="the store that holds the run; default: the one in the run home")

@@ -1,0 +1,17 @@
+"""`rollflow resume RUN`: go on with a run that was stopped."""
+
+from __future__ import annotations
+
+import argparse
+
+from rollflow.flows.commands import run
+from rollflow.flows.locations import find_run
+from rollflow.flows.session import check_addresses
+
+
+def command(options: argparse.Namespace) -> int:
+    """See the run to its end, from where its storage says it is."""
+    context = find_run(options.run, options.store)
+    check_addresses(context.config, context.uri)
+    context.prompts()  # what it asks must be what it asked
+    return run.drive(context)

@@ -1,0 +1,92 @@
+"""`rollflow run RECIPE`: start what the run needs, show it until it ends, and print its summary."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.config import load_recipe
+from rollflow.flows.locations import new_run_id, store_uri
+from rollflow.flows.prepare import prepare
+from rollflow.flows.session import Session, check_addresses, open_session
+from rollflow.flows.views.audit_table import show_audit
+from rollflow.flows.views.console import open_view, print_summary
+from rollflow.flows.views.status import STATUS, RunStatus, read_status
+from rollflow.flows.views.summary import SUMMARY
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.journal.usage import read_usage
+from rollflow.tasks.run_context import RunContext
+
+
+def command(options: argparse.Namespace) -> int:
+    """Prepare a run and see it to its end."""
+    config = load_recipe(options.recipe, options.set)
+    check_addresses(config, store_uri(config))
+    context = prepare(config, new_run_id(config.name) if options.run_id is None else options.run_id)
+    return drive(context)
+
+
+def drive(context: RunContext) -> int:
+    """Start what the run needs, show it until it ends, and print its summary."""
+    print(f"run {context.run_id} in {context.store.uri}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
+    try:
+        with open_session(context.key, context.config.cluster.address) as session:
+            status = _show(session, context)
+    except KeyboardInterrupt:
+        return _stopped(context)
+    if status.phase == "failed":
+        reason = status.messages[-1] if status.messages else "no reason was recorded"
+        print(f"rollflow: the run failed: {reason}", file=sys.stderr)
+        print(f"go on with: rollflow resume {context.uri}", file=sys.stderr)
+        return FAILED
+    try:
+        summary = _closed(context)
+    except Unreachable as error:
+        print(f"the run has ended. {error}; waiting for it", flush=True)
+        summary = _closed(replace(context, patience=context.config.store.patience_seconds))
+    print_summary(summary)
+    return OK if summary["audit"] == "clean" else FAILED
+
+
+def _closed(context: RunContext) -> dict[str, Any]:
+    """The run's summary, with what the flows have used that were still at work when it was made."""
+    summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
+    summary["cpu_seconds"] = read_usage(context.store).totals()
+    context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
+    return summary
+
+
+def _show(session: Session, context: RunContext) -> RunStatus:
+    """Submit the run and show it until it ends; returns its last status. Ctrl-C cancels it first."""
+    status = RunStatus(context.run_id)
+    try:
+        print(f"Prefect {session.page}{session.login}", flush=True)
+        flow_run = session.submit(context)
+        with open_view(sys.stdout) as view:
+            for status in session.follow(context, flow_run):
+                view.show(status)
+    except KeyboardInterrupt:
+        print("\nstopping: ending the flows, the cluster and the server", flush=True)
+        session.cancel(context)
+        raise
+    return status
+
+
+def _stopped(context: RunContext) -> int:
+    """After Ctrl-C: what stands, and how to go on."""
+    try:
+        last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
+        context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())
+        report = show_audit(context.store, deep=False)
+    except Unreachable as error:
+        print(f"stopped; {error}\nonce it does, go on with: rollflow resume {context.uri}")
+        return FAILED
+    state = "clean" if report.clean else f"{len(report.violations)} violations"
+    print(f"stopped at version {report.versions}; audit: {state}; go on with: rollflow resume {context.uri}")
+    return FAILED

@@ -1,0 +1,188 @@
+"""`rollflow simulate`: what a recipe would do on other hardware, in virtual time.
+
+Prints figures, and on request draws the timeline, writes the figures as JSON, or compares a prediction with a recorded
+run. Needs neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from rollflow.flows.views.console import duration, staleness_bar
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.simulation.figures import Figures
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.timeline import Timeline
+from rollflow.tasks.simulation.world import Simulated, simulate
+
+PLOTS = (".png", ".html")
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Files to write besides the table."""
+
+    plots: tuple[Path, ...] = ()
+    json: Path | None = None
+
+    @classmethod
+    def of(cls, plot: Path | None, json: Path | None) -> Outputs:
+        """`plot` names a .png or an .html file; without an ending, both are meant.
+
+        Raises:
+            ConfigError: it has another ending, or a folder is not there.
+        """
+        plots: tuple[Path, ...] = ()
+        if plot is not None:
+            plots = (plot,) if plot.suffix else tuple(plot.with_suffix(ending) for ending in PLOTS)
+            if plots[0].suffix not in PLOTS:
+                raise ConfigError(f"--plot {str(plot)!r}: give a name that ends in .png or .html, or in none for both")
+        for path in (*plots, *([json] if json else [])):
+            if not path.parent.is_dir():
+                raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}; make it")
+        return cls(plots, json)
+
+
+def run_simulation(
+    config: RunConfig, hardware: Hardware, versions: int | None, outputs: Outputs, *, console: Console | None = None
+) -> Simulated:
+    """Simulate, print the table, write the files."""
+    console = console or Console(highlight=False)
+    with _progress(versions or config.versions) as watch:
+        simulated = simulate(config, hardware, versions=versions, timeline=bool(outputs.plots), watch=watch)
+    console.print(table(simulated.figures, config, hardware))
+    if simulated.timeline is not None:
+        title = f"{config.name}: {hardware.title or 'simulated'}, async_ratio {config.async_ratio:g}"
+        for path in outputs.plots:
+            _draw(simulated.timeline, title, path)
+            console.print(f"timeline in {path}", soft_wrap=True)
+    if outputs.json is not None:
+        outputs.json.write_text(json.dumps(as_json(simulated.figures), indent=2))
+        console.print(f"figures in {outputs.json}", soft_wrap=True)
+    return simulated
+
+
+def as_json(figures: Figures) -> dict[str, Any]:
+    """All figures as JSON."""
+    bias = {"mean_difference": figures.bias.mean_difference, "p99_difference": figures.bias.p99_difference}
+    found = asdict(figures)
+    return {**found, "staleness_mean": figures.staleness_mean, "bias": {**found["bias"], **bias}}
+
+
+def _draw(timeline: Timeline, title: str, path: Path) -> None:
+    if path.suffix == ".png":
+        from rollflow.flows.views.timeline_png import draw_png
+
+        draw_png(timeline, title, path)
+    else:
+        from rollflow.flows.views.timeline_html import draw_html
+
+        draw_html(timeline, title, path)
+
+
+@contextmanager
+def _progress(versions: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, while it is a terminal; gone when the simulation ends."""
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("versions"))
+    console = Console(file=sys.stderr)
+    quiet = not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("versions", total=versions)
+        yield lambda version: bar.update(task, completed=version)
+
+
+# --- the table -----------------------------------------------------------------------------------------------
+
+
+def table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
+    """What a person reads."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="fold")
+    for label, value in [*_times(figures), *_fates(figures, config), *_bound_rows(figures)]:
+        rows.add_row(label, value)
+    title = Text.assemble((" simulated ", "bold"), (config.name, "cyan"), f" on {hardware.title or 'hardware'} ")
+    return Panel(rows, title=title, title_align="left", border_style="cyan", expand=False)
+
+
+def _times(figures: Figures) -> list[tuple[str, Any]]:
+    idle = figures.idle
+    rows = [
+        ("versions", f"{figures.versions} in {duration(figures.seconds)}; times without the first {figures.warm_up}"),
+        ("step", Text.assemble((f"{figures.step_seconds:,.4g} s", "bold"), f"  (median {figures.step_median:,.4g} s)")),
+        (
+            "throughput",
+            f"{figures.trajectories_per_second:,.4g} trajectories/s, {figures.tokens_per_second:,.0f} tokens/s trained",
+        ),
+        ("idle", f"engines {_share(idle.engines)}   reward {_share(idle.reward)}   learner {_share(idle.learner)}"),
+        ("empty slots", _share(idle.slots)),
+        ("updates", f"{_share(figures.update_share)} of the time"),
+    ]
+    if figures.shares is not None:
+        shares = asdict(figures.shares)
+        rows.append(("of a step", "   ".join(f"{name} {_share(value)}" for name, value in shares.items())))
+    return rows
+
+
+def _fates(figures: Figures, config: RunConfig) -> list[tuple[str, Any]]:
+    tokens, bias = figures.tokens, figures.bias
+    bound = Text(f"  (mean {figures.staleness_mean:.2f}, bound {config.async_ratio:g})", style="dim")
+    wasted = ", ".join(f"{reason} {_of(count, tokens.sampled)}" for reason, count in tokens.wasted.items())
+    rows = [
+        ("staleness", staleness_bar(figures.staleness, 24) + bound),
+        ("tokens", f"{tokens.sampled:,} sampled: trained {_of(tokens.trained, tokens.sampled)}, "
+                   f"unfinished {_of(tokens.unfinished, tokens.sampled)}"),
+        ("wasted", wasted or "nothing"),
+        ("length bias", f"mean {bias.trained_mean:,.4g} of {bias.population_mean:,.4g} ({bias.mean_difference:+.2%}), "
+                        f"p99 {bias.trained_p99:,.0f} of {bias.population_p99:,.0f} ({bias.p99_difference:+.2%}), "
+                        f"{bias.trained:,} responses"),
+    ]  # fmt: skip
+    if figures.evaluations:
+        rows.append(("evaluations", f"{figures.evaluations} on a borrowed engine, {tokens.evaluated:,} tokens besides"))
+    if figures.deaths or figures.restarted:
+        rows.append(
+            (
+                "faults",
+                f"{figures.deaths} engines died, {figures.taken_over} responses went on elsewhere, "
+                f"{figures.restarted} began again",
+            )
+        )
+    return rows
+
+
+def _bound_rows(figures: Figures) -> list[tuple[str, Any]]:
+    bounds, step = figures.bounds, figures.step_seconds
+    asynchronous = "synchronous" if figures.shares is not None else "asynchronous"
+    proven = bounds.sync if figures.shares is not None else bounds.asynchronous
+    limits = (
+        f"no schedule below {bounds.conserving_split:,.4g} s with this split (step is "
+        f"{step / bounds.conserving_split:.2f} x that), {bounds.conserving:,.4g} s with any"
+    )
+    guarantee = (
+        f"{asynchronous} step at most {proven:,.4g} s with {_share(bounds.best_training_share)} of the GPUs for "
+        f"training; asynchrony gains at most {bounds.largest_gain:.2f} x"
+    )
+    if not bounds.guaranteed:
+        guarantee = "says nothing of engines that read their KV cache, fill it, or compute prompts by their length"
+    return [("limits", limits), ("Proposition 2", guarantee)]
+
+
+def _share(value: float) -> str:
+    return f"{max(0.0, value):.1%}"
+
+
+def _of(count: int, total: int) -> str:
+    return _share(count / max(1, total))
