@@ -55,6 +55,7 @@ from rollflow.storage.objects import open_store
 ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
 LIMIT_SECONDS = 180.0  # longest wait for one recovery
 RECORD_SECONDS = 30.0  # longest wait for the record of one that is over
+LEFT = 80  # versions that a run must have left before another kill, or it ends before that one's recovery is seen
 BUCKET, ON_S3 = "chaos", "timed, on S3:"
 
 RECIPE = (
@@ -280,7 +281,7 @@ def _struck(victim: Victim, roles: Sequence[str], seed: int, *, settled: bool) -
                 f"  {victim.engine} v{victim.newest} {role}: {made.to_version:.1f} s, {made.to_progress:.1f} s",
                 flush=True,
             )
-            if victim.version() > victim.versions - 8:
+            if victim.version() > victim.versions - LEFT:
                 break
         return victim.finish(kills, 600)
     except RuntimeError as error:

@@ -34,6 +34,8 @@ from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.rollout import build_scheduler
+from rollflow.tasks.rollout.counts import Counts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
     Evaluations,
@@ -46,7 +48,7 @@ from rollflow.tasks.rollout.evaluation import (
 )
 from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import Counts, ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.run_context import RunContext, claim
 from rollflow.tasks.verifiers.pool import ScoreRequest
@@ -186,7 +188,7 @@ class RolloutActor:
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         ports = SchedulerPorts(self.prompts.prompt, self.reward.score, self._commit)
-        scheduler = RolloutScheduler(limits_of(self.config), ports, self.proxy, resume)
+        scheduler = build_scheduler(limits_of(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
         return scheduler
 

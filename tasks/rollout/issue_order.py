@@ -59,21 +59,22 @@ class IssueOrder:
         issued, self._fresh = tuple(self._fresh), []
         return issued
 
-    def enter(self, batch: int, version: int) -> int:
-        """The next group is for this batch, under this version; returns how many groups its round has to spare."""
+    def advance(self, version: int) -> None:
+        """The engines hold this version: what was left behind under an older one may be issued again."""
         if version > self._version:
             self._version = version
             self._again.extend(self._left)
             self._left.clear()
-        if batch > self._batch:
-            self._batch = batch
-            last = batch >= self._limits.batches - 1
-            self._is_long = self._limits.tail_batching and (last or len(self._tail) >= self._limits.groups)
-            self._long = min(len(self._tail), self._limits.groups) if self._is_long else 0
-        return 0 if self._is_long else self._limits.extra_groups
 
-    def next(self) -> Issue:
-        """The next dispatch of the present round."""
+    def spare(self, batch: int) -> int:
+        """How many groups the round for this batch has to spare."""
+        return 0 if self._is_long_for(batch) else self._limits.extra_groups
+
+    def next(self, batch: int) -> Issue:
+        """The next dispatch; it is for this batch, whose round it begins if it is the first."""
+        if batch > self._batch:
+            self._is_long, self._batch = self._is_long_for(batch), batch
+            self._long = min(len(self._tail), self._limits.groups) if self._is_long else 0
         if self._long:
             self._long -= 1
             return Issue(self._tail.popleft(), self._limits.group_size, awaited=True)
@@ -81,6 +82,12 @@ class IssueOrder:
         key = self._key()
         awaited = self._limits.at_bound == "wait" or (not self._limits.tail_batching and self._is_slow(key))
         return Issue(key, self._limits.group_size + spare, awaited)
+
+    def _is_long_for(self, batch: int) -> bool:
+        if batch <= self._batch:
+            return self._is_long
+        last = batch >= self._limits.batches - 1
+        return self._limits.tail_batching and (last or len(self._tail) >= self._limits.groups)
 
     def taken(self, prompts: Iterable[int]) -> None:
         """Groups of these prompts are in a batch: how slow they were is of no more use."""

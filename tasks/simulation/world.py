@@ -31,9 +31,10 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import RunConfig, TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine, Usage
+from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
 from rollflow.tasks.simulation.figures import Figures, figures_of
@@ -120,7 +121,7 @@ class World:
         self.proxy = InferenceProxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         ports = SchedulerPorts(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack)
-        self.scheduler = RolloutScheduler(limits_of(config), ports, self.proxy, ResumePoint())
+        self.scheduler = build_scheduler(limits_of(config), ports, self.proxy, ResumePoint())
         hooks = Hooks(self._published, self._updated)
         self.sync = WeightSync(self.proxy, self, config.engine.in_flight, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)

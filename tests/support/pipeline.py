@@ -24,6 +24,7 @@ from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.config import RolloutConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
@@ -83,7 +84,7 @@ class Pipeline:
     damage: Mapping[tuple[int, int], Damage] = field(default_factory=dict)  # to (batch, times it was voided before)
     engine_deaths: Sequence[tuple[float, int]] = ()  # (seconds, which engine); a new one joins in its place
     shares: tuple[float, ...] = (1.0,)
-    scheduler_type: type[RolloutScheduler] = RolloutScheduler
+    scheduler_type: Callable[..., RolloutScheduler] = build_scheduler
     choices: Mapping[str, Any] = field(default_factory=dict)  # of the `RolloutLimits`
     routing: Routing = "least-work"
     evaluating: Callable[[Pipeline], Evaluations] | None = None

@@ -21,9 +21,10 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import FilterConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from rollflow.tasks.verifiers.verifier import Score
@@ -193,7 +194,7 @@ class Life:
         self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing)
         ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is)
         self.writer = self.ledger.scheduling()
-        self.scheduler = RolloutScheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
+        self.scheduler = build_scheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
         hooks = Hooks(self.scheduler.published, lambda _: self.scheduler.wake())
         sync = WeightSync(self.proxy, self, case.in_flight, hooks)
         try:
@@ -227,7 +228,7 @@ class Life:
         """A response begins, or begins anew; whether there will be a batch that is not too new for it."""
         prompt, attempt, sample = map(int, id.rstrip("'").split("."))
         self.ledger.started.setdefault(GroupKey(prompt, attempt), {})[sample] = version
-        number = self.scheduler._next
+        number = self.scheduler.due.first
         return number >= self.case.batches or version >= number - self.case.async_ratio
 
     def _prompt(self, index: int) -> Prompt:

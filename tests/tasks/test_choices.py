@@ -96,25 +96,27 @@ def test_what_was_too_slow_gets_a_batch_of_its_own() -> None:
 def test_a_long_round_takes_the_tail_alone_and_has_no_extras() -> None:
     limits = RolloutLimits(0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(4, 0), GroupKey(3, 1)], [(3, 1)])
-    assert order.enter(0, 0) == 1
-    assert order.next().key == GroupKey(4, 0)
+    assert order.spare(0) == 1
+    assert order.next(0).key == GroupKey(4, 0)
     order.ended(Discard(GroupKey(4, 0), DiscardReason.REDUNDANT, 0, 7))
-    assert order.next().key == GroupKey(5, 0)  # this round is short to its end
-    assert order.enter(1, 1) == 0
-    issued = [order.next(), order.next()]
+    assert order.spare(0) == 1  # this round is short to its end
+    assert order.next(0).key == GroupKey(5, 0)
+    order.advance(1)
+    assert order.spare(1) == 0
+    issued = [order.next(1), order.next(1)]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(4, 1)]
     assert all(issue.awaited and issue.responses == 1 for issue in issued)
-    assert order.next().key == GroupKey(6, 0)  # nothing waits any more
+    assert order.next(1).key == GroupKey(6, 0)  # nothing waits any more
 
 
 def test_the_last_round_takes_what_waits_in_the_tail() -> None:
     limits = RolloutLimits(0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, extra_groups=1, extra_responses=1, tail_batching=True, **DROP)
     assert limits.batches == 3
     order = IssueOrder(limits, Cursor((5,), (0,)), [GroupKey(3, 1)], [(3, 1)])
-    assert order.enter(1, 1) == 1
-    assert order.next().key == GroupKey(5, 0)  # one prompt makes no round
-    assert order.enter(2, 2) == 0
-    issued = [order.next(), order.next()]
+    assert order.spare(1) == 1
+    assert order.next(1).key == GroupKey(5, 0)  # one prompt makes no round
+    assert order.spare(2) == 0
+    issued = [order.next(2), order.next(2)]
     assert [issue.key for issue in issued] == [GroupKey(3, 1), GroupKey(6, 0)]
     assert [issue.awaited for issue in issued] == [True, False]
     assert all(issue.responses == 1 for issue in issued)
@@ -153,11 +155,10 @@ def test_a_prompt_that_was_left_behind_often_enough_is_awaited() -> None:
 
 def test_a_scheduler_that_died_still_knows_who_was_left_behind() -> None:
     order = IssueOrder(limits_for(tail_after=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(4, 2)])
-    order.enter(0, 0)
-    assert [order.next() for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
+    assert [order.next(0) for _ in range(2)] == [Issue(GroupKey(3, 5), 1, False), Issue(GroupKey(4, 1), 1, True)]
     order.ended(Discard(GroupKey(3, 5), DiscardReason.STALE, 0, 7))
-    order.enter(1, 1)
-    assert order.next() == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
+    order.advance(1)
+    assert order.next(1) == Issue(GroupKey(3, 6), 1, False)  # once: it is no slow one yet
 
 
 def test_of_what_is_trained_on_or_filtered_nothing_is_kept() -> None:
@@ -175,8 +176,8 @@ def test_only_what_ran_and_was_left_behind_counts_as_slow(reason: DiscardReason,
     order.ended(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
     slow = tokens > 0 and reason in (DiscardReason.REDUNDANT, DiscardReason.STALE)
     assert discard.slow == slow
-    order.enter(5, 5)
-    waits_in_the_tail = reason.issued_again and order.next().key.prompt != 3
+    order.advance(5)
+    waits_in_the_tail = reason.issued_again and order.next(5).key.prompt != 3
     assert waits_in_the_tail == slow
 
 
