@@ -138,7 +138,7 @@ def describe_keys(section: type[Section] = RunConfig) -> list[str]:
     """One line per key: its name, its default, what it means."""
     lines = []
     for name, info in _fields(section):
-        if list(_sections(info.annotation)):
+        if list(sections_of(info.annotation)):
             continue
         default = "" if info.is_required() else f" = {info.get_default(call_default_factory=True)!r}"
         lines.append(f"{name}{default}" + (f"  # {info.description}" if info.description else ""))
@@ -153,13 +153,13 @@ def _keys(section: type[Section]) -> Iterable[str]:
 def _fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
     for name, info in section.model_fields.items():
         yield prefix + name, info
-        for kind in _sections(info.annotation):
+        for kind in sections_of(info.annotation):
             yield from _fields(kind, f"{prefix}{name}.")
 
 
-def _sections(annotation: Any) -> Iterable[type[Section]]:
-    """The sections a field can hold."""
+def sections_of(annotation: Any) -> Iterable[type[Section]]:
+    """The sections that a field of this type can hold, e.g. one for each kind of engine."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for part in get_args(annotation):
-        yield from _sections(part)
+        yield from sections_of(part)

@@ -6,12 +6,16 @@ import argparse
 
 from rollflow.flows.commands import OK
 from rollflow.flows.config import describe_keys
+from rollflow.flows.views.keys_page import keys_page
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 
 
 def command(options: argparse.Namespace) -> int:
     """Print them."""
+    if options.markdown:
+        print(keys_page(), end="")
+        return OK
     for line in describe_keys(Hardware if options.hardware else RunConfig):
         print(line)
     return OK

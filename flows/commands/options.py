@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
     _simulation_commands(commands)
 
     keys = commands.add_parser("keys", help="every key of a recipe, with its default and meaning")
-    keys.add_argument("--hardware", action="store_true", help="those of a hardware file for `simulate`")
+    which = keys.add_mutually_exclusive_group()
+    which.add_argument("--hardware", action="store_true", help="those of a hardware file for `simulate`")
+    which.add_argument("--markdown", action="store_true", help="all of both, as the page docs/configuration.md")
     keys.set_defaults(verb="keys")
 
     serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")

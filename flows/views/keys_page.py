@@ -1,0 +1,99 @@
+"""Every key of a recipe and of a hardware file as one Markdown page, made from the config models alone.
+
+One heading a section, one row a key. The page stands in `docs/configuration.md`; a test compares it with the models.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from rollflow.flows.config import sections_of
+from rollflow.tasks.config import RunConfig, Section
+from rollflow.tasks.simulation.hardware import Hardware
+
+HEAD = """# Configuration
+
+Every key of a recipe, and below them every key of a hardware file. `rollflow keys --markdown` made this page from the
+config models; `tests/test_docs.py` fails when it is out of date. `rollflow keys` prints the same on a terminal.
+
+- A recipe is one TOML file. Every key may be left out, unless its default is *required*.
+- `rollflow run RECIPE --set train.learning_rate=1e-4` changes one key; of a list, name the position:
+  `--set prompts.0.share=2`.
+- `rollflow check RECIPE` says in one sentence what is wrong: the key, the value, the cure.
+- Where a section has a `kind`, the kind decides which other keys it has.
+"""
+TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+
+
+def keys_page() -> str:
+    """The whole page."""
+    lines = [HEAD, "## Recipes", "", *_section(RunConfig, "", RunConfig())]
+    lines += ["## Hardware files", "", *_section(Hardware, "", Hardware())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(section: type[Section], path: str, default: Any) -> Iterator[str]:
+    """Its own keys as a table, then the sections below it; `default` is what stands there if nobody says anything."""
+    plain: list[tuple[str, FieldInfo]] = []
+    nested: list[tuple[str, FieldInfo]] = []
+    for name, info in section.model_fields.items():
+        if not (name == "kind" and _kind(section)):  # its heading says it
+            (nested if list(sections_of(info.annotation)) else plain).append((name, info))
+    yield from ("| key | value | default | meaning |", "|---|---|---|---|")
+    yield from (_row(name, info) for name, info in plain)
+    yield ""
+    for name, info in nested:
+        for kind in sections_of(info.annotation):
+            given = default if isinstance(default, section) else section.model_construct()
+            yield from _headed(kind, info, f"{path}.{name}" if path else name, getattr(given, name))
+
+
+def _headed(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
+    """A section under its heading as a recipe writes it, with the kind where there are several."""
+    heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
+    kind = _kind(section)
+    yield from (f"### {heading} with `kind = {json.dumps(kind)}`" if kind else f"### {heading}", "")
+    if section.__doc__:
+        yield from (inspect.cleandoc(section.__doc__), "")
+    if default is None:
+        yield from ("Left out by default.", "")
+    elif kind and isinstance(default, section):
+        yield from ("This kind is the default.", "")
+    yield from _section(section, path, default)
+
+
+def _kind(section: type[Section]) -> str | None:
+    """The kind that a section always has: it is one choice of several. None where a person may choose it."""
+    field = section.model_fields.get("kind")
+    choices = get_args(field.annotation) if field else ()
+    return choices[0] if len(choices) == 1 else None
+
+
+def _row(name: str, info: FieldInfo) -> str:
+    default = "*required*" if info.is_required() else _value(info.get_default(call_default_factory=True))
+    cells = (f"`{name}`", _type(info.annotation), default, info.description or "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def _type(annotation: Any) -> str:
+    """What a person may write: the choices, or the kind of value."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
+    if annotation in TYPES:
+        return TYPES[annotation]
+    if get_origin(annotation) is tuple:
+        return "list"
+    if get_origin(annotation) is dict:
+        return "table"
+    parts = [part for part in get_args(annotation) if part is not NoneType]
+    return _type(parts[0]) if parts else "text"
