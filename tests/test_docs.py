@@ -1,0 +1,96 @@
+"""The docs name what is there: links, headings, paths, commands and options; and the configuration page is current."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.commands.options import parser
+from rollflow.flows.views.keys_page import keys_page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED = re.compile(r"(?<![\w/.-])(?:flows|tasks|storage|tests|benchmarks|docs|infra)/[\w./-]*[\w/]")
+MODULE = re.compile(r"python -m (benchmarks\.\w+)")
+COMMAND = re.compile(r"\brollflow ([a-z]+)\b([^`\n|]*)")
+TARGET = re.compile(r"\bmake ([a-z]+)\b")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def code(page: Path) -> Iterator[str]:
+    """What stands in backticks: inline code, and the lines of fenced blocks."""
+    text = page.read_text()
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        yield from block.splitlines()
+    yield from re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them from its headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_link(page: Path, link: str) -> str | None:
+    """What is wrong with a link; None if it leads somewhere, or out of the repository."""
+    if link.startswith(("http://", "https://")):
+        return None
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists() or not target.is_relative_to(ROOT):
+        return f"{link}: there is no such file"
+    return f"{link}: there is no such heading" if anchor and anchor not in headings(target) else None
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    """Each verb of the command line and its options."""
+    (found,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+def wrong_command(verb: str, rest: str) -> str | None:
+    """What is wrong with `rollflow VERB ...`; None if it has that verb, and the verb these options."""
+    known = verbs()
+    if verb not in known:
+        return f"rollflow {verb}: there is no such verb"
+    unknown = [option for option in re.findall(r"--[a-z-]+", rest) if option not in known[verb]._option_string_actions]
+    return f"rollflow {verb} {unknown[0]}: there is no such option" if unknown else None
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [wrong for link in LINK.findall(page.read_text()) if (wrong := broken_link(page, link))] == []
+
+
+@each_page
+def test_named_paths_exist(page: Path) -> None:
+    named = {path for text in code(page) if "<" not in text for path in NAMED.findall(text)}
+    assert sorted(path for path in named if not any((ROOT / f"{path}{end}").exists() for end in ("", ".py"))) == []
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    wrong: list[str | None] = []
+    for text in code(page):
+        wrong += [wrong_command(*found) for found in COMMAND.findall(text)]
+        wrong += [f"make {name}: there is no such target" for name in TARGET.findall(text) if name not in targets]
+        files = [name.replace(".", "/") + ".py" for name in MODULE.findall(text)]
+        wrong += [f"{name}: there is no such file" for name in files if not (ROOT / name).exists()]
+    assert [one for one in wrong if one] == []
+
+
+def test_every_verb_is_described() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    assert [verb for verb in verbs() if f"`rollflow {verb}" not in text] == []
+
+
+def test_the_configuration_page_is_current() -> None:
+    page = ROOT / "docs" / "configuration.md"
+    assert page.read_text() == keys_page(), "run `rollflow keys --markdown > docs/configuration.md`"
