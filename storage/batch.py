@@ -117,7 +117,7 @@ class TrajectoryBatch:
 
 
 class _Pieces:
-    """What Arrow writes into it, uncopied."""
+    """A sink that keeps what Arrow writes, without copying it."""
 
     closed = False
 
@@ -133,7 +133,7 @@ class _Pieces:
 
 
 def packed(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group with its rows as columns: made when it is complete, so that a commit only has to join them."""
+    """The group with its rows as columns. Made when the group is complete, so that a commit only has to join them."""
     if group.packed is not None:
         return group
     told = group.started_version, group.newest_version, group.response_tokens

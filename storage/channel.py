@@ -4,7 +4,7 @@ It is a cache of the trajectory store and holds nothing that is not committed in
 
 - Bounded: at most `capacity` batches that nobody acknowledged; `put` waits for room, with a deadline.
 - Version-aware: batch b is handed out only as the batch that trains version b; acknowledging b drops all up to b.
-- Entry-aware: what is handed out is what the log's newest entry of that batch committed, never a voided one.
+- Entry-aware: it hands out what the log's newest entry of that batch committed, never a batch that was voided.
 - Lease and acknowledge: a leased batch stays until it is acknowledged, so a learner that died gets it again.
 - Idempotent: `put`, `ack` and `announce` may be repeated (Ray's retries are at-least-once).
 - Losing it costs a refill: a batch it does not hold is read from the store.
@@ -41,7 +41,7 @@ class Source(Protocol[Refilled]):
 
 
 class Channel(Generic[Payload]):
-    """The channel's state and its waits. See the module's docstring for the guarantees."""
+    """What the channel holds, and its waits. See the module's docstring for the guarantees."""
 
     def __init__(self, capacity: int, source: Source[Payload], version: int = -1) -> None:
         self.capacity = capacity
@@ -92,7 +92,7 @@ class Channel(Generic[Payload]):
         return held[1]
 
     async def _refreshed(self, number: int) -> tuple[int, Payload] | None:
-        """What the cache holds of batch `number`, after it was compared with the store."""
+        """Compare the cache with the store; returns what the cache then holds of batch `number`."""
         before = self._batches.get(number)
         entry = await self._source.entry(number)
         if entry is None:
@@ -102,7 +102,7 @@ class Channel(Generic[Payload]):
         if self._held(number) < entry:
             try:
                 payload = await self._source.read(number)
-            except Missing:  # voided a moment ago
+            except Missing:  # it was voided a moment ago
                 return None
             if self._held(number) < entry:
                 self._batches[number] = (entry, payload)
@@ -127,7 +127,7 @@ class Channel(Generic[Payload]):
             self._changed.notify_all()
 
     async def wait_version(self, after: int, deadline: float) -> int:
-        """The newest announced version once it is above `after`; what is known after `deadline` seconds."""
+        """Wait for a version above `after`, at most `deadline` seconds; returns the newest that was announced."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await self._until(lambda: self.version > after, deadline, "a policy version")

@@ -1,7 +1,7 @@
-"""Trajectory groups as raw columns: what Arrow keeps in memory, as bytes, so that groups are joined as bytes are.
+"""Trajectory groups as raw columns: the bytes that Arrow keeps in memory, so that to join groups is to join bytes.
 
-A group is packed when it is complete, one at a time while others are still generated; a commit then only joins. Each
-field of the schema has one or two parts, in the schema's order, for R rows:
+A group is packed when it is complete, while others are still generated. So a commit only has to join. Each field of the
+schema has one or two parts, in the schema's order, for R rows:
 
 - a number: R values;
 - text or a list: R lengths (int32), then all rows' contents one after the other (truth values as a byte each).
@@ -26,8 +26,8 @@ NUMBERS: dict[pa.DataType, np.dtype[Any]] = {
     pa.int64(): np.dtype(np.int64),
     pa.float32(): np.dtype(np.float32),
 }
-CODES = {pa.int32(): "i", pa.float32(): "f"}  # of `struct`
-MOST = np.iinfo(LENGTH).max  # what the contents of one column may hold, by Arrow's offsets
+CODES = {pa.int32(): "i", pa.float32(): "f"}  # format of `struct`
+MOST = np.iinfo(LENGTH).max  # the most that one column may hold: Arrow's offsets have 32 bits
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:

@@ -17,7 +17,7 @@ class Missing(RollflowError):
 
 
 class Stale(RollflowError):
-    """Older than the asynchronous ratio allows: count it, skip it, issue its prompt again."""
+    """Older than alpha allows: count it, skip it, issue its prompt again."""
 
 
 class Corrupt(RollflowError):

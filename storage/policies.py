@@ -1,12 +1,12 @@
-"""Policy versions of a run: what a version is, is one entry of the log, written after every object it names.
+"""Policy versions of a run. A version is one entry of the log, which is written after every object that it names.
 
-The entry commits together the weights, the learner's state and the batch that was trained on (by its entry); what was
-consumed and discarded stands in that batch's entry. Objects lie under their writer's claim
-(`policies/<v>/<claim>/...`), so that a learner that was deposed has overwritten nothing. They move several at a time,
-and every read is checked against the entry's sha256.
+The entry commits three things together: the weights, the learner's state, and the batch that was trained on (by naming
+that batch's entry, which says what was consumed and discarded). Objects lie under their writer's claim
+(`policies/<v>/<claim>/...`), so that a deposed learner overwrites nothing. They move several at a time, and every read
+is checked against the entry's sha256.
 
-A version is found from the state while it may still be pruned, and by bisection after that: each entry carries the
-newest version.
+The state knows where a version is while it may still be pruned. After that it is found by bisection: each entry carries
+the newest version of its time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class PolicyVersion:
 
     @property
     def sha256(self) -> str:
-        """Of its weights' hashes, in their order: of one file, not that file's own."""
+        """The sha256 of the hashes of its weight files, in their order. (Of one file it is not that
+        file's own hash.)
+        """
         return hashlib.sha256("".join(stored.sha256 for stored in self.weights).encode()).hexdigest()
 
 
@@ -84,7 +86,7 @@ class PolicyStore:
     """Publishes, finds, reads and prunes the versions of one run. See the module's docstring for the guarantees."""
 
     def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
-        """The weights of a version that is `in_use` stay until it is not, whatever retention says."""
+        """The weights of a version that is `in_use` stay as long as it is, whatever retention says."""
         self.log, self.run, self._in_use = log, log.run, in_use
         self._held: Held | None = None  # the fetched weights that were asked for last
 
@@ -118,9 +120,9 @@ class PolicyStore:
         return PolicyVersion.of(writer.append(body))
 
     def prune(self, writer: Writer) -> tuple[tuple[int, Kind], ...]:
-        """Give up what retention releases, first in the log and then in storage; returns what.
+        """Give up what retention releases, first in the log and then in storage; returns what was given up.
 
-        A version whose entry cannot be read keeps its objects, and holds up no other one.
+        A version whose entry cannot be read keeps its objects; the others are pruned all the same.
         """
         released = self.log.state.releasable
         waiting = dict.fromkeys(version for version, kind in released if kind == "weights")
@@ -183,9 +185,10 @@ class PolicyStore:
         return dict(zip([stored.path for stored in listed], each(self.read, listed), strict=True))
 
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
-        """A local folder of the version's safetensors files, checked once a node: the store's own, or fetched.
+        """A local folder with the version's safetensors files, checked once on each node: the store's own folder, or a
+        fetched copy.
 
-        `cache` is the node's, for all its processes and runs. What was fetched stays until this object is asked for
+        `cache` is the node's, for all its processes and runs. A fetched copy stays until this object is asked for
         another version.
         """
         local = self.run.local_path(version.weights[0].path)
@@ -225,7 +228,7 @@ class PolicyStore:
 
 
 def each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """`work` on all items, several at a time, in order."""
+    """Do `work` on all items, several at a time; returns the results in their order."""
     listed = list(items)
     if len(listed) < 2:
         return [work(item) for item in listed]
@@ -239,7 +242,7 @@ def _check(stored: StoredObject, size: int, sha256: str) -> None:
 
 
 def _whole(folder: Path, version: PolicyVersion) -> bool:
-    """Whether all files are there. They were hashed when they were fetched; the engines' probe would tell of damage."""
+    """Whether all files are there. They were hashed when fetched; the engines' probe would show damage since."""
     try:
         return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in version.weights)
     except FileNotFoundError:

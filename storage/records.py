@@ -6,8 +6,8 @@ A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every disp
 trained in one version, or discarded with a reason. A discarded prompt that is still wanted is issued again
 under the next attempt.
 
-Prompts come from D sources. The prompt at `position` of source s has the index `position * D + s`, so that an index
-tells its source and every source can be issued at a pace of its own.
+Prompts come from D sources. The prompt at `position` of source s has the index `position * D + s`. So an index tells
+its source, and each source can be issued at its own pace.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that something durable names."""
+    """An object that an entry of the log names."""
 
     path: str
     size: int  # bytes
@@ -60,7 +60,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far each of D sources was issued: the prompts below `issued[s]`, of which `filtered[s]` went for good.
+    """How far each of D sources was issued: source s up to `issued[s]`, and `filtered[s]` of these were filtered.
 
     The cursor of a new run names no source and covers nothing.
     """
@@ -80,7 +80,7 @@ class Cursor:
 
     @property
     def upcoming(self) -> tuple[int, ...]:
-        """The index that each source would be issued at next."""
+        """The index of each source's next prompt."""
         return tuple(position * self.sources + source for source, position in enumerate(self.issued))
 
     def covers(self, index: int) -> bool:
@@ -129,7 +129,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The rows of one group as parts (see `columns`), and what a commit says of them."""
+    """The rows of one group as parts (see `columns`), and what the commit's entry says of them."""
 
     parts: tuple[bytes, ...]
     started_version: int
@@ -157,7 +157,7 @@ class TrajectoryGroup:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that any of its tokens came from; the one it was started under, where there is none."""
+        """The newest version that any of its tokens came from; without tokens, the one it was started under."""
         if self.packed is not None:
             return self.packed.newest_version
         newest = max(max(t.versions, default=-1) for t in self.trajectories)
@@ -172,7 +172,7 @@ class TrajectoryGroup:
 
 
 class Discard(NamedTuple):
-    """The fate of a dispatch that was not trained on; its length counts, because drops bias towards short answers."""
+    """The fate of a dispatch that was not trained on. Its length counts: dropping biases towards short answers."""
 
     key: GroupKey
     reason: DiscardReason
@@ -181,5 +181,5 @@ class Discard(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """Whether it ran and was left behind. One that never ran a token says nothing of its length."""
+        """Whether it ran and was left behind. A dispatch without a token says nothing about its length."""
         return self.reason in (DiscardReason.REDUNDANT, DiscardReason.STALE) and self.response_tokens > 0

@@ -1,8 +1,8 @@
 """Trajectory batches of a run: batch b, once committed, is the batch that trains version b into version b + 1.
 
-A commit writes the Arrow file, then the entry that names it; before the entry nothing happened. A batch whose file is
-not what was committed is voided by an entry, unless it was trained on: its groups are issued again, and the batch is
-formed anew. Which entry made it tells one making of a batch from another.
+A commit writes the Arrow file, then the entry that names it. Before the entry nothing has happened. If a batch's file
+is not what was committed and no version was trained on it, an entry voids the batch: its groups are issued again, and
+the batch is formed anew. So a batch number may be made more than once; the entry that made it tells them apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollflow.storage.records import Discard, StoredObject, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Groups chosen for batch `number`, not yet durable, and what has happened to prompts since the batch before."""
+    """Groups chosen for batch `number`, not yet durable; and what has happened to prompts since the last batch."""
 
     number: int
     groups: tuple[TrajectoryGroup, ...]
@@ -58,7 +58,7 @@ class TrajectoryStore:
             Refused: the run's state does not allow it; `TooOld` where a group is too old for this batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
-        # A name of this very call: a repeated one must not touch what the first may have committed.
+        # The name is this call's own: a repeated call must not touch what the first may have committed.
         name = f"{staged.number:08d}-{writer.claim}-{uuid.uuid4().hex[:8]}"
         attached = Attached(f"trajectories/{name}.arrow", batch.to_pieces())
         groups = tuple(committed_group(group) for group in staged.groups)
@@ -94,9 +94,10 @@ class TrajectoryStore:
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
-        """What was discarded while the batch of entry `entry` was formed, and while it was that was voided before it.
+        """What was discarded while the batch of entry `entry` was formed, and during its earlier makings that were
+        voided.
 
-        It ends at an entry that cannot be read: nothing is decided by it.
+        The list ends early at an entry that cannot be read: nothing is decided by it.
 
         Raises:
             Corrupt: entry `entry` commits no batch.
@@ -126,9 +127,9 @@ class TrajectoryStore:
         return data
 
     def void(self, writer: Writer, number: int, why: str) -> bool:
-        """Quarantine batch `number` if its file cannot be read; returns whether it is to be formed anew.
+        """Void batch `number` if its file cannot be read; returns whether the batch is to be formed anew.
 
-        May be repeated, by anybody who may void: what was trained on, or made again meanwhile, stays.
+        The call may be repeated, by any role that may void. A batch that was trained on or made again meanwhile stays.
         """
         waiting = self.waiting(number)
         if waiting is None or self._is_whole(waiting.file):

@@ -1,1 +1,1 @@
-"""What nothing decides by: recoveries, weight updates, CPU seconds."""
+"""Records that no decision depends on: recoveries, weight updates, CPU seconds."""

@@ -1,7 +1,7 @@
 """What died and was brought back: one object for each recovery of a run, `recoveries/<n>.json`.
 
-Any process may append: a number is taken by an atomic create, and who loses it takes the next one. The log is for
-people, the summary and MLflow; nothing that decides reads it back, so nothing waits for it: see `Notes`.
+Any process may append. It takes a number by an atomic create, and the next number if that one is taken. The records are
+for people, the summary and MLflow. Nothing that decides reads them, so nothing waits for them: see `Notes`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Recovery:
     """One recovery. Times are seconds since the epoch, by the clock of the process that recovered it."""
 
     role: str  # "learner", "engine-0", "rollout stage", "supervisor", ...
-    reason: str  # what was seen of its end
+    reason: str  # what was seen when it ended
     noticed_at: float
     restored_at: float  # its successor was up
     resumed_at: float  # its successor had made progress
-    redone: str = "nothing"  # work that is done again
-    trajectories: int = 0  # of it: trajectories that are generated again
-    attempt: int = 1  # the how-manieth restart of this role
+    redone: str = "nothing"  # the work that has to be done again
+    trajectories: int = 0  # trajectories among that work: they are generated again
+    attempt: int = 1  # restarts of this role so far, this one among them
 
     @property
     def seconds(self) -> float:
@@ -56,7 +56,7 @@ class RecoveryLog:
         self._unsure: int | None = None  # the number under which a failed `append` may have written after all
 
     def append(self, recovery: Recovery) -> int:
-        """Write a recovery down; returns its number. One that failed may be repeated: it is there once."""
+        """Write a recovery down; returns its number. A call that failed may be repeated: the record is there once."""
         data = json.dumps(asdict(recovery)).encode()
         if self._unsure is None:
             self._unsure = first_missing(self.run, recovery_path, len(self._known))
@@ -93,7 +93,7 @@ class Notes:
         """Have it stored."""
         with self._lock:
             self._waiting.append(recovery)
-            if len(self._waiting) == 1:  # a daemon: a process must not outlive its work for a store that is away
+            if len(self._waiting) == 1:  # a daemon: a store that is away must not keep the process from ending
                 threading.Thread(target=self._store, name="recovery notes", daemon=True).start()
 
     def flush(self, seconds: float = 10.0) -> bool:

@@ -1,7 +1,7 @@
 """What each weight update cost: one small object per policy version, `updates/<version>.json`.
 
-Written by the rollout stage, once for each version that the engines took (some are skipped). It is for people and for
-predictions; nothing that decides reads it back.
+Written by the rollout stage, once for each version that the engines took (they skip some). It is for people and for
+predictions; nothing that decides reads it.
 """
 
 from __future__ import annotations

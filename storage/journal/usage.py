@@ -1,7 +1,7 @@
 """What a run has cost in CPU seconds, by role and process: `usage/<writer>.json`, one object for each who looks.
 
-A process may be seen by several, time and again, and counts once: with the most that anybody saw of it. So a role's
-sum goes on when its process is replaced, and when who looks is. What a process used after it was last seen is missing.
+Several observers may see a process many times. It counts once, with the most that any of them saw. So the sum of a role
+goes on when its process is replaced, and when an observer is. What a process used after the last look is missing.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Usage:
             known[process] = max(seconds, known.get(process, 0.0))
 
     def totals(self) -> dict[str, float]:
-        """CPU seconds by role, the dearest first."""
+        """CPU seconds by role, the largest first."""
         sums = {role: round(sum(processes.values()), 1) for role, processes in self.seen.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def store_usage(run: ObjectStore, writer: str, usage: Usage) -> None:
-    """Keep what `writer` has seen."""
+    """Store what `writer` has seen."""
     run.put(f"usage/{writer}.json", json.dumps(usage.seen).encode())
 
 
 def read_usage(run: ObjectStore) -> Usage:
-    """What all have seen."""
+    """What all writers have seen."""
     usage = Usage()
     for path in run.list("usage"):
         seen: dict[str, dict[str, float]] = json.loads(run.get(path))

@@ -1,1 +1,1 @@
-"""What decides, as an append-only log: entries, the fold over them, appending and following, snapshots, retention."""
+"""The append-only log that decides what a run is: entries, the fold over them, snapshots, audit, retention."""

@@ -4,13 +4,13 @@
                 ^                       |
                 +--fold-- read n + 1 <--+ Conflict: somebody else's, or ours by an earlier try
 
-- Whoever appends entry n has read all before it: number n is left only after *reading* entry n. That a number is free
-  proves nothing of the ones below it.
+- Whoever appends entry n has read all entries before it: a writer goes past number n only after *reading* entry n. That
+  a number is free proves nothing about the numbers below it.
 - An append has one id, through all its tries and numbers. Its data object is written once; only the entry is tried
   again.
-- A reader folds what it reads. An entry that is refused, damaged or missing in the middle stops it, by name: nobody
-  appends behind a hole. Damage in the middle is read from the segment where the next entry's hash fits.
-- Nothing is asked before an append: who is behind learns it from the conflict.
+- A reader folds what it reads. An entry that is refused, damaged or missing in the middle stops it with an error that
+  names the entry: nobody appends behind a hole. A damaged entry is read from its segment if the next entry's hash fits.
+- An append does not look first: a writer that is behind learns it from the conflict.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from rollflow.storage.log.state import Refused, RunState, apply, decide, deposed
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.records import StoredObject
 
-TRIES = 1_000  # of one append, lost to others' entries: a bound, not a schedule
-UNANSWERED = 20  # of them, where the store answers reads and no writes; each has taken the store's own patience
+TRIES = 1_000  # races that one append may lose to others' entries: a bound, not a schedule
+UNANSWERED = 20  # tries while the store answers reads and no writes; each has taken the store's own patience
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0  # seconds before an append that no entry answers is tried again
 READERS = 16  # entries that are read at a time, where each is a request
-WINDOW = 1_024  # of them that are held at most, where no snapshot of a long log can be read
-AHEAD = 256  # numbers behind a free one that are looked at, where a store cannot list from a name on
+WINDOW = 1_024  # the most entries that are held when no snapshot of a long log can be read
+AHEAD = 256  # numbers behind a free one that are looked at, in a store that cannot list from a name on
 
 Decide = Callable[[RunState, StoredObject | None], Body]
 
@@ -230,7 +230,7 @@ class Log:
         return decode(data, n, self.run.get)
 
     def _follow(self, last: float = math.inf) -> tuple[list[Written], RunState | None]:
-        """What is new up to entry `last`, and the newest state on the way that a snapshot is taken of."""
+        """Read what is new up to entry `last`; returns it, and the newest state for which a snapshot is due."""
         found, due = [], None
         with self._lock:
             while self._state.n < last and (written := self.read(self._state.n + 1)) is not None:
@@ -246,7 +246,7 @@ class Log:
             raise Corrupt(f"{entry_path(written.entry.n)} cannot stand where it stands: {error}") from error
 
     def _healed(self, n: int, why: str) -> Written:
-        """Entry `n` from its segment, if the entry after it says that it is the one."""
+        """Entry `n` from its segment, if its hash is the one that the next entry names."""
         with contextlib.suppress(Missing):
             data = from_segment(self.run, n)
             after = self._decoded(self.run.get(entry_path(n + 1)), n + 1)
@@ -267,7 +267,7 @@ class Log:
             self._ahead |= zip(numbers, readers.map(self.run.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """Whether there is an entry behind the end; then the one in between was written a moment ago, or is lost."""
+        """Whether there is an entry behind the end. Then the one in between was written a moment ago, or is lost."""
         n = self._state.n + 1
         if self._is_near:  # to list a folder of a long run takes longer than some probes
             beyond = next((m for m in range(n + 1, n + AHEAD) if self.run.exists(entry_path(m))), -1)
@@ -283,7 +283,7 @@ class Log:
         return self.run.local_path(FOLDER) is not None
 
     def _keep(self, state: RunState | None) -> None:
-        """Take the snapshot that is due, beside whatever else is done."""
+        """Take the snapshot that is due, in the background."""
         if state is None:
             return
         self._keeping = [thread for thread in self._keeping if thread.is_alive()]
@@ -332,7 +332,8 @@ class Writer:
     claim: int
 
     def append(self, body: Decide, attached: Attached | None = None) -> Entry:
-        """Append what `body` makes of the state, and of what was `attached`; it is asked again after each lost race.
+        """Append the entry that `body` makes from the state and from what was `attached`; it is called again after each
+        lost race.
 
         Raises:
             Deposed: the role has another claim.
