@@ -3,7 +3,7 @@
     entries from the first on --fold--> batches --rows against entry-->  report
                                   |--> objects of versions --size, sha256--^
 
-It folds the log again, by the entries alone; it trusts no process, no snapshot and no metric. Kinds of violation:
+It folds the log again from the entries alone. It trusts no process, no snapshot and no metric. Kinds of violation:
 
 - `stale`: a trajectory older than alpha allows, or with tokens from a version that did not exist yet.
 - `duplicate`: a dispatch with two fates, a batch that is committed twice, a sample that is in its group twice.
@@ -12,11 +12,11 @@ It folds the log again, by the entries alone; it trusts no process, no snapshot 
 - `altered`: bytes that are not what was committed.
 - `lineage`: an entry that does not follow from those before it, or from the file that it names.
 
-It goes on after a violation (`refold` says how far), and accuses nobody who commits, publishes or prunes meanwhile:
-what is found wrong with an object is looked at again, and counts unless an entry has come that voids or prunes it.
+It goes on after a violation (`refold` says how far). A run may go on during its audit: what is found wrong with an
+object is looked at again, and counts only if no entry has come since that voids or prunes the object.
 
-An audit begins where the newest clean one ended (`audits`): objects that it read are not read again. A deep one begins
-with the first entry and reads everything that must be there, and what else is there and not pruned.
+An audit begins where the newest clean one ended (`audits`), and does not read its objects again. A deep audit begins
+with the first entry. It reads every object that must be there, and every other one that is there and not pruned.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Progress:
     """How far an audit is."""
 
     entries: int
-    of_entries: int  # that the log had when the audit began
+    of_entries: int  # entries that the log had when the audit began
     objects: int
-    of_objects: int  # that were found to be read so far
+    of_objects: int  # objects that were found to be read so far
     bytes: int  # of the objects
 
 
 def audit(run: ObjectStore, *, deep: bool = False, progress: Callable[[Progress], None] | None = None) -> AuditReport:
-    """Audit one run's storage, and leave word of it if nothing is wrong.
+    """Audit one run's storage. If nothing is wrong, store how far it came.
 
     Args:
         deep: from the first entry on, and every object.
@@ -126,7 +126,7 @@ class _Audit:
             raise Corrupt(f"{self.run.uri}: {self.report.violations[0].what}; nothing is known of this run")
 
     def _note(self, written: Written, counts: bool, looking: Looking) -> None:
-        """What an entry says of objects, which `counts` if it is to be believed."""
+        """Note the objects that an entry names; `counts` is false if the entry itself is not to be believed."""
         entry, n = written.entry, written.entry.n
         self._hear(n, written.sha256)
         self.latest = max(self.latest, entry.version)
@@ -148,7 +148,7 @@ class _Audit:
                     self.objects.pop((version, kind), None)
 
     def _begin(self, body: RunCreated, looking: Looking) -> None:
-        """What is known of a run from its beginning: the config, and the objects that it was prepared with."""
+        """Take what entry 0 says: the config, and the objects that the run was prepared with."""
         state, config = self.fold.state, body.config
         self.responses = state.group_size + int(config.get("rollout", {}).get("extra_responses", 0))
         if hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
@@ -163,7 +163,7 @@ class _Audit:
         self._count(batch)
 
     def _count(self, batch: int) -> None:
-        """Count a batch's rows once they were read and it is known what became of it, whichever comes first."""
+        """Count a batch's rows, once they are read and it is known what became of the batch."""
         if batch in self.outcomes and batch in self.rows:
             rows, version = self.rows.pop(batch), self.outcomes.pop(batch)
             if version is not None:
@@ -172,7 +172,7 @@ class _Audit:
     # --- objects ------------------------------------------------------------------------------------------------
 
     def _look_at_versions(self, looking: Looking) -> None:
-        """What retention needs, and what else is there and was not pruned."""
+        """Look at the objects that retention needs, and at others that are there and were not pruned."""
         retention = self.fold.state.retention
         for (version, kind), (n, objects) in self.objects.items():
             needed = retention.needed(kind, version, self.latest)
@@ -184,7 +184,7 @@ class _Audit:
         looking.add(named, Rules(self.fold.state.alpha, self.fold.state.group_size, self.responses))
 
     def _take(self, looked: Looked) -> None:
-        """What was found of an object; what is wrong with it is to be looked at again."""
+        """Take what was found out about an object; if something is wrong, it will be looked at again."""
         self.report.bytes += looked.size
         if looked.violations:
             self.doubts.append(looked.named)
@@ -196,7 +196,7 @@ class _Audit:
         self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
 
     def _accuse(self) -> None:
-        """Look again at what was found wrong, and name what no entry excuses, not one that has come since either."""
+        """Look again at what was found wrong, and name it unless an entry excuses it, even a new one."""
         again: list[Looked] = []
         doubts, self.doubts = self.doubts, []
         with Looking(self.run, again.append) as looking:
@@ -227,13 +227,13 @@ class _Audit:
     # --- witnesses, progress ------------------------------------------------------------------------------------
 
     def _hear(self, n: int, sha256: str) -> None:
-        """Whether entry `n` is the one that others have seen."""
+        """Compare entry `n` with what snapshots and older audits say of it."""
         witness = self.witnesses.pop(n, None)
         if witness and not sha256.startswith(witness.sha256) and audits.is_sound(self.run, witness):
             self.report.add("altered", entry_path(n), f"{witness.path} was made of another entry {n}")
 
     def _hear_the_others(self) -> None:
-        """Whether entries that others have seen are gone from the log's end."""
+        """Check whether entries that snapshots or older audits have seen are gone from the log's end."""
         end = self.fold.state.n
         beyond = [witness for n, witness in self.witnesses.items() if n > end and audits.is_sound(self.run, witness)]
         if beyond:

@@ -1,11 +1,11 @@
-"""What an audit leaves: where it ended, so that the next one reads only what is new. It decides nothing.
+"""What an audit stores: where it ended, so that the next one reads only what is new. It decides nothing.
 
     audits/<n>.json     sealed: the state after entry n, what was counted up to there, the rows of waiting batches
 
-Only an audit that found nothing wrong leaves one, and a deep one that found something takes those back that were there:
-what was wrong once is looked at again. The next audit begins with the newest one whose entry n is still the very one.
-One whose entry n is another one, or is not there any more, bears witness that the log was written anew, or cut; so do
-snapshots, whose names hold the hash of their entry.
+Only an audit that found nothing wrong stores one. A deep audit that found something removes those that are there, so
+that what was wrong once is looked at again. The next audit begins with the newest one whose entry n is unchanged. If
+its entry n is another one, or gone, that proves that the log was written anew, or cut. Snapshots prove the same,
+because their names hold the hash of their entry.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 AUDITS = "audits"
-RULES = 1  # raised with any change of what an audit checks: what older ones have seen is looked at again
+RULES = 1  # raised with any change of what an audit checks; then all is looked at again
 KEPT = 3
 
 UNREADABLE = (Missing, Corrupt, ValueError, KeyError, TypeError, AttributeError, ValidationError)
@@ -42,7 +42,7 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """An object that was made of the log when entry `n` had this hash, or one that begins with it."""
+    """An object that was made from the log when the hash of entry `n` was this, or began with it."""
 
     path: str
     n: int
@@ -64,7 +64,7 @@ def keep(run: ObjectStore, audited: Audited) -> None:
 
 
 def withdraw(run: ObjectStore, others: list[Witness]) -> None:
-    """Remove the audits that vouch for what was found wrong; those that saw another log bear witness on."""
+    """Remove the audits that vouch for what was found wrong. Those that saw another log stay, as witnesses."""
     with contextlib.suppress(RollflowError, OSError):
         for path in set(run.list(AUDITS)) - {other.path for other in others}:
             run.delete(path)
@@ -92,7 +92,7 @@ def snapshots(run: ObjectStore) -> list[Witness]:
 
 
 def is_sound(run: ObjectStore, witness: Witness) -> bool:
-    """Whether a witness is whole; one that cannot be read says nothing."""
+    """Whether a witness is undamaged; one that cannot be read proves nothing."""
     if not witness.path.startswith(SNAPSHOTS):
         return True  # it was read
     try:

@@ -1,13 +1,14 @@
-"""The entries of a run's log: what decides, as numbered, frozen, hashed facts.
+"""The entries of a run's log: numbered, frozen, hashed facts, which decide what the run is.
 
     log/0000000041.json   {"n": 41, "prev": sha256 of entry 40, "id": ..., "role": "scheduler", "claim": 37,
                            "version": 12, "batch": 14, "at": ..., "body": {"kind": "batch-committed", ...}, "seal": ...}
 
-Each entry names the hash of the one before, so that none can be altered, swapped or inserted unseen; its seal tells of
-its own damage. It carries the newest version and the next batch after it, so that a version is found by bisection.
+Each entry names the hash of the one before, so that none can be altered, swapped or inserted unseen. Its seal shows
+damage to the entry itself. It carries the newest version and the number of the next batch, so that a version is found
+by bisection.
 
-An entry is small. Where its lists are long (thousands of groups, hundreds of objects) they stand in an index object,
-`log_index/<sha256>.json`, which the entry names and which is written before it.
+An entry is small. Long lists (thousands of groups, hundreds of objects) stand in an index object,
+`log_index/<sha256>.json`, which is written before the entry that names it.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
 
 
 def sealed(tree: Mapping[str, Any]) -> bytes:
-    """JSON that can tell whether it was altered: its last member is the sha256 of the others."""
+    """JSON that shows whether it was altered: its last member is the sha256 of the others."""
     plain = _dumps(tree)
     return f'{plain[:-1]},"seal":"{hashlib.sha256(plain.encode()).hexdigest()}"}}'.encode()
 

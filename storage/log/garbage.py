@@ -2,14 +2,16 @@
 
     policies/<version>/<claim>/...    trajectories/<batch>-<claim>-...    log_index/<sha256>.json
 
-- Objects lie under their writer's claim. What a superseded claim left unnamed is garbage at once: no entry of that
-  claim can come any more. What a live claim left unnamed never is: its writer may be about to name it.
+- Objects lie under their writer's claim. If the claim is superseded, an object that no entry names is garbage at once:
+  no entry of that claim can come any more. If the claim is live, it never is: its writer may be about to name the
+  object.
 - Pruned objects that are still there are garbage; what is named and not pruned never is.
-- An index object has no claim in its name: one that no entry names goes when it is a week old. So does what a writer
-  began and never ended (a temporary file, an upload in parts).
-- Where it cannot be told whose an object is, it stays. A log that does not fold has no garbage.
+- An index object has no claim in its name. If no entry names it, it goes when it is a week old. So does what a writer
+  began and never finished (a temporary file, an upload in parts).
+- An object whose writer is not known stays. In a log that does not fold, nothing is garbage.
 
-Names are read after the listing, so that what was named in between counts as named. Ages are by the store's own clock.
+The log is read after the objects are listed, so that an object that was named in between counts as named. Ages are by
+the store's own clock.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def store_clock(run: ObjectStore) -> float:
 
 
 def orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> list[Orphan]:
-    """The run's orphans that are so old at `now` (see `store_clock`), by path.
+    """The run's orphans that are at least so old at `now` (see `store_clock`), by path.
 
     Raises:
         Corrupt: the log does not fold, so that nothing can be said.
@@ -76,14 +78,16 @@ def orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> li
         try:
             stat = run.stat(path)
         except Missing:
-            continue  # whoever pruned it has just removed it
+            continue  # it was just pruned and removed
         if now - stat.modified >= least:
             found.append(Orphan(path, stat.size, now - stat.modified, why))
     return sorted(found, key=lambda orphan: orphan.path)
 
 
 def abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> Iterator[Orphan]:
-    """What writers began and never ended, if it has not grown for so long, and for longer than a living one pauses."""
+    """What writers began and never finished, if it has not grown for so long, and for longer than a living writer
+    pauses.
+    """
     oldest = now - max(older_than_seconds, ABANDONED_SECONDS)
     for left in run.unfinished():
         if left.touched < oldest:
@@ -103,13 +107,13 @@ def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
 
 
 def sweep(run: ObjectStore) -> int:
-    """Remove what writers began and never ended; returns the bytes that came free. For nobody to have to ask for it."""
+    """Remove what writers began and never finished; returns the bytes that came free. Runs do this by themselves."""
     return collect(run, list(abandoned(run, store_clock(run))))
 
 
 @dataclass(slots=True)
 class _Names:
-    """What the log says of names."""
+    """What the log says about the names of objects."""
 
     live: set[int] = field(default_factory=set)  # entries of claims that hold
     superseded: set[int] = field(default_factory=set)  # and of those that do not
@@ -166,6 +170,6 @@ class _Names:
                 self.pruned.update(objects)
 
     def _name(self, objects: Iterable[StoredObject], part: tuple[int, Kind] | None) -> None:
-        """What is named twice is nobody's to prune."""
+        """Note an object's name. What two entries name, neither may prune."""
         for stored in objects:
             self.named[stored.path] = None if stored.path in self.named else part

@@ -1,7 +1,7 @@
 """What became of each dispatch of a prompt, and which entry published a version: questions to a run's log.
 
-A dispatch is in flight from its issue on, until it is discarded with a reason or committed in a batch; there it waits,
-is consumed by a version, or is quarantined with the batch, if that is voided, and issued again.
+A dispatch is in flight from its issue until it is discarded with a reason or committed in a batch. In the batch it
+waits until a version consumes it. If the batch is voided, the dispatch is quarantined and its prompt is issued again.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
 
 
 def find_version(log: Log, version: int) -> Written:
-    """The entry that published a version, in O(log n) reads, or one where the state knows it.
+    """The entry that published a version: one read if the state knows it, else O(log n) reads.
 
     Raises:
         Missing: there is no such version, as far as the log was read.

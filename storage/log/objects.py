@@ -1,4 +1,4 @@
-"""Objects that entries name, read and held against them, several at a time."""
+"""Objects that entries name: read, and compared with their entries, several at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What was found of an object."""
+    """What was found out about an object."""
 
     named: Named
     size: int = 0  # bytes that were read
@@ -47,7 +47,7 @@ class Looked:
 
 
 def look(run: ObjectStore, named: Named, rules: rows.Rules) -> Looked:
-    """Read an object and hold it against what names it."""
+    """Read an object and compare it with the entry that names it."""
     path = named.stored.path
     try:
         size, sha256, data = _bytes(run, path, whole=named.batch is not None)
@@ -84,7 +84,7 @@ def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes
 
 
 class Looking:
-    """Looks at objects in threads, and hands on what was found in this one, in the order they were given."""
+    """Looks at objects in threads. The results are handed on in the caller's thread, in the order of the objects."""
 
     def __init__(self, run: ObjectStore, done: Callable[[Looked], None]) -> None:
         self.run, self.done = run, done

@@ -1,10 +1,9 @@
-"""A log by number, several reads at a time, for who reads a long stretch of it.
+"""A long stretch of a log by number, several reads at a time.
 
     for n, found in entries(run, first): ...      bytes; or a Hole: not there, but something behind it; or a Corrupt
     for one in written(log, first, last): ...     parsed, of a log that is open
 
-What `entries` yields is what lies there, for audit and garbage collection: nothing is parsed, and no snapshot is looked
-at.
+`entries` yields what lies there, for audit and garbage collection. It parses nothing and looks at no snapshot.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rollflow.storage.log.log import AHEAD, Log
 from rollflow.storage.log.snapshots import from_segment
 from rollflow.storage.objects.base import ObjectStore
 
-AT_ONCE = 32  # reads; fewer at first, so that who reads the end of a log asks for little beyond it
+AT_ONCE = 32  # reads at a time; fewer at first, so that little is asked for beyond the end of a log
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,11 @@ class Hole:
 def entries(
     run: ObjectStore, first: int = 0, *, to_the_last: bool = False
 ) -> Iterator[tuple[int, bytes | Hole | Corrupt]]:
-    """Entry after entry from `first` on, with its number, until none is behind it.
+    """Entry after entry from `first` on, with its number, until there is none.
 
     Args:
         to_the_last: list the log at its end, however long that takes; else on a local disk only the next numbers are
-            looked at, and a longer hole is not told from the end.
+            looked at, and a longer hole is taken for the end.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     ahead: deque[Future[bytes | Missing | Corrupt]] = deque()
@@ -106,7 +105,7 @@ def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
 
 
 def healed(run: ObjectStore, hole: Hole) -> list[bytes] | None:
-    """The entries of a hole as their segments have them, if the entry behind it says that they are the ones."""
+    """The entries of a hole from their segments, if their hashes lead to the entry behind it."""
     found: list[bytes] = []
     with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
         prev = opened(run.get(entry_path(hole.end)))["prev"]

@@ -1,12 +1,12 @@
-"""The fold over a log once more, which goes on after what it cannot fold, and names it.
+"""A second fold over a log, for the audit: it names an entry that it cannot fold, and goes on.
 
-`apply` is the rule. What it refuses is named and looked at again:
+`apply` is the rule. What it refuses is named. Then:
 
-- An entry that follows another one than the one before it, or says a wrong head, is folded nevertheless.
-- One that is too old, or has tokens of versions that were not there, is folded as if it were fresh.
-- Any other one is passed over, as every reader of the run would have done.
-- Behind an entry that is lost (missing or damaged, and in no segment) there is no state to judge by: what follows is
-  read, and no longer folded.
+- An entry that names another hash than that of the entry before it, or a wrong head, is folded nevertheless.
+- An entry with groups that are too old, or with tokens of versions that did not exist, is folded as if they were fresh.
+- Any other refused entry is skipped, as every reader of the run would have done.
+- After an entry that is lost (missing or damaged, and in no segment) there is no state to judge by. What follows is
+  read, but not folded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REFUSALS = (
 
 @dataclass(slots=True)
 class Refold:
-    """A fold that is told of entries in order, from the one behind `state` on."""
+    """A fold that is given the entries in order, from the one after `state` on."""
 
     run: ObjectStore
     state: RunState
@@ -156,7 +156,7 @@ def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
 
 
 def _kind(state: RunState, entry: Entry, error: Exception) -> ViolationKind:
-    """The kind of violation that a refused entry is."""
+    """The kind of violation that a refused entry counts as."""
     if isinstance(error, TooOld):
         return "stale"
     match entry.body:

@@ -1,11 +1,11 @@
-"""Repair of a damaged log: what can be done, said before it is done.
+"""Repair of a damaged log: it says what can be done before anything is done.
 
 - An entry in the middle that is damaged or missing is written again from its segment, if the next entry's hash fits.
-- A damaged newest entry, for which nothing vouches, is set aside: the log ends before it. What it committed, if it was
-  one, has then not happened: a batch is formed again, a version trained again.
+- A damaged newest entry cannot be restored, so it is set aside: the log ends before it. What it committed has then not
+  happened: the batch is formed again, or the version is trained again.
 - For anything else there is no cure: what follows the damage cannot be believed.
 
-Nobody may work on the run meanwhile. Nothing is lost by it: what is set aside stays in storage under another name.
+Nobody may work on the run meanwhile. What is set aside stays in storage under another name.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def repair(run: ObjectStore, agreed: Sequence[Cure]) -> None:
 
 
 def _made_of(run: ObjectStore, n: int) -> list[str]:
-    """Snapshots and audits that were made when entry `n` was there: they would say that the log was cut."""
+    """Snapshots and audits that have seen entry `n`. They have to go: they would say that the log was cut."""
     found = (path for folder in (SNAPSHOTS, AUDITS) for path in run.list(folder))
     return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 
 
 def _entry(run: ObjectStore, n: int, last: int) -> tuple[Written | None, Cure | None]:
-    """Entry `n`, and what it takes to have it; none where it is to be set aside."""
+    """Entry `n`, and the cure that it needs; None for an entry that is to be set aside."""
     try:
         return decode(run.get(entry_path(n)), n, run.get), None
     except Missing:

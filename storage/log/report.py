@@ -32,7 +32,7 @@ class Rows:
 
 @dataclass(slots=True)
 class AuditReport:
-    """See the module's docstring. All but `since` and `bytes` count the whole run, whatever was read for it."""
+    """What an audit found. All but `since` and `bytes` count the whole run, however little was read this time."""
 
     run: str = ""
     async_ratio: float = 0.0

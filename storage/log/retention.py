@@ -5,7 +5,7 @@
   stored the learner's state. From its base (its weights, too) and the batches after it a kept version can be trained
   again.
 
-Batches stay. What is no longer needed is never needed again, however long the run goes on.
+Batches stay. An object that is no longer needed is never needed again, however long the run goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Retention:
     state_every: int = 1
 
     def keeps(self, version: int, latest: int) -> bool:
-        """Whether a person may count on the weights of `version` when `latest` is the newest version."""
+        """Whether the weights of `version` are kept when `latest` is the newest version."""
         return version > latest - self.keep_last or version % self.keep_every == 0
 
     def stores_state(self, version: int) -> bool:
@@ -49,7 +49,7 @@ class Retention:
         return self.keep_last + self.state_every + 1
 
     def _is_base(self, version: int, latest: int) -> bool:
-        """Whether a version that is kept, or the next one that will be, is trained again from this one."""
+        """Whether this version is the base of one that is kept, or of the next one that will be."""
         if not self.stores_state(version):
             return False
         last = version + self.state_every  # the last version that is trained again from this one

@@ -1,4 +1,4 @@
-"""A batch file against the entry that names it: its trajectories, one by one.
+"""Compares a batch file with the entry that names it, one trajectory after another.
 
 Shapes: R trajectories of N groups, G to a group; T tokens over all of them.
 """
@@ -40,7 +40,7 @@ def counted(batch: TrajectoryBatch, number: int) -> Rows:
 
 
 def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:
-    """What is wrong with a batch that was committed when `version` was the newest."""
+    """Say what is wrong with a batch that was committed when `version` was the newest."""
     yield from _staleness(batch, body.number, rules.alpha)
     if tuple(batch.keys) == tuple(group.key for group in body.groups):
         samples = list(_samples(batch, rules))

@@ -1,11 +1,11 @@
-"""Snapshots and segments: what makes a start cheap, and damage curable. Neither decides anything.
+"""Snapshots make a start cheap, segments make damage curable. Neither decides anything.
 
     log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed: a cache
     log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim
 
-Both are written after every EVERY-th entry, in the background, by whoever appended it, or by whoever starts and finds
-that they are not there. A snapshot that cannot be read, or is of another fold's version, is as good as none. Only the
-newest few stay.
+Both are written after every EVERY-th entry, in the background, by the process that appended it; or by the next process
+that starts and finds them missing. A snapshot that cannot be read, or was made by another version of the fold, is
+ignored. Only the newest few snapshots stay.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def from_bytes(data: bytes) -> RunState:
 def newest_snapshot(run: ObjectStore) -> RunState:
     """The state of the newest snapshot that can be trusted; that of an empty log if there is none.
 
-    It is trusted if its entry is there and is the very one: a snapshot of a log that went on differently is none.
+    It is trusted if its entry is there with the same hash: a snapshot of a log that was changed is ignored.
     """
     for path in sorted(run.list(SNAPSHOTS), reverse=True):
         if (name := NAME.fullmatch(path)) is None:
@@ -81,7 +81,7 @@ def keep_snapshot(run: ObjectStore, state: RunState) -> None:
 
 
 def keep_segments(run: ObjectStore, n: int) -> None:
-    """Write the segment that entry `n` ends, and those before it that nobody wrote."""
+    """Write the segment that ends with entry `n`, and earlier ones that are missing."""
     with contextlib.suppress(RollflowError, OSError):
         missing = list(takewhile(lambda last: not run.exists(segment_path(last)), range(n, -1, -EVERY)))
         for last in reversed(missing):

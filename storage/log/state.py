@@ -2,18 +2,18 @@
 
     state = apply(state, entry)        pure; `Refused` says why an entry cannot follow
 
-Whoever writes applies its entry before it appends it; whoever reads applies it after, and stops at one that is refused.
-What the rules keep:
+A writer applies its entry before it appends it. A reader applies each entry that it reads, and stops at one that is
+refused. What the rules keep:
 
-- One writer: an entry counts only under its role's newest claim. A role is claimed under the newest supervisor's claim
-  and on its cluster; one that is claimed stays so when the supervisor changes.
+- One writer: an entry counts only under its role's newest claim. A role is claimed under the newest supervisor's claim,
+  and on its cluster. A claim stays valid when the supervisor changes.
 - Exactly once: a dispatch is *open* from its issue to its one fate. A prompt is issued when its source's turn comes,
   and again, as the next attempt, when its dispatch was discarded for a reason that allows it.
 - Freshness: every group of batch b was started under a version >= b - alpha, and none of its tokens comes from a
   version that did not exist.
 - Order: version v is trained on batch v - 1, as its newest entry has it. A batch that was trained on cannot be voided.
 
-What is held does not grow with the number of versions.
+The size of the state does not grow with the number of versions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     VersionPublished: ("learner",),
     Pruned: ("learner", "supervisor"),
 }
-NOBODY = -1  # in the place of a claim's entry
+NOBODY = -1  # stands for the claim's entry
 
 
 class Refused(Conflict):
@@ -189,7 +189,7 @@ def apply(state: RunState, written: Written) -> RunState:
 
 
 def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
-    """The state after `body` as entry `n`, but for the hash of that entry. Raises as `apply`."""
+    """The state after `body` as entry `n`, but without the hash of that entry. Raises as `apply`."""
     _need(role in WRITERS[type(body)], f"a {role} does not append {body.kind}")
     after = state.copy()
     after.n = n
@@ -228,7 +228,7 @@ def _create(s: RunState, body: RunCreated) -> None:
     store = body.config.get("store", {})
     known = {name: store[name] for name in ("keep_last", "keep_every", "state_every") if name in store}
     s.run_id, s.alpha = body.run_id, float(body.config["async_ratio"])
-    capacity = int(s.alpha) + 1  # engines still fetch what the learner is so far ahead of
+    capacity = int(s.alpha) + 1  # engines may still fetch versions that are so far behind the learner
     rules = Retention(**known)
     s.group_size = int(body.config["group_size"])
     s.retention = Retention(max(rules.keep_last, capacity), rules.keep_every, rules.state_every)
@@ -315,11 +315,11 @@ def _prune(s: RunState, body: Pruned) -> None:
     s.held = {version: kinds for version, kinds in s.held.items() if kinds}
 
 
-# --- the fates of dispatches: a batch has thousands, so that no sentence is made which nobody is told --------------
+# --- the fates of dispatches: a batch has thousands, so no message is built before it is needed --------------------
 
 
 def _issue(s: RunState, prompt: int) -> None:
-    """A prompt's first dispatch: its source has come to it."""
+    """A prompt's first dispatch, when its source's turn has come to it."""
     source, sources = prompt % len(s.issued), len(s.issued)
     if prompt != s.issued[source] * sources + source:
         raise Refused(f"prompt {prompt} is not the next one of source {source}")
@@ -335,7 +335,7 @@ def _close(s: RunState, key: GroupKey) -> None:
 
 
 def _after_discard(s: RunState, discard: Discard) -> None:
-    """The prompt is issued again, or its source is owed another one."""
+    """The prompt is issued again, or its source issues another one in its place."""
     prompt = discard.key.prompt
     if discard.reason.issued_again:
         s.open[prompt] = discard.key.attempt + 1
@@ -355,7 +355,7 @@ def _count_trained(totals: Totals, number: int, batch: Waiting) -> None:
 
 
 def _forget_kept(s: RunState) -> None:
-    """What is needed although the window has passed it stays for good."""
+    """Forget versions that are kept for good, once they are behind the window in which versions are pruned."""
     oldest = s.version - s.retention.window
     for version in [version for version in s.held if version < oldest]:
         left = {k: n for k, n in s.held[version].items() if not s.retention.needed(k, version, s.version)}

@@ -6,7 +6,7 @@ byte strings. Guarantees, each tested once for all backends in `tests/contracts/
 - `create` is atomic put-if-absent: of any number of racing writers exactly one returns, the others get
   `Conflict`; a reader sees nothing or the whole object.
 - `put` replaces atomically: a reader sees the old bytes or the new ones.
-- What a completed write wrote survives a power cut, as far as the backend can say so.
+- What a completed write wrote survives a power cut, as far as the backend can tell.
 - A read after a completed write sees that write (no cached listings, no cached existence).
 - Content may be given in pieces (a header and views of tensors); they are written one after the other, uncopied.
 - A store is a value (root and flags): picklable, cheap to build, safe to use from threads.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 Data = bytes | memoryview | Sequence[bytes | memoryview]
 
-ABANDONED_SECONDS = 7 * 24 * 3600.0  # nobody who still writes has been silent for so long
+ABANDONED_SECONDS = 7 * 24 * 3600.0  # a writer that has been silent for so long is dead
 CHUNK = 1 << 20  # bytes hashed and written at a time, while they are in the processor's cache
 
 
@@ -39,7 +39,7 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """What a writer has begun and not ended: no object yet, and none for ever if the writer was killed."""
+    """What a writer has begun and not finished: no object yet, and never one if the writer was killed."""
 
     name: str
     size: int  # bytes
@@ -103,15 +103,14 @@ class ObjectStore(ABC):
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
         """Write `file`, then `create` the object `path` that names it; returns the sha256 of `data`.
 
-        `path` is never there without the whole `file`, not after a power cut either.
+        `path` is never there without the whole `file`, even after a power cut.
 
         Args:
             content: what `path` holds, from the sha256 of `data`.
-            file: a name that was never used before; a call that fails may leave something of it behind.
+            file: a name that was never used before; a call that fails may leave a part of the file behind.
 
         Raises:
-            Conflict, StoreFailed: as `create`. Where `content` has answered, a Conflict leaves the whole `file` there
-                for good.
+            Conflict, StoreFailed: as `create`. Once `content` was called, a Conflict leaves the whole `file` there for good.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))
@@ -150,13 +149,13 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove an object; removing a missing one does nothing. After a power cut it may be there again."""
+        """Remove an object, if there is one. After a power cut it may be there again."""
 
     def unfinished(self) -> Iterator[Unfinished]:
         """What is being written at the moment, and what killed writers left of that."""
         return iter(())
 
-    def discard(self, left: Unfinished) -> None:  # noqa: B027 - nothing, where a writer leaves nothing
+    def discard(self, left: Unfinished) -> None:  # noqa: B027 - nothing to do for a backend whose writers leave nothing
         """Remove what a killed writer left; a writer that is known to live keeps it."""
 
     @abstractmethod
@@ -169,7 +168,7 @@ class ObjectStore(ABC):
 
     @property
     def waits(self) -> str:
-        """What this process has been waiting for the store to answer, if for long; "" where nothing is late."""
+        """The request that this process has waited for, if for long, in words; "" if nothing is late."""
         return ""
 
     def local_path(self, path: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""What all backends need of this machine's disk: its trouble in words, and files as memory."""
+"""What the backends share about this machine's disk: its errors as rollflow's errors, and files as memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _sync_file_range = _early()
 
 @contextmanager
 def explained(target: Path) -> Iterator[None]:
-    """A disk that takes no more is `StoreFailed`; other errors pass."""
+    """Turn a full disk (or quota) into `StoreFailed`; other errors pass."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def explained(target: Path) -> Iterator[None]:
 
 @contextmanager
 def found(target: Path) -> Iterator[None]:
-    """A file that is not there is `Missing`. One that cannot be read now may well be good: `Unreachable`."""
+    """Turn a file that is not there into `Missing`. One that cannot be read now may still be good: `Unreachable`."""
     try:
         yield
     except NO_FILE as error:
@@ -82,7 +82,9 @@ def mapped(path: Path) -> memoryview:
 
 
 def write_out(file: int, parts: Sequence[memoryview]) -> None:
-    """Write the parts to a new file, one after the other; the disk begins with what is there (for `fsync` to end)."""
+    """Write the parts to a new file, one after the other. The disk begins to write meanwhile, so that `fsync` ends
+    sooner.
+    """
     start = 0
     for group in _groups(parts):
         size = sum(map(len, group))

@@ -1,9 +1,9 @@
-"""A folder as an object store: whole files only, and of racing creators exactly one.
+"""A folder as an object store: whole files only, and of racing creators exactly one wins.
 
 An object is written to a temporary file and synced there, then gets its name in one step: `create` by a
 hard link, which fails if the name is taken, `put` by a rename, which replaces. The folder is synced after,
 so what was reported as written survives a power cut. Temporary files lie in `.tmp`, which is no part of
-the store. A writer holds a lock on its own, so that what a killed one left is told from what is being written.
+the store. A writer holds a lock on its file, so that a file of a killed writer can be told from one being written.
 
 A name is an object or a folder of objects, not both.
 """
@@ -76,7 +76,7 @@ class LocalStore(ObjectStore):
             _sync_all(self._above(target))
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """See the contract. `file` has its name before it is synced, which tells nobody anything: one wait for both."""
+        """See the contract. `file` gets its name before it is synced; nobody looks for it yet: one sync serves both."""
         target, named, parts = self._free(path), self.local_path(file), pieces(data)
         with explained(target), hashed(parts) as sha256, self._written(parts) as (body, body_file):
             self._make_room(named)
@@ -204,7 +204,7 @@ class LocalStore(ObjectStore):
             self._rename_once(temporary, target)
 
     def _rename_once(self, temporary: Path, target: Path) -> None:
-        """For file systems without hard links: creators take turns, and a killed one loses its turn."""
+        """For file systems without hard links: creators take turns. One that is killed loses its turn."""
         with open(self._scratch / TURN, "ab") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             if target.exists():
@@ -219,7 +219,7 @@ def _chunks(source: Path) -> Iterator[bytes]:
 
 
 def _lock(file: int) -> None:
-    """Say that this file's writer lives, or find out that none does.
+    """Lock a file: as its writer, or to find out that it has no living writer.
 
     Raises:
         BlockingIOError: somebody else holds it.

@@ -1,15 +1,15 @@
-"""Folders that a node keeps of what it has fetched or checked: made once for all its processes, whole or not there.
+"""Folders in which a node keeps what it fetched or checked: made once for all its processes, whole or not there.
 
     held already? --no--> the store's lock --> made meanwhile? --no--> room --> `fill` beside it --> its name --> hold
 
 - However many processes of a node ask for a folder at a time, one fills it and the others wait.
 - A folder has its name only when it is whole. What a killed process left is removed by the next one that fills.
-- What a living process holds stays. Of the rest, over all stores, the longest unused go first; where the disk has no
-  room for one more, all of them.
-- Nothing is synced, so what was there before the node's last start is not used: a power cut may have halved it.
+- What a living process holds stays. Of the rest, over all stores, the longest unused go first. If the disk has no room
+  for one more folder, all of the rest go.
+- Nothing is synced. So what is older than the node's last start is not used: a power cut may have cut it short.
 
-Locks are the kernel's (`flock`): the death of a process, however it comes, lets go of all it holds. The folder must be
-on a disk of the node, or of a file system that has such locks.
+Locks are the kernel's (`flock`): when a process dies, whatever the reason, its locks are free. The folder must be on a
+disk of the node, or on a file system with such locks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.objects.disk import explained
 
-KEPT = 3  # folders, held ones among them where they are not more
+KEPT = 3  # the most folders, unless more are held
 FILLING = ".filling-"  # what a folder is called until it is whole
 LOCK = ".lock"
 WAIT_SECONDS = 900.0  # for another process of this node that fills, while the store answers
@@ -46,7 +46,7 @@ class Held:
         self.release = weakref.finalize(self, os.close, descriptor)
 
     def for_good(self) -> Path:
-        """The folder, which from now on stays while this process lives."""
+        """The folder, which stays from now on while this process lives."""
         self.release.detach()
         return self.folder
 
@@ -57,7 +57,7 @@ class NodeCache:
     def __init__(self, cache: Path, store: str, patience: float | None = None) -> None:
         """`cache` is the node's, for all stores; `store` says whose folders these are.
 
-        `patience`: how long who fills may wait for the store besides (seconds).
+        `patience`: seconds that whoever fills a folder may wait for the store, in addition.
         """
         self._cache, self._store = cache, store
         self._wait = WAIT_SECONDS + (patience or 0.0)
@@ -77,7 +77,7 @@ class NodeCache:
         """
         try:
             return self._hold(self._mine / name, fill, whole)
-        except OSError as error:  # out of descriptors, say: what it holds may well be good
+        except OSError as error:  # too many open files, for example: the folder may still be good
             raise Unreachable(f"{self._cache} cannot be used now ({error.strerror or error})") from error
 
     def _hold(self, folder: Path, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> Held:
@@ -118,9 +118,10 @@ class NodeCache:
             yield
 
     def _make_room(self, folder: Path, most: int) -> bool:
-        """For one more beside `most`: what nobody holds goes, the longest unused first; and what killed processes left.
+        """Make room for one more folder: what nobody holds goes, the longest unused first; and what killed processes
+        left.
 
-        Returns whether a whole one went.
+        Returns whether a whole folder went.
         """
         for store in self._cache.iterdir():
             _sweep(store, locked=store == self._mine)
@@ -132,7 +133,7 @@ class NodeCache:
 
 
 def _sweep(store: Path, *, locked: bool) -> None:
-    """Remove what killed processes left by half, of a run that has ended, say; whoever fills has the store's lock."""
+    """Remove what killed processes left unfinished. (A process that is filling a folder has its store's lock.)"""
     with contextlib.suppress(FileNotFoundError), (store / LOCK).open("rb") as lock:
         if locked or _lock(lock.fileno(), fcntl.LOCK_EX):
             for left in store.glob(f"{FILLING}*"):
@@ -176,7 +177,7 @@ def _remove(folder: Path) -> bool:
 
 
 def _rename_away(folder: Path) -> None:
-    """In one step it is not there under its name."""
+    """One step, after which nothing has that name."""
     gone = folder.with_name(f"{FILLING}{folder.name}-{os.getpid()}")
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

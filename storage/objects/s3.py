@@ -5,8 +5,8 @@ A write can succeed while its answer is lost; the repeated one is then refused, 
 first. So a failed write reads the token back: its own token means success, whatever the answer was, and for
 `create` any other means `Conflict`, even over the same bytes.
 
-The sha256 of the bytes stands in the metadata, too, and every read is checked against it: what does not fit is
-read again, and is `Corrupt` if it never does. Nothing is cached; `s3_requests` says how requests are repeated.
+The sha256 of the bytes stands in the metadata, too. Every read is checked against it: bytes that do not fit are read
+again, and are `Corrupt` if they never fit. Nothing is cached. `s3_requests` says how requests are repeated.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class S3Store(ObjectStore):
             self._call("delete_object", Key=self._key(path))
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Uploads in parts; one without a part holds nothing, and is left out."""
+        """Uploads in parts. One without any part takes no room, and is left out."""
         with self._named("uploads"):
             pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
@@ -153,7 +153,7 @@ class S3Store(ObjectStore):
         return self._connection.late
 
     def check(self) -> None:
-        """See the contract; at most about 15 s, also where nobody answers."""
+        """See the contract; takes at most about 15 s, even if nobody answers."""
         if not self._bucket:
             raise ConfigError(f"store.uri = {self.uri!r} names no bucket; write s3://bucket/prefix")
         try:

@@ -1,9 +1,9 @@
 """Requests to S3: each one is repeated until it is answered in full, within bounds.
 
-A request that was throttled, failed on the server's side, was cut off on the way or ran into its deadline is sent
-again after a random pause that doubles; so is one whose body arrived short. The repetition is here alone (botocore
-and s3fs are told to try once), so that a request has one deadline and one count. What is repeated must be
-idempotent, or recognise its own first try: that is the caller's part.
+A request is sent again, after a random pause that doubles, if it was throttled, failed on the server's side, was cut
+off on the way, ran into its deadline, or if its body arrived short. Only this module repeats requests (botocore and
+s3fs are told to try once), so that a request has one deadline and one count. A caller must see to it that a repeated
+request is idempotent, or recognises its own first try.
 
 An object larger than a part travels in parts, several at a time, never whole in memory on the way.
 
@@ -78,7 +78,7 @@ class Patience:
     longest_pause_seconds: float = 10.0
 
     def lasting(self, seconds: float) -> Patience:
-        """The same, for `seconds`, however many tries that takes."""
+        """The same patience, but for `seconds`, however many tries that takes."""
         return replace(self, tries=sys.maxsize, seconds=seconds)
 
     def pause(self, tried: int) -> float:
@@ -102,7 +102,7 @@ def _connection(pid: int, variables: tuple[tuple[str, str], ...], patience: Pati
 
 
 class Connection:
-    """Answers of the service: in this thread (`call`, `wait`), or in the loop of the connection (the rest)."""
+    """Asks the service: from this thread (`call`, `wait`), or in the loop of the connection (the other methods)."""
 
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
@@ -131,7 +131,7 @@ class Connection:
 
     @property
     def late(self) -> str:
-        """The request that has been under way for longest, if that is long; to be asked from any thread."""
+        """The request that has been under way for longest, if that is long. Any thread may ask."""
         now = time.monotonic()
         began, method = min(list(self._asked.values()), default=(now, ""))
         return f"object storage: {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
@@ -223,7 +223,7 @@ class Connection:
         return dict(first["Metadata"])
 
     async def _range(self, target: dict[str, str], start: int, size: int, etag: str) -> bytes:
-        """Bytes of the same object that the first part was of: a `put` in between is refused."""
+        """Bytes of the very object that the first part came from; if a `put` has replaced it, the service refuses."""
         stop = min(start + PART_BYTES, size)
         async with self._gate:
             answer = await self.ask("get_object", **target, Range=f"bytes={start}-{stop - 1}", IfMatch=etag)
