@@ -110,7 +110,8 @@ class ObjectStore(ABC):
             file: a name that was never used before; a call that fails may leave a part of the file behind.
 
         Raises:
-            Conflict, StoreFailed: as `create`. Once `content` was called, a Conflict leaves the whole `file` there for good.
+            Conflict, StoreFailed: as `create`. Once `content` was called, a Conflict leaves the whole `file`
+                there for good.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))
