@@ -1,1 +1,1 @@
-"""Tasks compute: prompts, rollout, engines, rewards, algorithms and learners."""
+"""Tasks compute: prompts, rollout, engines, verifiers, objectives and learners."""

@@ -1,4 +1,4 @@
-"""A virtual clock: the shipped asyncio code, run as fast as it computes.
+"""A virtual clock: it runs the shipped asyncio code as fast as the processor allows.
 
 `run_virtual(coroutine)` runs a coroutine on an event loop whose time jumps to the next timer whenever nothing
 is ready. Everything that waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual
@@ -36,7 +36,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where the loop would sleep until its next timer, time jumps there instead."""
+    """Where the loop would sleep until its next timer, it lets time jump there instead."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Many small awaits, few large calls: what is asked in one tick of the event loop travels together.
+"""Many small awaits, few large calls: questions that are asked in one tick of the event loop travel together.
 
-A call to an actor costs about a millisecond however little it carries; on a small machine that is more than
-the work. `Coalescer` turns concurrent `ask` calls into one call with a list. Answers come back as they are there:
-none waits for the others of its call.
+A call to an actor costs about a millisecond, however little it carries. On a small machine that is more than the
+work. `Coalescer` turns concurrent `ask` calls into one call with a list. Each answer is handed out when it comes,
+without waiting for the others of its call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPU seconds of a process and of those below it, as an actor tells them in its status."""
+"""CPU seconds of a process and of its descendants, as an actor reports them in its status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def own_cost(role: str, process: psutil.Process) -> Cost:
 
 
 def below_cost(role: str, process: psutil.Process) -> Cost:
-    """What all below a process have used: those that live, and what each of these and it has waited for the end of."""
+    """What all descendants of a process have used: those that live, and those that ended and were waited for."""
     ended = process.cpu_times()
     seconds = ended.children_user + ended.children_system
     for child in process.children(recursive=True):
@@ -36,7 +36,7 @@ def _name(process: psutil.Process) -> str:
 
 
 class CpuClock:
-    """This process as `role`, and where it starts others, all of them as `below`; looks at most every ten seconds."""
+    """Counts this process as `role`, and its descendants, if any, as `below`. Looks at most every ten seconds."""
 
     def __init__(self, role: str, below: str = "") -> None:
         self._role, self._below = role, below
@@ -44,7 +44,7 @@ class CpuClock:
         self._costs: list[Cost] = []
 
     def read(self) -> list[Cost]:
-        """As last seen."""
+        """The seconds at the last look."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked, me = time.monotonic(), psutil.Process()
             self._costs = [own_cost(self._role, me)]

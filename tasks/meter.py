@@ -16,13 +16,13 @@ class Meter:
         self._since: float | None = None
 
     def begin(self) -> None:
-        """From here on idle time counts."""
+        """Count idle time from now on."""
         if self._began is None:
             self._began = time.monotonic()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """What runs inside is busy time."""
+        """Count the time of the block as busy."""
         self.begin()
         self._since = time.monotonic()
         try:

@@ -1,8 +1,8 @@
 """Names that come from outside and become parts of paths, addresses and queries: what one may look like.
 
-A run id is plain ASCII, begins with a letter or a digit and has no separator: as a part of a path it stays where it is
-put, in a log it is one word. It is checked wherever one enters (`run_id`), and deployments refuse another in their
-form (the types). Imports pydantic only.
+A run id is plain ASCII, begins with a letter or a digit and has no separator. So it cannot lead out of a folder, and it
+is one word in a log line. It is checked wherever it enters: by `run_id`, and by the types in the form of a deployment.
+Imports pydantic only.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ RunPlace = Annotated[str, StringConstraints(pattern=f"^{_PLACE}$"), _form(_PLACE
 
 
 def run_id(text: str, key: str) -> str:
-    """`text`, which is a run id.
+    """Check that `text` is a run id, and return it.
 
     Raises:
-        ConfigError: it is none; `key` is where it came from.
+        ConfigError: it is not a run id; `key` is where it came from.
     """
     if re.fullmatch(_RUN_ID, text) is None:
         shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

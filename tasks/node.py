@@ -1,4 +1,4 @@
-"""What is a node's own: the folder for what it fetches. No path of another node is of any use here."""
+"""What belongs to one node: the folder for what it fetches. A path of another node means nothing here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def node_cache() -> Path:
     """Where this node keeps what it fetches.
 
     Raises:
-        ConfigError: no folder will do.
+        ConfigError: no folder can be used.
     """
     return cache_in(_home())
 
 
 def cache_in(home: Path) -> Path:
-    """The same below a home, which may lie on a file system that nodes share."""
+    """The node's cache below a home. The home may lie on a file system that nodes share."""
     return home / "fetched" / (platform.node() or "node")
 
 

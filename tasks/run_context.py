@@ -40,10 +40,10 @@ PROBE_TOKENS = 32
 class RunContext:
     """One run. `uri` is its own storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
 
-    No path travels: where this value arrives, `cache` is that node's own.
+    Paths do not travel: on another node, `cache` is that node's own folder.
 
-    `patience` is how long a store that does not answer is waited for (seconds): what works for the run waits, and says
-    so (`store.waits`); who only looks at it, does not.
+    `patience`: seconds to wait for a store that does not answer. A process that works for the run waits, and says so
+    (`store.waits`); one that only looks at the run does not.
     """
 
     uri: str
@@ -91,10 +91,10 @@ class RunContext:
 
     @cached_property
     def key(self) -> str:
-        """Its name among all runs of a cluster or a server: runs of one name in two stores have two.
+        """The run's name among all runs of a cluster or a server: two runs of one name in two stores have two keys.
 
-        An address alone would not do: a bucket of one name may be another service's. When they began tells them apart.
-        A folder is the same by whatever link it is reached.
+        An address alone is not enough: two services may each have a bucket of that name. So the time at which the run
+        began counts, too. A folder gives the same key through whatever link it is reached.
         """
         local = self.store.local_path(entry_path(0))
         place = str(local.parent.parent.resolve()) if local else self.store.uri
@@ -140,7 +140,7 @@ class RunContext:
 
     @cached_property
     def first_weights(self) -> Path:
-        """A folder on this node with the policy as the run began with it, `policy.path`'s weights and all."""
+        """A folder on this node with the policy as the run began with it, the weights of `policy.path` included."""
         return self._policy("first", lambda path: True)
 
     def _policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
@@ -167,7 +167,7 @@ class RunContext:
         """The run's prompts, the same ones as when it began.
 
         Raises:
-            ConfigError: they are not to be had any more: a file has changed that the run did not keep, or a package.
+            ConfigError: they cannot be opened as they were: a file has changed that the run did not keep, or a package.
             Corrupt: what the run kept of them is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
@@ -176,7 +176,7 @@ class RunContext:
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the name travels; the rest is read again where it is needed."""
+        """Only the address travels; the rest is read again where it is needed."""
         return {"uri": self.uri, "patience": self.patience}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

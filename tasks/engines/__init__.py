@@ -1,4 +1,4 @@
-"""Engines: one contract (`base`), a backend per file, chosen by `build_engine` and loaded only then."""
+"""Engines: one contract (`base`), one file for each backend. `build_engine` chooses one and loads only that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build_engine(
     """The engine that `config` asks for, not started yet.
 
     `policy_folder` holds the policy's `config.json` (weights are not needed: the first update brings them);
-    the timed engine has no policy and takes None. `seeded`: a request's seed has to be kept, also where that costs.
+    the timed engine has no policy and takes None. `seeded`: requests must honour their seed, even if that costs speed.
     """
     match config:
         case TimedEngineConfig():

@@ -10,8 +10,8 @@ Guarantees, each tested once for all engines in `tests/contracts/test_engines.py
   attention state of older weights is used for a prompt that arrives after the update.
 - `abort` ends a request at once: its `generate` returns what there is with the ending `ABORTED`.
 - A request that comes with a `prefix` goes on from there: those tokens stay as they were sampled.
-- A dead engine raises `EngineFailed` from every call, also from the ones already waiting; `progress` alone goes
-  on telling what its requests had, so that another engine can take them over with their tokens.
+- A dead engine raises `EngineFailed` from every call, also from calls that wait already. Only `progress` goes on: it
+  tells which tokens its requests had, so that another engine can take them over.
 
 An engine is started without trained weights: the first `update` (version 0) brings them.
 """
@@ -54,13 +54,13 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to sample. With its `seed` it is drawn again alike: bit by bit on transformers, up to rounding on a
-    vLLM that was told to (`seeded`).
+    """One response to sample. The same `seed` draws the same response again: bit by bit on transformers, and up to
+    rounding on a vLLM that is `seeded`.
 
     Temperature 0 is greedy: always the most probable token; its log-prob is then the one at temperature 1.
-    `prefix` is the beginning that another engine has made, of a response that has not ended: its tokens count
-    towards `max_new_tokens` and stand at the head of the result. With the seed of that engine's request, an engine
-    that is reproducible gives the response that would have come without the change of engine.
+    `prefix` is the beginning of the response, made by another engine. Its tokens count towards `max_new_tokens` and
+    stand at the head of the result. With the same seed, a reproducible engine gives the response that would have come
+    without the change of engine.
     """
 
     id: str
@@ -75,7 +75,7 @@ class GenerationRequest:
 class Generation:
     """What came back: T tokens with T behaviour log-probs (nats) and T policy versions.
 
-    `cached`: tokens of the prompt (and prefix) that the engine did not compute, but had from another request.
+    `cached`: tokens of the prompt (and prefix) that the engine had from another request and did not compute.
     """
 
     id: str
@@ -87,11 +87,13 @@ class Generation:
 
 
 class WeightsSource(Protocol):
-    """Where a run's weights are. A small value that travels: no path of one node is of any use on another."""
+    """Where a run's weights are. A small value that travels between nodes, because a path of one node means nothing on
+    another.
+    """
 
     @property
     def patience(self) -> float | None:
-        """How long `weights` may wait for storage that does not answer (seconds); None: for some minutes."""
+        """Seconds that `weights` may wait for storage that does not answer; None: some minutes."""
 
     def weights(self, version: int) -> Path:
         """A folder on the node of whoever asks, with the weights of a version; fetched if need be."""
@@ -118,7 +120,7 @@ class Engine(Protocol):
         """Stop generating; running requests are kept or aborted."""
 
     async def fetch(self, version: int, weights: Any) -> None:
-        """Have the weights where the engine is, so that an `update` need not wait for them; it goes on generating."""
+        """Bring the weights to the engine's node while it generates, so that `update` need not wait for them."""
 
     async def update(self, version: int, weights: Any) -> None:
         """Take `weights` as policy `version`; only while suspended.
@@ -142,7 +144,7 @@ class Engine(Protocol):
     def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
         """What these requests have so far, from token `have[id]` on; ids that are not running are left out.
 
-        A prefix counts as far as the engine has come with it. Of a dead engine: what was known at its death.
+        A prefix counts as far as the engine has computed it. A dead engine tells what was known when it died.
         """
 
     async def close(self) -> None:

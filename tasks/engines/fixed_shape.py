@@ -11,9 +11,9 @@ through which of them depends on that request alone:
     decode   R x 1   the newest token of each row; idle rows compute something that nobody reads
 
 The attention spans S keys, masked beyond a row's position; S comes from the request's own length. A response's
-random draws come from its own generator and are indexed by the token's position. A prefix takes the way that its
-tokens took on the engine that sampled them: the decode shape, one by one, for those of the present version, and
-the prefill for older ones, which an update had that engine compute anew.
+random draws come from its own generator and are indexed by the token's position. The tokens of a prefix take the
+same shape as on the engine that sampled them. Tokens of the present version go through decode, one by one. Older ones
+go through prefill, because an update had made that engine compute them anew.
 
 Notation: R rows of a group, P rows and C tokens of a prefill, S keys, H heads, D head size, V vocabulary.
 """

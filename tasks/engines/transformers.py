@@ -4,8 +4,8 @@ Guarantees, beyond the contract in `base`: a response is a function of its reque
 weights, whatever runs beside it and wherever its prefix was cut (`fixed_shape` says how); an update recomputes
 the attention state of running requests, so that every token of version v comes from the weights of v alone.
 
-One thread owns the model. The event loop gives it one step at a time and, between two steps, whatever else
-is to be done; so nothing is locked and a suspended engine is one whose loop gives no steps.
+One thread owns the model. The event loop gives it one step at a time and, between two steps, any other work. So
+nothing needs a lock, and to suspend the engine is to give it no steps.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TransformersEngine:
         await asyncio.to_thread(self._thread.shutdown)
 
     def _drive(self) -> None:
-        """Have the steps run, unless they do."""
+        """Start the loop of steps, unless it runs already."""
         if self._suspended or self._dead is not None or (self._driver is not None and not self._driver.done()):
             return
         self._driver = asyncio.create_task(self._steps())

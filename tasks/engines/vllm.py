@@ -9,10 +9,11 @@ Guarantees, beyond the contract in `base`:
   cache, and its entries are salted with the version under which their request came.
 - No process of the engine outlives its owner (`vllm_worker`).
 
-The model starts with random weights from `config.json` alone; neither weights nor a tokenizer are needed.
-Not bit-reproducible: rounding depends on the batch. With `seeded` a request that is sent again draws as it drew before,
-but for that rounding; a random number a request and step costs some throughput, so it is for runs that leave groups
-behind. On a CPU it takes a prompt's tokens in one step: a seeded request whose prefill is chunked kills vLLM 0.32.
+The model starts with random weights from `config.json` alone; neither weights nor a tokenizer are needed. Not
+bit-reproducible: rounding depends on the batch. With `seeded`, a request that is sent again draws the same tokens, up
+to that rounding. That costs some throughput (a random number for each request and step), so only runs that may give
+groups up use it. On a CPU a seeded engine takes all tokens of a prompt in one step: a seeded request with a chunked
+prefill kills vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class VllmEngine:
         gc.freeze()  # or every full collection walks all that vLLM imported: 0.4 s, several times a minute
 
     def _check_head_size(self) -> None:
-        """Refuse what vLLM would accept here and die of at the first request."""
+        """Refuse a head size that vLLM would accept here, and then die of at the first request."""
         from torch.cuda import is_available
 
         policy = json.loads((self._folder / "config.json").read_text())
@@ -236,13 +237,15 @@ class VllmEngine:
             gc.unfreeze()
 
     async def _call(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
-        """What the workers' method returns, of each worker."""
+        """Call a method of the workers; returns what each of them answers."""
         self.check()
         results: list[Any] = await self._answer(self._llm.collective_rpc(method, args=arguments), seconds)
         return results
 
     async def _answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
-        """What vLLM's process answers. If it dies before that, vLLM leaves the call waiting: so it is watched."""
+        """Wait for an answer of vLLM's process. If it dies, vLLM would wait for ever, so the process is watched
+        meanwhile.
+        """
         asked = asyncio.ensure_future(call)
         try:
             with self._alive():
@@ -272,8 +275,8 @@ class VllmEngine:
 def _fork_cores() -> None:
     """On a CPU: let vLLM fork its core from a process that has imported vLLM, instead of a new interpreter.
 
-    Imports are most of an engine's start there. The first time they run on another core, beside this process's own;
-    an engine that starts again in this process finds them done. Where there is a GPU, vLLM must spawn.
+    Imports are most of an engine's start on a CPU. The first time they run on another core, beside the imports of this
+    process. When an engine starts again in this process, they are done. With a GPU, vLLM must spawn.
     """
     from torch.cuda import is_available
 
@@ -289,7 +292,7 @@ def _fork_cores() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...], seed: int | None = None) -> Any:
-    """Sampling parameters, shared by all requests alike: making and copying them is a third of a request's cost."""
+    """Sampling parameters. Equal requests share them: making and copying them is a third of a request's cost."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -307,7 +310,7 @@ def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...]
 
 
 def _said(state: Any, since: int) -> Partial:
-    """The tokens of a request under way, from `since` on, out of vLLM's own record of it."""
+    """The tokens of a running request, from `since` on, read from vLLM's own record."""
     tokens = tuple(state.detokenizer.output_token_ids[since:])
     end = since + len(tokens)
     starts = [(int(version), max(start, since)) for version, start in state.weight_version_starts]

@@ -5,8 +5,8 @@
 - `state` is everything `load` needs to go on as if nothing had happened: optimizer, RNG and step count.
 - `weights` are ordinary Hugging Face safetensors; tied tensors are stored once.
 
-A file is its bytes, or a sequence of buffers that are its bytes one after the other (views of the tensors, valid
-until the next `step` or `load`).
+A file is given as bytes, or as a sequence of buffers that are its bytes one after the other. The buffers are views of
+the tensors, valid until the next `step` or `load`.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
-A version whose state was not stored, or whose objects are damaged, is trained again from an earlier one and the
-batches its successors recorded. What comes out is compared with what was published: equal bytes replace damaged
-objects under the names their entry gives, so a restored run has again everything its log names.
+If a version's state was not stored, or its objects are damaged, it is trained again from an earlier version and the
+batches that followed. The result is compared with what was published. Equal bytes replace damaged objects under the
+names in their entry, so that a restored run has everything its log names.
 
-Imports no torch: who only wants the learner's actor, or the replay's words, does not wait for it.
+Imports no torch, so that a process that only starts the learner's actor, or prints a replay, does not wait for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WEIGHTS = "weights/"
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A version trained again. `differences` are the files that are not, byte for byte, what was published."""
+    """A version that was trained again. `differences` are the files that differ from what was published."""
 
     version: PolicyVersion
     batch: BatchCommitted
@@ -60,7 +60,7 @@ class Restored:
     differed: list[int] = field(default_factory=list)  # versions whose replay differs from what was published
 
     def sentence(self) -> str:
-        """For the learner's note; empty where nothing had to be done again."""
+        """For the learner's note; empty if nothing had to be done again."""
         said = [f"restored from version {self.base}"] if self.replayed else []
         said += [f"{self.replayed} replayed"] if self.replayed else []
         said += [f"{len(self.healed)} damaged objects made again"] if self.healed else []
@@ -70,7 +70,7 @@ class Restored:
 
 
 def new_learner(context: RunContext, folder: Path | None = None) -> TorchLearner:
-    """The run's learner before its first step: `folder`'s weights, or, without one, an untrained policy."""
+    """The run's learner before its first step: with the weights in `folder`; without a folder, an untrained policy."""
     with _quick_imports():
         import torch
 
@@ -92,9 +92,9 @@ def new_learner(context: RunContext, folder: Path | None = None) -> TorchLearner
 
 @contextmanager
 def _quick_imports() -> Iterator[None]:
-    """A learner's start is mostly imports; a run whose learner died waits for them.
+    """Import faster: a learner's start is mostly imports, and a run whose learner died waits for them.
 
-    What is imported stays, so looking for garbage in it is lost time; and only other models' losses and decoding
+    Imported modules stay, so it is lost time to look for garbage in them. Only the losses and decoding of other models
     need scikit-learn and SciPy.
     """
     gc.disable()
@@ -118,7 +118,7 @@ def restore(
 ) -> Restored:
     """Bring `learner` to where it was after publishing `version`; with `heal`, put back the damaged objects.
 
-    A replay that differs from published weights goes on with the published ones and says so.
+    If a replay gives other weights than the published ones, the published ones are used, and the note says so.
 
     Raises:
         Corrupt: the version can neither be read nor rebuilt.
@@ -191,7 +191,7 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
 
 
 def _read(policies: PolicyStore, objects: Sequence[StoredObject]) -> tuple[dict[str, Data], list[StoredObject]]:
-    """The intact ones by name, and the damaged or missing ones."""
+    """Read these objects: the intact ones by name, and the damaged or missing ones."""
 
     def content(stored: StoredObject) -> Data | None:
         try:

@@ -1,8 +1,8 @@
 """Safetensors files as pieces: a header and views of the tensors, so that publishing copies nothing.
 
-Files hold at most `shard_bytes` of tensors (a larger tensor has one of its own) and are named as Hugging Face names
-them: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The
-same tensors give the same bytes. Pieces of tensors on the CPU are views of them: valid until the tensors change.
+A file holds at most `shard_bytes` of tensors (a larger tensor has a file of its own). Names are those of Hugging Face:
+`model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The same
+tensors give the same bytes. Pieces of tensors on the CPU are views of them: valid until the tensors change.
 """
 
 from __future__ import annotations

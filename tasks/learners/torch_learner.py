@@ -1,8 +1,8 @@
 """The torch learner: PPO-style updates of a Hugging Face causal language model.
 
 One version is `minibatches` optimizer steps, each over its share of the groups. A minibatch's gradient is
-summed over micro-batches of padded rows; the loss weights are those of the whole minibatch, so the split does
-not change the result but for rounding. Rows of advantage zero have exactly zero gradient and are not run.
+summed over micro-batches of padded rows. The loss weights are those of the whole minibatch, so the split changes
+only the rounding. Rows of advantage zero have exactly zero gradient and are not run.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class TorchLearner:
         return torch.where(found_R < 0, found_R * self.config.negative_weight, found_R)
 
     def _minibatches(self, data: Rows) -> list[list[int]]:
-        """Rows of each minibatch: whole groups, dealt round."""
+        """Rows of each minibatch: whole groups, dealt out in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 

@@ -97,7 +97,7 @@ def answer_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 def answers(
     model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """One answer per prompt (greedy at temperature 0), prompts of like length together; without the end token."""
+    """One answer for each prompt (greedy at temperature 0), no end token; prompts of like length run together."""
     generator = torch.Generator().manual_seed(seed)
     found: list[list[int]] = [[] for _ in prompts]
     for length in sorted({len(p) for p in prompts}):

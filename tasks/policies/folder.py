@@ -34,8 +34,8 @@ COPIED = (
 def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
     """Files of a small Llama policy: tied embeddings, byte-level BPE with single digits, learned from `texts`.
 
-    Llama, for transformers gives some model types (Qwen2) a pre-tokenizer of its own, whatever the folder says; of
-    this one every tool reads `tokenizer.json` as it is.
+    It is a Llama because every tool reads the `tokenizer.json` of a Llama as it is. For some model types (Qwen2)
+    transformers uses a pre-tokenizer of its own, whatever the folder says.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -70,7 +70,7 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
 
 
 def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
-    """config.json of a Llama model, but for its special tokens."""
+    """The config.json of a Llama model, without its special tokens."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -125,7 +125,7 @@ def is_weights(path: str) -> bool:
 
 
 def weight_files(path: str) -> dict[str, Data]:
-    """The weights of an existing policy: where a run begins, on whichever machine its learner is."""
+    """The weights of an existing policy, with which a run begins, on whatever machine its learner is."""
     folder = resolve_policy(path)
     files = sorted(file for file in folder.iterdir() if is_weights(file.name))
     if not files:
@@ -144,7 +144,7 @@ def _complete(path: str, folder: Path) -> Path:
 
 
 def copy_folder(path: str) -> dict[str, bytes]:
-    """The files of an existing policy that a run keeps, but for the weights."""
+    """The files of an existing policy that a run keeps, without the weights."""
     folder = resolve_policy(path)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
@@ -152,7 +152,7 @@ def copy_folder(path: str) -> dict[str, bytes]:
 def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """The files, with a config.json that names the type in which the run trains and stores its weights.
 
-    Others load weights in the type that is named there, and compute other log-probs in another one.
+    Other tools load weights in the type that is named there. In another type they would compute other log-probs.
     """
     try:
         config = json.loads(files["config.json"])

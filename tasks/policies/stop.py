@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of `config.json`, then further ones of `generation_config.json`; chat models have both."""
+    """The end-of-sequence ids of `config.json`, then others from `generation_config.json`. (Chat models have both.)"""
     found: list[int] = []
     for name in ("config.json", "generation_config.json"):
         path = folder / name

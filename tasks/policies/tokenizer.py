@@ -1,7 +1,7 @@
 """The policy's tokenizer, read from its folder: plain text by `tokenizers`, chat templates by `transformers`.
 
-Everybody else opens the folder with `AutoTokenizer`, which for some model types builds a tokenizer that is not the one
-in `tokenizer.json`. `other_reading` finds out; a policy on which the two differ is neither trained nor exported.
+Other tools open the folder with `AutoTokenizer`. For some model types it builds a tokenizer that is not the one in
+`tokenizer.json`. `other_reading` finds that out; a policy on which the two differ is neither trained nor exported.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PolicyTokenizer:
 
 
 def _whole(folder: Path) -> Tokenizer:
-    """tokenizer.json without the truncation and padding it was once used with: nobody else heeds them."""
+    """The tokenizer.json without its truncation and padding settings, which other tools ignore."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -73,9 +73,9 @@ def _whole(folder: Path) -> Tokenizer:
 
 
 def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
-    """How `AutoTokenizer` reads the folder differently than a run would; None where it does not.
+    """How `AutoTokenizer` reads the folder differently from a run; None if it reads the same.
 
-    Compared are tokens and texts of `texts`, of every special token and of what `PIECES` give, and the vocabularies.
+    It compares the vocabularies, and the tokens and texts of `texts`, of every special token and of `PIECES`.
     """
     from transformers import AutoTokenizer
 

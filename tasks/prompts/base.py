@@ -21,7 +21,7 @@ class Question:
 
 
 class QuestionSource(Protocol):
-    """One `[[prompts]]` entry. All three streams are deterministic and free of held-out texts but the last."""
+    """One `[[prompts]]` entry. All three streams are deterministic; the first two never hold a held-out text."""
 
     domain: str
 

@@ -19,13 +19,13 @@ def read_file(config: JsonlPrompts) -> bytes:
     """The file's bytes, as they are now."""
     try:
         return Path(config.path).expanduser().read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # no path at all, or of a user that there is not
+    except (OSError, ValueError, RuntimeError) as error:  # not a path, or one of a user that does not exist
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {why}; name a file") from None
 
 
 class JsonlSource:
-    """`QuestionSource` over a file: every pass visits each training line once, in an order of its own."""
+    """`QuestionSource` over a file. Each pass visits every training line once, in an order of its own."""
 
     def __init__(self, config: JsonlPrompts, seed: int, content: bytes) -> None:
         self.domain = config.domain
@@ -56,7 +56,7 @@ class JsonlSource:
 
 
 def questions(config: JsonlPrompts, content: bytes) -> list[Question]:
-    """Every line's question, in the file's order; `ConfigError` names the first line that has none."""
+    """The question of every line, in the file's order; `ConfigError` names the first line without one."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -73,7 +73,7 @@ def _question(config: JsonlPrompts, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
         question, answer = str(row["question"]), str(row["answer"])
-        (question + answer).encode()  # half a surrogate pair is JSON, and no text
+        (question + answer).encode()  # half a surrogate pair is valid JSON, but no text
         if question.strip() and row["question"] is not None and row["answer"] is not None:
             return Question(question, answer, {"family": None, **row})
     except (ValueError, KeyError, TypeError, RecursionError):

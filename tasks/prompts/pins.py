@@ -1,10 +1,11 @@
-"""What determines a run's prompts, written down when it is prepared and held against what is found ever after.
+"""What determines a run's prompts: written down when the run is prepared, and compared whenever prompts are opened
+again.
 
     jsonl          the sha256 of the file; below `store.keep_prompts_bytes` the file itself lies in the run's storage,
                    and only that copy is read from then on
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
 
-So the prompt behind an index is the same until the run's end, on any machine, or the run is refused.
+So the prompt behind an index is the same until the run's end, on any machine; else the run is refused.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def read_once() -> Reader:
 
 
 def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
-    """The pins of the order that was opened with `read`."""
+    """The pins of prompts that were opened with `read`."""
     pins: list[Pin] = []
     for which, source in enumerate(config.prompts):
         match source:
@@ -87,7 +88,7 @@ def keep(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reade
 def reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
     """Reads a run's files as they were when it began.
 
-    The reader raises ConfigError where a file that the run did not keep has changed, Corrupt where a kept one has.
+    The reader raises ConfigError if a file has changed that the run did not keep, Corrupt if a kept one has.
     """
 
     def read(source: JsonlPrompts) -> bytes:
@@ -119,7 +120,7 @@ def _unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
 
 
 def check_families(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
-    """The package still asks what it asked when the run began, or `ConfigError`."""
+    """Raise `ConfigError` unless the package still asks what it asked when the run began."""
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if not isinstance(pin, FamilyPin) or not isinstance(source, ReasoningGymPrompts):
             continue

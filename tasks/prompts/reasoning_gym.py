@@ -1,7 +1,7 @@
 """Procedural prompts of one reasoning-gym family.
 
-reasoning-gym makes item i from the seed `dataset seed + i`; the three streams of a run lie far apart in that
-one sequence. A training item whose text is held out is replaced by the next of its stride.
+reasoning-gym makes item i from the seed `dataset seed + i`. The three streams of a run lie far apart in that one
+sequence. If the text of a training item is held out, the next item of its stride takes its place.
 """
 
 from __future__ import annotations

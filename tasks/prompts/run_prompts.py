@@ -3,7 +3,7 @@
 - `prompt(index)` is random access, so that a restarted scheduler re-issues exactly what it had in flight.
 - Held-out prompts are chosen first; no training prompt and no demonstration has the text of one.
 - With D sources, `index` is position * D + source: each source is issued at its own pace (see `rollout/mixing.py`).
-- Demonstrations of several sources are interleaved by their shares, smoothly, so that the ratio holds over any stretch.
+- Demonstrations of several sources are interleaved by their shares, so evenly that the ratio holds over any stretch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RunPrompts:
         longest: int,
         read: Reader,
     ) -> None:
-        """`longest` is how many tokens a prompt may have; without an encoder only texts can be asked for.
+        """`longest` is the most tokens that a prompt may have. Without an encoder there are only texts.
 
         `read` gives the content of a source's file.
         """
@@ -64,7 +64,7 @@ class RunPrompts:
         return [self._prompt(which, f"held-{i:06d}", i, q) for i, (which, q) in enumerate(found)]
 
     def check_held_out(self) -> None:
-        """There is something to evaluate with, or `ConfigError`."""
+        """Raise `ConfigError` if there is nothing to evaluate with."""
         self._held()
 
     def _held(self) -> list[tuple[int, Question]]:

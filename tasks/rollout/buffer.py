@@ -1,8 +1,8 @@
 """The trajectory buffer: scored groups waiting for their batch. Decides purely, waits for nothing.
 
-The oldest groups go first; of these those that are awaited, for they were left behind before; then in prompt order, so
-that the choice does not depend on who finished first when exactly one batch is there (alpha = 0). A group too old for
-the batch at hand is handed back as stale: with batches in order it could only become staler.
+The oldest groups go first. Of equally old ones, the awaited go first, because they were left behind before; then prompt
+order decides. So when exactly one batch is there (alpha = 0), the choice does not depend on who finished first. A group
+that is too old for the batch at hand is handed back as stale: for later batches it would be older still.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
                                        +--- the engine died -----+
 
 - Nothing waits for an evaluation but the end of the run, which waits for all.
-- The engine is no one else's meanwhile, so every token comes from the version that is evaluated.
-- Versions are evaluated in their order, also those that the engines of training skipped. What is due is worked out
-  from storage: a successor does what a dead one had not stored.
+- Nothing else uses the engine meanwhile, so every token comes from the version that is evaluated.
+- Versions are evaluated in their order, also those that the engines of training skipped. Storage tells what is due, so
+  a new process does what a dead one had not stored.
 - A version whose weights are gone is skipped, and the reason is stored.
 """
 

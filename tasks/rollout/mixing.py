@@ -6,12 +6,13 @@ filtered fill its slots in their order, and the next prompt always fills the fir
     slots         a a b a | a a b a | a ...
     issued        a0 a1 b0 a2 ...        a1 is filtered: one more `a` comes before b1
 
-- Any stretch from the beginning holds each source's share to within one group; so does what is kept, once the slots
-  that a filter freed are filled again. A source whose groups are filtered more is issued more; it never trains less.
-- Nobody waits for a source: a slow one's groups are counted from when they are issued.
-- The choice follows from the counts in a `Cursor` alone, so a scheduler that begins at a commit goes on as the one
-  that made it. Nor does it depend on the order in which groups are filtered: which prompts fill the first n slots
-  depends only on which ones are filtered. That keeps a run at alpha = 0 reproducible.
+- From the beginning up to any point, each source has its share to within one group. So have the groups that a filter
+  keeps, once the slots that it freed are filled again. A source with more filtered groups is issued more; it never
+  trains less.
+- Nobody waits for a slow source: its groups count from when they are issued.
+- The choice follows from the counts in a `Cursor` alone. So a scheduler that begins at a commit goes on like the one
+  that made it. Which prompts fill the first n slots depends on which groups are filtered, not on the order in which
+  they are. That keeps a run at alpha = 0 reproducible.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from rollflow.storage.records import Cursor
 
 
 class Mixture:
-    """Chooses the next prompt of D sources; with one, it counts. See the module's docstring for the guarantees."""
+    """Chooses the next prompt of D sources (with one source, it only counts). See the module's docstring for the
+    guarantees.
+    """
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
         """Go on from a cursor's counts, by source; without them, begin."""
@@ -47,15 +50,15 @@ class Mixture:
         return (self._issued[source] - 1) * len(self._issued) + source
 
     def filtered(self, index: int) -> None:
-        """The group of this prompt was filtered for good: its source is owed another one."""
+        """The group of this prompt was filtered for good: its source gets another one in its place."""
         self._filtered[index % len(self._filtered)] += 1
 
 
 class Slots:
-    """The order of slots that shares ask for: of its first n, source s has n * share(s), to within one.
+    """The order of slots by the shares: of the first n slots, source s has n * share(s), to within one.
 
-    Slot n goes to the source that would fall behind first, of those it does not put ahead: Tijdeman's solution of the
-    chairman assignment problem (Discrete Mathematics 32, 1980), whose error is at most 1 - 1 / (2D - 2) and so
+    Slot n goes to the source that would fall behind first, of those that it would not put ahead: Tijdeman's solution of
+    the chairman assignment problem (Discrete Mathematics 32, 1980), whose error is at most 1 - 1 / (2D - 2) and so
     never reaches 1. Shares are taken as the decimal fractions a person wrote, so the order repeats exactly, with a
     period in which each source has a whole number of slots.
     """

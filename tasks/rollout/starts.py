@@ -1,6 +1,6 @@
-"""The running dispatches by the policy version they were started under: what the scheduler asks after every group.
+"""The running dispatches by the policy version they were started under. The scheduler asks for them after every group.
 
-Versions are few and dispatches many, so what is asked often costs as much as there are versions.
+Versions are few and dispatches many. So a frequent question costs O(versions), not O(dispatches).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Starts:
         self._awaited: dict[int, int] = {}  # how many of them a batch waits for
 
     def add(self, version: int, rollout: GroupRollout) -> None:
-        """It was started under this version."""
+        """Add a dispatch that was started under this version."""
         self._running.setdefault(version, {})[rollout] = None
         self._awaited[version] = self._awaited.get(version, 0) + rollout.awaited
 
     def remove(self, version: int, rollout: GroupRollout) -> None:
-        """It has ended, was started again or given up; one that is not there changes nothing."""
+        """Remove a dispatch that ended, was started again or given up; if it is not there, nothing changes."""
         running = self._running.get(version, {})
         if rollout in running:
             del running[rollout]

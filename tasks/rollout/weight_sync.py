@@ -2,8 +2,8 @@
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 
-It always goes to the newest version (intermediate ones are skipped), and waits for nothing else: what must see one
-version alone, such as an evaluation, has an engine for itself.
+It always goes to the newest version and skips those between. It waits for nothing else: work that must see one version
+alone, such as an evaluation, has an engine for itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class VersionFeed(Protocol):
     """Where new versions come from: storage, with the channel's news as a hint."""
 
     async def newer(self, version: int) -> int:
-        """The newest published version, once it is above `version`."""
+        """Wait for a version above `version`; returns the newest published one."""
 
     async def fetch(self, version: int) -> tuple[Any, Probe]:
         """The version's weights, as the engines take them, and its probe."""
