@@ -1,12 +1,12 @@
 """The channel in a Ray actor: one per run, named, owner of the batches it holds.
 
-A payload is an Arrow buffer or the name of a local file. Of a file only the name crosses, and the learner maps it: it
-lies in the page cache, which is shared memory already. A learner on a machine that has no such file asks for the bytes.
-A buffer is put into Ray's object store by the actor itself (an object put by a process that exits would be lost), which
-hands out a reference, so that the learner reads shared memory without a copy.
+A payload is an Arrow buffer or the name of a local file. Of a file only the name travels, and the learner maps the
+file: it lies in the page cache, which is shared memory already. A learner on a machine without that file asks for the
+bytes. A buffer is put into Ray's object store by the actor itself, because an object is lost with the process that put
+it. The actor hands out a reference, so that the learner reads shared memory without a copy.
 
-Its clients outlive it: a call that meets a dead actor is repeated at the one that took over its name. All calls
-may be repeated, so nothing is lost or doubled; what the new actor does not hold it reads from the store.
+Clients outlive the actor: a call that meets a dead actor is repeated at the one that took over its name. All calls may
+be repeated, so nothing is lost or doubled. The new actor reads from the store what it does not hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StoredBatches:
     """`Source` from the run's log: references to Arrow buffers that the calling process owns."""
 
     def __init__(self, run: ObjectStore) -> None:
-        """Reads nothing: where storage does not answer, who asks is told so."""
+        """Reads nothing, so that an actor starts even while storage does not answer."""
         self._run = run
         self._is_local = run.local_path("log") is not None
 

@@ -6,7 +6,7 @@
         ▲                              │
         └──────── more(ticket) ◄───────┘   long poll for the others, while there are any
 
-So a call costs one answer where verdicts are quick, and where one is slow the others come back before it.
+So a call costs one answer if all verdicts are quick. If one is slow, the others come back before it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def start_reward(context: RunContext) -> Any:
 class RewardClient:
     """Scores single responses through the run's reward actor; concurrent ones share a call, none waits for another.
 
-    Scoring changes nothing, so what has no verdict is asked of the actor's successor when the actor dies.
+    Scoring changes nothing. So when the actor dies, its successor is asked for the verdicts that are missing.
     """
 
     def __init__(self, patience_seconds: float) -> None:

@@ -1,14 +1,14 @@
-"""Which prompt is issued next, and with how much to spare: short rounds, and long ones for what was too slow.
+"""Which prompt is issued next, and how many extra ones: short rounds, and long rounds for prompts that were too slow.
 
-A round is what is issued for one batch. What is to be issued again goes first, then new prompts, of the source that
-the `Mixture` chooses. A prompt that was left behind waits for the next policy version: right after an update it has
-the most time before its batch.
+A round is what is issued for one batch. Prompts that are to be issued again go first, then new prompts of the source
+that the `Mixture` chooses. A prompt that was left behind waits for the next policy version: right after an update it
+has the most time before its batch.
 
 A prompt that was left behind `RolloutLimits.awaited_after` times is *awaited*: its batch waits for it. With tail
-batching (RollPacker, section 4) it waits in the tail until there are enough of its kind. A *short* round issues N
-groups and the extras, of other prompts. Once N prompts wait in the tail, the next round is *long*: those N, without
-extras, and its batch waits for all of them. So every prompt is trained on, the slow ones together; the last round is a
-long one, of what waits then and new prompts, or a run would leave out its slowest.
+batching (RollPacker, section 4) it waits in the *tail* until there are enough of its kind. A *short* round issues N
+groups of other prompts, and the extras. Once N prompts wait in the tail, the next round is *long*: those N, without
+extras, and its batch waits for all of them. So every prompt is trained on, the slow ones together. The last round is
+long, with the prompts that wait then and new ones. Otherwise a run would leave out its slowest prompts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class IssueOrder:
     def __init__(
         self, limits: RolloutLimits, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
     ) -> None:
-        """`again` is what was in flight when the run stopped, `behind` how often prompts of it were left behind."""
+        """`again` was in flight when the run stopped; `behind` says how often its prompts were left behind."""
         self._limits = limits
         self._behind = Counter(dict(behind))
         self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
@@ -90,7 +90,7 @@ class IssueOrder:
         return self._limits.tail_batching and (last or len(self._tail) >= self._limits.groups)
 
     def taken(self, prompts: Iterable[int]) -> None:
-        """Groups of these prompts are in a batch: how slow they were is of no more use."""
+        """Groups of these prompts are in a batch: forget how slow they were."""
         for prompt in prompts:
             self._behind.pop(prompt, None)
 

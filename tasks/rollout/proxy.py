@@ -1,15 +1,15 @@
-"""The inference proxy: all engines as one. Takes them through weight updates, replaces the dead.
+"""The inference proxy: all engines as one. It takes them through weight updates and replaces the dead.
 
 - Requests wait in one queue; `slots` says who goes where and when.
 - `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
-  learner's is closed before it makes a token. What arrives meanwhile starts under the version the update brings.
-- What a failed engine was running goes on at another one with the tokens it has, and counts as started when it was
-  first started. Only where tokens of two versions may not mix (`in_flight = "restart"`) does it start again.
-- A request that was aborted by an update (`in_flight = "restart"`) starts again under the new version. One that was
-  aborted by `abort` ends with the tokens it has.
-- An engine can be lent, while another lives: what it runs goes on elsewhere, as if it had failed; then it joins again.
-- An engine that joins holds the present version, probed, before it gets a request. A failed one is closed at once.
-- `version` is the new one as soon as one engine serves it: no other takes a request before it has it, too.
+  learner's is closed before it makes a token. A request that arrives meanwhile starts under the new version.
+- The requests of a failed engine go on at another one with the tokens they have, and keep the version under which they
+  were first started. Only if tokens of two versions may not mix (`in_flight = "restart"`) do they start again.
+- A request that an update aborted (`in_flight = "restart"`) starts again under the new version. A request that `abort`
+  ended keeps the tokens it has.
+- An engine can be lent while another one lives. Its requests go on elsewhere, as if it had failed; then it joins again.
+- An engine that joins has the present version, probed, before it gets a request. A failed one is closed at once.
+- `version` is the new one as soon as one engine serves it. No other engine takes a request before it has it, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """The newest weights, as every engine has them, or takes them when it joins."""
+    """The newest weights: every engine has them, or takes them when it joins."""
 
     version: int
     weights: Any
@@ -85,7 +85,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How a request is to be treated: whose turn it is, what it shares a prompt with, who is told that it starts."""
+    """How to treat a request: its priority, which requests share its prompt, whom to tell that it starts."""
 
     priority: float = 0.0  # the lowest goes first
     group: Hashable = None
@@ -95,7 +95,7 @@ class RequestOptions:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A request on its way to an answer, and the version under which the first of its tokens was asked for."""
+    """A request on its way to an answer, with the version under which its first token was asked for."""
 
     request: GenerationRequest
     asked: RequestOptions
@@ -111,7 +111,7 @@ class _Job:
         return within.lane if within is not None and within.lane.failure is None else None
 
     def answer(self, generation: Generation, version: int) -> Started:
-        """What its caller gets; one that never started counts from the present version."""
+        """What the caller gets. A request that never started counts from the present version."""
         return Started(generation, version if self.started is None else self.started)
 
     def start(self, version: int) -> None:
@@ -121,7 +121,7 @@ class _Job:
             self.asked.on_start(version)
 
     def again(self, kept: Partial) -> None:
-        """Another life, with these tokens; without any it is started anew."""
+        """Send it again with these tokens; without tokens it starts anew."""
         self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)  # the old id may still be known
         if not kept:
             self.started = None
@@ -164,7 +164,7 @@ class InferenceProxy:
 
     @property
     def capacity(self) -> int:
-        """Requests that the live engines can run; one engine's while none lives, so that somebody asks for it."""
+        """Requests that the live engines can run; while none lives, those of one engine: then requests keep coming."""
         return self._slots * max(1, len(self._queue.live))
 
     @property
@@ -174,7 +174,7 @@ class InferenceProxy:
 
     @property
     def failed(self) -> dict[int, str]:
-        """Why engines are out, by their place; those that died without a request among them."""
+        """Why engines are out, by their place; engines that died without a request included."""
         found = ((place, lane.failure or _death(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
@@ -299,7 +299,7 @@ class InferenceProxy:
             self.on_change()
 
     async def _on(self, lane: Lane, job: _Job) -> Generation | None:
-        """One try on one engine; None if it has to go on, or start again, elsewhere."""
+        """One try on one engine; None if the request has to go on, or start again, elsewhere."""
         await lane.serves.wait()  # what arrives in an update is started under the version it brings
         if job.aborted:
             return job.ended(job.request.prefix)
@@ -373,7 +373,7 @@ class InferenceProxy:
             lane.serves.set()
 
     def _fail(self, lane: Lane, error: EngineFailed) -> None:
-        """Take the engine out and end it: it may still run, under wrong weights or for nobody."""
+        """Take the engine out and end it: it may still be running, under wrong weights or for nobody."""
         if lane.failure is None:
             lane.failure = error
             closing = asyncio.create_task(self._close(lane))

@@ -1,8 +1,8 @@
 """Which request goes to which engine, and when: one queue before all engines.
 
-- A request waits here, and not at an engine, until an engine that serves has a free slot: whichever comes free, or
-  joins, first gets the work. So an engine is never given more than its slots.
-- The lowest priority number goes first, then the earliest arrival; whoever comes back from an engine that died keeps
+- A request waits here, not at an engine, until a serving engine has a free slot. The first engine with a free slot gets
+  the work, be it one that was busy or one that joins. So an engine never gets more than its slots.
+- The lowest priority number goes first, then the earliest arrival. A request that comes back from a dead engine keeps
   its turn.
 - `least-work` routing takes the engine that would be done first: requests it runs, times its own measured pace.
   `prefix` prefers an engine that runs the same prompt already, while it has a free slot. `group` is the baseline
@@ -54,7 +54,7 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A place in the queue, for `width` slots of one engine. `group`: those that should run where the others do."""
+    """A place in the queue, for `width` slots of one engine. Tickets of one `group` should run on one engine."""
 
     turn: tuple[float, int]  # priority, arrival
     group: Hashable = None
@@ -68,7 +68,7 @@ class Ticket:
 
     @property
     def lane(self) -> Lane | None:
-        """What it was granted, if it was."""
+        """The lane that it was granted; None while it waits."""
         future = self.granted
         if future is None or not future.done() or future.cancelled() or future.exception():
             return None
@@ -167,7 +167,7 @@ class SlotQueue:
             self._measured = self._measured or lane
 
     def changed(self, lane: Lane) -> None:
-        """A lane's slots, or whether it serves, are not what they were."""
+        """Take note that a lane's slots have changed, or whether it serves."""
         self._offer(lane)
         self._dispatch()
 
@@ -181,7 +181,7 @@ class SlotQueue:
             heapq.heapify(self._open)
 
     def _load(self, lane: Lane) -> float:
-        """Seconds a token of one more request would take, if all ran one after another."""
+        """Seconds that a token of one more request would take, if all requests ran in turn."""
         if not lane.tokens:
             known = self._measured
             return (lane.taken + 1) * (known.seconds / known.tokens if known else 1.0)

@@ -12,8 +12,9 @@ occupancy at which it is least: with c > 1 an engine does more one request at a 
     T_async(split)   <=  max((N/K_r) mu + L/(alpha+1), (N/K_t) E mu_t)   with K_r and K_t GPUs as the file splits them
     gain             <=  1 + K L / (N (mu + E mu_t))
 
-Rewards and the pauses of updates are not in it, nor what reading the KV cache, a full one and prefill by length cost.
-With these, what no schedule passes is no less true; what the proposition guarantees is not (`Bounds.guaranteed`).
+These bounds leave out rewards, the pauses of updates, and what the KV cache costs: reading it, a full one, prefill by
+length. Where these cost time, the lower bounds stay true, but the upper bounds of the proposition do not
+(`Bounds.guaranteed`).
 """
 
 from __future__ import annotations

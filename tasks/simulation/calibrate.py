@@ -1,10 +1,10 @@
 """What a recorded run's engines take, found by simulating that run until it gives what was recorded.
 
-How long a token takes among n requests cannot be read off a run whose n hardly changes; but how long short and long
-responses took, and how long the whole rollout, can be held against a simulation of the same recipe. For each slowing c
-of a few, seconds per token and prefill are set so that the line through lengths and times is that of the record; taken
-is the c whose times, by length and in all, come nearest. The queue for a slot is in both times, the recorded and the
-simulated one, so nothing has to be known of when a response started.
+A run whose number n of requests hardly changes does not show how long a token takes among n requests. But it shows how
+long short and long responses took, and the whole rollout. These times are compared with a simulation of the same
+recipe. For a few values of the slowing c, seconds per token and prefill are set so that the line through lengths and
+times is that of the record. The c whose times come nearest, by length and in all, is taken. Both times, recorded and
+simulated, include the queue for a slot, so it does not matter when a response started.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Seen:
 
 
 def calibrated(seen: Seen, config: RunConfig, hardware: Hardware) -> Hardware:
-    """The hardware with the engines that come nearest to what was seen. It says all else; `config` is the run's."""
+    """The hardware with the engines that come nearest to what was seen; all else is as given. `config` is the run's."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
     found.sort(key=lambda one: one[0])
@@ -84,7 +84,7 @@ def _with(
 
 
 def _simulated(config: RunConfig, hardware: Hardware) -> Seen:
-    """The same of a simulation."""
+    """What is seen of a simulation."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
     timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})

@@ -1,4 +1,4 @@
-"""What the planner looks for: candidates, what a simulation said of them, and how much may be simulated."""
+"""What the planner works with: candidates, what a simulation said of them, and how much may be simulated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUICK = Budget(40, 2, 4_000, 8, 16_000)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a recommendation may not pass."""
+    """What a recommendation must not exceed."""
 
     bias: float = 0.02  # of the mean length, either way
     waste: float = 0.15  # of all sampled tokens
@@ -123,7 +123,7 @@ class Outcome:
         return self.figures.trajectories_per_second
 
     def marks(self, limits: Limits) -> tuple[str, ...]:
-        """The limits it passes; that of the bias by more than two standard errors."""
+        """The limits that it exceeds; that of the bias only by more than two standard errors."""
         biased, wasteful = abs(self.bias) - 2.0 * self.bias_error > limits.bias, self.wasted > limits.waste
         return (*(("biased",) if biased else ()), *(("wasteful",) if wasteful else ()))
 

@@ -1,9 +1,9 @@
 """Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are lent as they are in a run.
 
 - Only where the recipe lends them: an engine of its own for evaluation costs training nothing.
-- Those before and after a run are left out: a simulation is of a run in its stride.
+- Evaluations before and after a run are left out: a simulation is of the steady run between.
 - Held-out prompts draw their lengths like all others. Their verdicts take their time, on workers of their own.
-- `spent` is what engines sampled for evaluations, so that nobody takes it for training's.
+- `spent` counts the tokens that engines sampled for evaluations, apart from training's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a simulation says: figures made of its records.
+"""The figures of a simulation, made from its records.
 
 Times and shares are those after a warm-up (`Figures.warm_up` versions), staleness too; counts, tokens and lengths are
-of the whole simulation. The *population* that trained lengths are held against is what the first prompts in order draw
-that are not filtered, as many as were trained: nothing that depends on the schedule selects it.
+of the whole simulation. Trained lengths are compared with a *population*: what the first prompts in order draw, without
+those that are filtered, and as many as were trained. Nothing that depends on the schedule selects it.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _tokens(records: Records, versions: int, grain: int) -> Tokens:
 
 
 def _bias(records: Records, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
-    """Also the population's lengths."""
+    """The bias, and the population's lengths."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
     drawn = np.array(population(config, -(-count // config.group_size), records.filtered), np.int64) * grain

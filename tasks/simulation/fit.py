@@ -82,8 +82,8 @@ def thinned(values: Floats) -> Floats:
 
 
 def train_seconds(versions: Sequence[Recorded], *, alone: bool) -> list[float]:
-    """What the learner itself took. Beside rollout the shortest wait of all is what a batch that lay ready costs: it
-    belongs to it. At alpha = 0 (`alone`) no batch ever lies ready."""
+    """What the learner itself took. The shortest wait of all is that for a batch that lay ready, so it counts as the
+    learner's own time. At alpha = 0 (`alone`) no batch ever lies ready."""
     ready = 0.0 if alone else min(v.waited for v in versions)
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]
 

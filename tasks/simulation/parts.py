@@ -1,4 +1,4 @@
-"""What stands in for prompts, verifiers, the learner and the world's trouble: each takes time, none decides."""
+"""Stand-ins for prompts, verifiers, the learner and faults: each takes time, none decides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The planner: how to divide GPUs between rollout and training, and how far to let rollout run ahead, by simulation.
 
-Guarantees: what it recommends was simulated, on the shipped objects, for the versions it names; it passes neither
-limit (`Limits`); and no simulated candidate of a smaller alpha that keeps them comes within `TOLERANCE` of the best.
+Guarantees: what it recommends was simulated, on the shipped objects, for the versions it names. It keeps both limits
+(`Limits`). And no simulated candidate of a smaller alpha that keeps them comes within `TOLERANCE` of the best.
 
     1. synchronous     all GPUs in turns where the hardware says so, the best split otherwise: what gains are over
     2. alpha = 1 ...   for each, the best split: downhill from beta* (Proposition 2), later from the last alpha's best;
@@ -12,13 +12,13 @@ limit (`Limits`); and no simulated candidate of a smaller alpha that keeps them 
     4. finals          the best of each again, for longer, also where a short look marked it: only these are shown and
                        chosen from
 
-A split whose bound is above the best step so far is not simulated. All simulations share a seed, so candidates are
-held against each other on the same prompts and lengths, and the same input gives the same plan.
+A split whose bound is above the best step so far is not simulated. All simulations share a seed. So candidates are
+compared on the same prompts and lengths, and the same input gives the same plan.
 
-The length bias here is the *settled* one: by how much a version after the warm-up falls behind the prompts that become
-due with it, in tokens. A short simulation's own bias also has in it that the ramp finishes short groups first, while
-long ones are still in flight: that happens once in a run, not in each version. Which long groups are in flight at the
-window's ends is chance; the standard error says how much of it.
+The length bias here is the *settled* one: by how many tokens a version after the warm-up falls behind the prompts that
+become due with it. It leaves out the ramp of a run, which finishes short groups first while long ones are still in
+flight: that happens once in a run, not in each version. It is chance which long groups are in flight at the window's
+ends; the standard error says how much.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who was busy when: occupancy of engines and verifiers in equal bins of time, train steps and updates as spans.
 
-The number of bins stays within `BINS`: when there are more, neighbours are joined and bins are twice as long from
-there on. So the cost is bounded, however long the simulation.
+There are at most `BINS` bins: when there are more, neighbours are joined, and from then on bins are twice as long. So
+the cost is bounded, however long the simulation runs.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
                        v                  |
                   timed learner --version-+
 
-The scheduler plans some batches more than are trained, and the simulation ends when the last version is published: so
-what is measured is a run in its stride, not its drain.
+The scheduler plans a few more batches than are trained, and the simulation ends when the last version is published. So
+a steady run is measured, not its end, when the engines run empty.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def simulate(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles: it would look again and again at all that is in flight, for half of the time."""
+    """Turn Python's garbage collector off: it would look again and again at all that is in flight, for half of the
+    time.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
