@@ -72,7 +72,7 @@ def parse(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Apply one `key.path=value`; the value is TOML, or a bare string where it is none."""
+    """Apply one `key.path=value`; the value is TOML, or else a bare string."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ConfigError(f"--set {override!r} is not of the form key=value, e.g. --set train.learning_rate=1e-4")

@@ -1,8 +1,8 @@
 """The runner: serves the six flows as Prefect deployments, so that runs can be started from the UI or a schedule.
 
 `python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is told to stop. It polls every
-second: a run's stages should not wait for the default ten. Without a session that watches it (`rollflow run` is one),
-automations do: see `automation`.
+second, because a run's stages should not wait for the default ten. A session such as `rollflow run` watches it. Without
+a session, automations do: see `services/automations.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollflow.flows.services.prefect_api import insist
 from rollflow.flows.train import train
 
 POLL_SECONDS = 1
-LIMIT = 40  # flow runs at a time; Prefect's default of 5 is one run and a bit
+LIMIT = 40  # flow runs at a time; one run has four, and Prefect's default is 5
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 

@@ -22,7 +22,7 @@ def home() -> Path:
 
 
 def store_uri(config: RunConfig) -> str:
-    """The store a config names, a folder by its whole path; the default is one in the run home."""
+    """The store that a config names (a folder by its absolute path); the default is a folder in the run home."""
     return open_store(config.store.uri or str(home() / "store")).uri
 
 
@@ -30,7 +30,7 @@ def context_of(uri: str, run_id: str) -> RunContext:
     """The run `run_id` of the store at `uri`.
 
     Raises:
-        ConfigError: it is no run id.
+        ConfigError: `run_id` is not a run id.
     """
     return attach_run(f"{uri.rstrip('/')}/runs/{checked(run_id, 'run id')}")
 
@@ -39,7 +39,7 @@ def attach_run(uri: str) -> RunContext:
     """The run whose own storage is at `uri`.
 
     Raises:
-        ConfigError: the last part is no run id.
+        ConfigError: the last part of `uri` is not a run id.
     """
     uri = uri.rstrip("/")
     checked(uri.rpartition("/")[2], "run id")
@@ -47,26 +47,26 @@ def attach_run(uri: str) -> RunContext:
 
 
 def await_run(uri: str) -> RunContext:
-    """`attach_run` for what works for the run: a store that does not answer is waited for."""
+    """`attach_run` for a process that works for the run: it waits for a store that does not answer."""
     unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
     return replace(unread, patience=unread.config.store.patience_seconds)
 
 
 def new_run_id(name: str) -> str:
-    """A run id of a recipe's name and the time."""
+    """A new run id, made of a recipe's name and the time."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def run_id_of(name: str, flow_run: str) -> str:
-    """The run id of a run that was started without one: whoever takes over from its supervisor finds the same run."""
+    """The id of a run that was started without one. It is the same for whoever takes over from the supervisor."""
     return f"{name}-{flow_run.replace('-', '')[-10:]}"  # the tail: the head of a flow run's id may be a time
 
 
 def find_run(name: str | None, store: str | None = None) -> RunContext:
-    """The run a person names: an id in the default store (or `store`), a run's own path or URI, or the newest.
+    """The run that a person names: an id in the default store (or `store`), a run's own path or URI; None: the newest.
 
     Raises:
-        ConfigError: there is none, or what is named is no run id.
+        ConfigError: there is no such run, or the name is not a run id.
     """
     base = store or str(home() / "store")
     if name is not None:

@@ -2,8 +2,8 @@
 
     prepare --> claim --> rollout, reward, train --> follow the log --> end in order --> evaluate --> summary
 
-It decides and watches; it carries no data. What it knows of the run it reads from the run's storage, so that one that
-died is replaced by another: the newest claim on the run holds, an older supervisor is `Deposed` and stops.
+It decides and watches; it carries no data. It reads what it knows about the run from the run's storage, so that another
+supervisor can take over when it dies. The newest claim on the run holds; an older supervisor is `Deposed` and stops.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _prepared(config: RunConfig, run_id: str) -> RunContext:
 
 
 def _sweep(context: RunContext) -> None:
-    """What killed writers left unfinished goes; a store that does not let us is no reason not to train."""
+    """Remove what killed writers left unfinished. A store that does not allow it is no reason not to train."""
     try:
         sweep(context.store)
     except (RollflowError, OSError) as error:  # of a service that has no such request, say
@@ -93,7 +93,7 @@ def _sweep(context: RunContext) -> None:
 
 
 def trained(context: RunContext) -> bool:
-    """Whether the stages have done all they were to do: nothing but the summary may be missing."""
+    """Whether the stages have done all their work: at most the summary is missing."""
     last = context.config.versions
     return context.policies.newest() == last and evaluated(context.store, last)
 
@@ -134,7 +134,7 @@ def _follow(writer: StatusWriter, supervisor: Writer) -> None:
 
 
 def _give_up(writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
-    """End the stages, unless they are another supervisor's now, and say why."""
+    """End the stages, unless another supervisor has them now, and say why."""
     if isinstance(error, GaveUp):  # because another one's roles deposed its own, perhaps
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()

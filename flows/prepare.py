@@ -1,8 +1,8 @@
 """Preparing a run: everything a person could have got wrong is found here, before anything heavy starts.
 
 It checks the store, builds or copies the policy folder, checks the prompts against the policy's context, pins them, and
-creates the first entry of the run's log: from then on the run id is taken. Of two that prepare under one id at a time,
-none replaces what the other has written.
+creates the first entry of the run's log. From then on the run id is taken. If two commands prepare one run id at the
+same time, neither replaces what the other has written.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def _stored(path: str, data: Data) -> StoredObject:
 
 
 def _place(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
-    """Write the policy's files, unless another command that was given the same run id has written other ones.
+    """Write the policy's files, unless another command with the same run id has written others.
 
-    That one may still prepare, or have ended in the middle: its weights or chat template must not be this run's.
+    That command may still prepare, or have ended half-way: its weights or chat template must not become this run's.
     """
 
     def refused(path: str) -> ConfigError:
@@ -133,7 +133,7 @@ def _check_end(config: RunConfig, folder: Path) -> None:
 
 
 def _check_reading(config: RunConfig, folder: Path, texts: list[str]) -> None:
-    """Refuse a policy whose tokenizer is another one to everybody who is to use what is trained."""
+    """Refuse a policy whose tokenizer other tools read differently: they could not use what is trained."""
     path = config.policy.path
     if path is not None and (what := other_reading(folder, texts)) is not None:
         raise ConfigError(

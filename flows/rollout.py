@@ -38,6 +38,6 @@ def rollout(run: RunPlace, ray_address: str) -> None:
 
 
 def _redone(status: Status, group_size: int) -> tuple[str, int]:
-    """What a scheduler had in hand and nowhere else: these groups are issued again."""
+    """What only the dead scheduler had: these groups are issued again."""
     groups = status["running"] + status["buffered"]
     return f"{groups} groups that were running or not in a batch yet", groups * group_size

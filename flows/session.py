@@ -1,8 +1,8 @@
-"""What `rollflow run` holds while a run lasts: a Prefect server, a Ray cluster, a runner; private where none is given.
+"""What `rollflow run` holds while a run lasts: a Prefect server, a Ray cluster, a runner. What is not given is private.
 
-Everything it started ends with it, whatever the reason. What it did not start (`PREFECT_API_URL`,
-`cluster.address`) is used and left as it was. What it started and dies meanwhile it starts again
-(`keepalive.services`), and the run's supervisor with it (`keepalive.supervisor`).
+Everything that it started ends with it, whatever the reason. What it did not start (`PREFECT_API_URL`,
+`cluster.address`) is used and left as it was. A service that it started is started again when it dies
+(`keepalive.services`), and so is the run's supervisor (`keepalive.supervisor`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session 
 
 
 def check_addresses(config: RunConfig, store: str) -> None:
-    """Every service that is named must be there, before anything is started; `ConfigError` says which is not.
+    """Check, before anything is started, that every service that is named is there; `ConfigError` says which is not.
 
-    So must the run's `store`, for every node of the cluster.
+    Every node of the cluster must reach the run's `store`, too.
     """
     check_store_reach(store, config.cluster.address)
     if url := os.environ.get("PREFECT_API_URL"):
@@ -62,7 +62,7 @@ class Session:
 
     @property
     def login(self) -> str:
-        """How a person gets what the page asks for; "" where it is not ours to know."""
+        """How a person gets what the page asks for; "" if the server is not ours."""
         server = self.services.get(SERVER)
         if not isinstance(server, PrefectServer):
             return ""
@@ -80,7 +80,7 @@ class Session:
         return insist(submit)
 
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
-        """The run's status, again and again until it ended; the last one says how.
+        """Yield the run's status, again and again until it ended; the last one says how.
 
         Meanwhile whatever died is started again: see `keepalive.services` and `keepalive.supervisor`.
         """
@@ -112,11 +112,11 @@ class Session:
                 pick_up.look(log)
 
     def service_keeper(self, limits: RecoveryConfig) -> ServiceKeeper:
-        """Who looks after the services."""
+        """The keeper that looks after the services."""
         return ServiceKeeper(self.deployment, self.services, limits)
 
     def cancel(self, context: RunContext) -> None:
-        """End the run's flow runs as cancelled, and its actors where the cluster is not ours to stop."""
+        """End the run's flow runs as cancelled, and its actors if the cluster is not ours to stop."""
         self._cancel_flows()
         if context.config.cluster.address != "auto":
             from rollflow.flows.keepalive.stages import kill_actors

@@ -28,5 +28,5 @@ def train(run: RunPlace, ray_address: str) -> int:
 
 
 def _redone(status: Status) -> tuple[str, int]:
-    """A learner that had not restored a version yet loses its start, any other the step it was at."""
+    """What a dead learner was at: its start if it had not restored a version yet, else one train step."""
     return ("its start" if status["version"] < 0 else f"the step of version {status['version'] + 1}", 0)

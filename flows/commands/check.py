@@ -1,7 +1,8 @@
-"""What a recipe names on this machine, opened: files of prompts, the policy's folder, places that will be written.
+"""`rollflow check RECIPE`: validate a recipe, and open what it names on this machine: prompts, policy folder, places to
+write.
 
-No torch, Ray, vLLM, reasoning-gym or network; what only those can tell (a hub's policy, a family's options, whether a
-server answers) is found when the run is prepared, before anything heavy starts.
+It needs no torch, Ray, vLLM, reasoning-gym or network. What only those can tell (a hub's policy, a family's options,
+whether a server answers) is found when the run is prepared, before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def check_files(config: RunConfig) -> None:
     files = [source for source in config.prompts if isinstance(source, JsonlPrompts)]
     if files:
         prompts = RunPrompts(files, config.seed, config.evaluation.prompts, None, 0, read_file)
-        if len(files) == len(config.prompts):  # a family always has some to hold out
+        if len(files) == len(config.prompts):  # a family always has questions to hold out
             prompts.check_held_out()
     if config.policy.path is not None:
         local_policy(config.policy.path)

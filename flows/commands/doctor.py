@@ -1,4 +1,4 @@
-"""What is installed, what answers, which engine a run would use: the checks behind `rollflow doctor`.
+"""`rollflow doctor`: what is installed, what answers, and which engine a run would use.
 
 Guarantees: nothing heavy is imported (versions come from package metadata), every wait is bounded, and no secret
 value is read into a result: credentials are reported as present or absent.
@@ -46,7 +46,7 @@ def command(_: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: what was looked at, how it is, what was found. "missing" keeps the default recipe from running."""
+    """One line: what was looked at, its state, what was found. With "missing" the default recipe cannot run."""
 
     name: str
     outcome: Outcome

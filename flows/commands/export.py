@@ -1,8 +1,8 @@
 """`rollflow export`: a version as an ordinary Hugging Face folder, from the run's storage alone.
 
-What is written is what was trained: the weights are checked against the entry that published them, `config.json` names
+The folder holds what was trained: the weights are checked against the entry that published them, `config.json` names
 the type they were trained in, and `AutoTokenizer` reads the folder to the tokens that the run used. The folder gets its
-name when it is whole; before that there is nothing of that name.
+name only when it is whole.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _check_kept(context: RunContext, version: PolicyVersion) -> None:
-    """Say which versions can be had, where the weights of this one were not kept."""
+    """If the weights of this version were not kept, say which versions can be exported."""
     stored = set(context.store.list("policies"))
     if _are_in(stored, version):
         return
@@ -95,13 +95,13 @@ def _are_in(stored: Set[str], version: PolicyVersion) -> bool:
 
 
 def _described(context: RunContext) -> dict[str, bytes]:
-    """All but the weights; a run that was prepared by an older rollflow may name another type than it trained in."""
+    """All files but the weights. (A run that an older rollflow prepared may name another type than it trained in.)"""
     names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
     return with_dtype({Path(path).name: context.store.get(path) for path in names}, context.config.policy.dtype)
 
 
 def _texts(context: RunContext) -> list[str]:
-    """Some of the run's prompts; none where they are not to be had any more: the weights are what they were."""
+    """Some of the run's prompts; none if they cannot be opened any more, which does not change the weights."""
     try:
         prompts = context.prompts()
         return [prompts.prompt(index).text for index in range(TEXTS)]

@@ -1,4 +1,4 @@
-"""`rollflow inspect`: what a run, a version or a trajectory is and came from, read from the run's storage alone."""
+"""`rollflow inspect`: a run, a version or a trajectory, and where it came from; read from the run's storage alone."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _batch_of(context: RunContext, fate: Consumed | Waiting) -> BatchCommitted:
 
 
 def _question(context: RunContext, prompt: int) -> str:
-    """Its text, which storage alone does not tell where the run's prompts are not kept there."""
+    """The question's text. Storage alone does not tell it if the run's prompts are not kept there."""
     try:
         return context.prompts().prompt(prompt).text
     except (ConfigError, Corrupt) as error:

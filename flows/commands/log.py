@@ -1,4 +1,4 @@
-"""`rollflow log RUN`: the story of a run as its log tells it, a line an entry."""
+"""`rollflow log RUN`: the story of a run as its log tells it, one line for each entry."""
 
 from __future__ import annotations
 

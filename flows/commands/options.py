@@ -1,4 +1,4 @@
-"""Every verb of the command line and its options. Each verb's own module is named as it is."""
+"""Every verb of the command line and its options. The module of a verb has the verb's name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _storage_commands(commands: Any) -> None:
-    """What reads a run's storage, and needs nothing else."""
+    """Verbs that read a run's storage, and need nothing else."""
     replay = commands.add_parser("replay", help="train a version again from its parent and batch, and compare")
     _run_argument(replay, required=True)
     which = replay.add_mutually_exclusive_group()
@@ -93,7 +93,7 @@ def _storage_commands(commands: Any) -> None:
 
 
 def _simulation_commands(commands: Any) -> None:
-    """What runs on a virtual clock."""
+    """Verbs that run on a virtual clock."""
     simulate = commands.add_parser("simulate", help="what a recipe would do on other hardware, in virtual time")
     simulate.add_argument("recipe", type=Path)
     simulate.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

@@ -1,7 +1,7 @@
 """`rollflow plan`: which split between rollout and training, and which alpha, by simulation.
 
-Prints the best few beside what is proven, and on request writes the recipe with the changes and the divided hardware,
-ready for `rollflow run` and `rollflow simulate`. Needs neither Ray nor torch.
+It prints the best few beside what is proven. On request it writes the recipe with the changes and the divided hardware,
+ready for `rollflow run` and `rollflow simulate`. It needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def redundancy(candidate: Candidate) -> str:
 
 
 def sentences(planned: Planned, asked: PlanRequest, seconds: float) -> Iterator[str]:
-    """The choice, what it rests on, and what it does not."""
+    """The choice, and what it does and does not rest on."""
     limits = asked.limits
     yield _choice(planned, asked)
     fastest = planned.finals[0]
@@ -249,7 +249,7 @@ def _choice(planned: Planned, asked: PlanRequest) -> str:
 
 
 def _wider(taken: Outcome, wider: Outcome) -> str:
-    """What a larger bound would bring, where as much is in flight as before."""
+    """What a larger bound would bring with as much in flight as before."""
     return (
         f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.ahead = "
         f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "
@@ -263,7 +263,7 @@ def _wider(taken: Outcome, wider: Outcome) -> str:
 
 
 def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console) -> None:
-    """The recipe and the hardware; how they were come by stands at their tops."""
+    """Write the recipe and the hardware; a comment at the top of each says how it was found."""
     assert asked.write is not None
     recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)
     divided = divided.model_copy(update={"title": f"{config.name}, {asked.gpus} GPUs, {split(one.candidate)}"})

@@ -26,7 +26,7 @@ from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.fit import Recorded, fitted
 
-FEWEST = 5  # versions after the warm-up that a prediction can be held against
+FEWEST = 5  # versions after the warm-up that a prediction needs to be compared with
 SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that a schedule depends on
 
 
@@ -62,7 +62,7 @@ def compare(
 
 
 def _differences(config: RunConfig, other: RunConfig) -> list[str]:
-    """Keys that the schedule depends on and that differ."""
+    """The keys that the schedule depends on and that differ."""
     return [name for name in SCHEDULED if getattr(config, name) != getattr(other, name)]
 
 

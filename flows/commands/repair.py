@@ -19,11 +19,11 @@ def command(options: argparse.Namespace) -> int:
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
-    """Say what would make the run's log whole, and do it if a person has `agreed`; returns whether it is whole.
+    """Say what would repair the run's log, and do it if a person has `agreed`; returns whether the log is whole.
 
     Raises:
         ConfigError: there is no such run.
-        Corrupt: there is damage without a cure.
+        Corrupt: some damage has no cure.
     """
     console = console or Console(highlight=False)
     try:

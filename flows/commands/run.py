@@ -34,7 +34,7 @@ def command(options: argparse.Namespace) -> int:
 def drive(context: RunContext) -> int:
     """Start what the run needs, show it until it ends, and print its summary."""
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM: how a job scheduler says Ctrl-C
     try:
         with open_session(context.key, context.config.cluster.address) as session:
             status = _show(session, context)
@@ -55,7 +55,7 @@ def drive(context: RunContext) -> int:
 
 
 def _closed(context: RunContext) -> dict[str, Any]:
-    """The run's summary, with what the flows have used that were still at work when it was made."""
+    """The run's summary, with the CPU seconds of flows that were still at work when it was made."""
     summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     summary["cpu_seconds"] = read_usage(context.store).totals()
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
@@ -79,7 +79,7 @@ def _show(session: Session, context: RunContext) -> RunStatus:
 
 
 def _stopped(context: RunContext) -> int:
-    """After Ctrl-C: what stands, and how to go on."""
+    """After Ctrl-C: say what is stored, and how to go on."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())

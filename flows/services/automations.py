@@ -1,11 +1,11 @@
-"""Prefect automations for deployments that no session watches: a run whose runner or machine died is picked up.
+"""Prefect automations for deployments that no session watches: they pick up a run whose runner or machine died.
 
-    no heartbeat of a flow run for 90 s --> it is said to have crashed
+    no heartbeat of a flow run for 90 s --> it is marked as crashed
     a post-training flow run crashed    --> `recover` starts its run again
 
-Installed by name: doing it again changes nothing, so that what they have counted is kept. They reach only the
-deployments they are made for. Prefect's SQLite database gets slow under automations: a private server has none, and
-its session looks after the runs (`recover.PickUp`).
+They are installed by name. To install them again changes nothing, so what they have counted is kept. They reach only
+the deployments that they are made for. Prefect's SQLite database gets slow under automations, so a private server has
+none; its session looks after the runs (`keepalive/crashed.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
 
 
 def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """A supervisor's flow run that crashed, whoever says so."""
+    """A supervisor's flow run that crashed, whoever reported it."""
     from prefect.events.actions import RunDeployment
     from prefect.events.schemas.automations import EventTrigger
 
@@ -73,7 +73,7 @@ def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
 
 
 def _automation(name: str, trigger: Any, action: Any) -> Any:
-    """Its description tells whether what is installed is the same."""
+    """An automation. Its description tells whether an installed one is the same."""
     from prefect.events.schemas.automations import AutomationCore
 
     fields = trigger.model_dump(mode="json", exclude={"id"})

@@ -100,8 +100,8 @@ def actor(name: str) -> Any:
 def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
     """Kill the actors of these names and see their names free; those that are gone already are skipped.
 
-    Returns the killed. A name that is not free in time (its node was lost a moment ago, say) is not waited for longer:
-    who starts an actor of that name finds the dead one, and comes back here.
+    Returns the names of those that were killed. The wait for a name to become free is bounded: its node may have been
+    lost a moment ago. Whoever then starts an actor of that name finds the dead one, and comes back here.
     """
     import ray
 

@@ -5,16 +5,15 @@
 Guarantees, on Linux: when the owner closes this process's standard input or dies (SIGKILL included), or the
 command itself ends, or this process gets SIGTERM, every descendant of the command is ended, also those that
 were orphaned or opened a session of their own: the command first (SIGTERM, GRACE_SECONDS), then the rest
-(SIGTERM, `REST_SECONDS`), then SIGKILL. What a command leaves that ended by itself gets SIGKILL at once: it has
+(SIGTERM, `REST_SECONDS`), then SIGKILL. If the command ended by itself, what it leaves gets SIGKILL at once: it has
 lost its parent, so nobody waits for an orderly end. Nothing else is ever signalled. The exit code is the command's.
-It holds where the guard itself gets SIGKILL, and whoever holds the other end of its standard input sees that end
-break when all is over.
+All this holds even if the guard itself gets SIGKILL. When all is over, the pipe to the guard's standard input breaks,
+and its owner sees that.
 
-How: the guard is the "child subreaper" of its descendants, so an orphan becomes its child instead of init's and
-stays findable. Between it and the command stands a second guard, which ends all that is below it when the first one
-is gone, as the first one does with the second. Standard library only and run as a script, so that a guard costs
-milliseconds. Where there is no subreaper (macOS), descendants that were orphaned *and* left the session are out of
-reach.
+How: the guard is the "child subreaper" of its descendants. So an orphan becomes its child instead of init's, and the
+guard can find it. Between guard and command stands a second guard. Each of the two ends everything below it when the
+other one is gone. A guard costs milliseconds: it uses the standard library only and runs as a script. Without a
+subreaper (macOS), descendants that were orphaned *and* left the session are out of reach.
 """
 
 from __future__ import annotations

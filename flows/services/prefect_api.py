@@ -1,7 +1,7 @@
 """The Prefect API as sessions and recoveries use it: a call ends within some twenty seconds, or raises `Unreachable`.
 
-A server that is down for a moment must not end a run: who watches skips a look, and looks again; who has to get
-through asks again (`insist`).
+A server that is down for a moment must not end a run. A watcher skips a look, and looks again. A caller that needs the
+answer asks again (`insist`).
 
 Importing this module does not import Prefect.
 """
@@ -98,7 +98,7 @@ def start(
     name: str | None = None,
     key: str | None = None,
 ) -> UUID:
-    """Schedule a flow run of a deployment; with `key`, the same one however often it is asked for."""
+    """Schedule a flow run of a deployment; calls with one `key` give the same flow run, however often they are made."""
     served = client.read_deployment_by_name(f"{flow}/{deployment}")
     made = client.create_flow_run_from_deployment(served.id, parameters=parameters, name=name, idempotency_key=key)
     return made.id
@@ -159,10 +159,10 @@ def going(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
 
 
 def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:
-    """Say of a deployment's flow runs that they crashed: their processes ended with their runner, and nobody else will.
+    """Mark a deployment's flow runs as crashed: their processes ended with their runner, and nobody else will say so.
 
-    `scheduled` includes the flow runs that have not started, which otherwise are left for the next runner. Returns
-    the names of the flow runs.
+    `scheduled` includes flow runs that have not started; otherwise they are left for the next runner. Returns the
+    names of the flow runs.
     """
     from prefect.states import Crashed
 

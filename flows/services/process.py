@@ -7,10 +7,10 @@ Guarantees:
 - If this process dies, by SIGKILL too, the services end by themselves, and so does one whose guard is killed: each
   runs under a `guard` that holds the other end of a pipe. (A parent-death signal would not do: it fires when the
   *thread* that forked ends.)
-- `restart()` brings a service back at the address it had, with what it had stored; what is left of it is ended first.
-- Nothing listens outside loopback and nothing is reported home. Loopback is every user's of a machine: a Prefect
-  server starts whatever code it is told to, so it takes orders only with a string of its own, which is passed by
-  environment to the processes that need it and otherwise lies in a file of this user's.
+- `restart()` ends what is left of a service and brings it back at its old address, with what it had stored.
+- Nothing listens outside loopback, and nothing is reported home. But every user of a machine can reach its loopback,
+  and a Prefect server starts any code it is told to. So it takes orders only with a secret string of its own. The
+  processes that need the string get it by environment; otherwise it lies in a file that only this user can read.
 
 Ctrl-C reaches only this process: each service has a session of its own.
 
@@ -130,7 +130,7 @@ class Service(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether it would count as started now; asked of a service that runs, it tells a stuck one."""
+        """Whether the service answers now, as it must at its start. One that runs and does not answer is stuck."""
         return self._ready()
 
     @property
@@ -222,9 +222,8 @@ def write_secret(file: Path, text: str) -> None:
 class PrefectServer(Service):
     """A private Prefect server on a free loopback port, its SQLite database in `home/prefect`.
 
-    Its API answers only who knows its string, as its pages ask for it; `auth_file` holds that while the server lives.
-
-    The database is migrated when it is first made, which takes most of the first start.
+    Its API answers only to those who know its secret string, and its pages ask for it. `auth_file` holds the string
+    while the server lives. The database is migrated when it is first made, which takes most of the first start.
     """
 
     def __init__(self, home: Path, *, start_seconds: float = 120.0) -> None:

@@ -173,7 +173,7 @@ RAY_SUFFIX_BYTES = len("/session_2000-01-01_00-00-00_000000_4194304/sockets/plas
 
 
 def short_folder(folder: Path) -> Path:
-    """`folder`, or where its name is too long for Ray's sockets the name of a link in the system's temp folder."""
+    """`folder`, or, if its name is too long for Ray's sockets, a link to it in the system's temporary folder."""
     if len(os.fsencode(folder)) + RAY_SUFFIX_BYTES <= SOCKET_PATH_BYTES:
         return folder
     return Path(tempfile.gettempdir()) / f"rollflow-{secrets.token_hex(4)}"

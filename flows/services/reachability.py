@@ -78,7 +78,7 @@ def check_ray(address: str) -> None:
 
 
 def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None:
-    """A store that is a folder here can be read by the cluster at `address`, of whose `nodes` these are known."""
+    """Refuse a store that is a folder here if the cluster at `address` (of these `nodes`) is on other machines."""
     scheme, sep, _ = uri.partition("://")
     if address == "auto" or (sep and scheme != "file"):
         return

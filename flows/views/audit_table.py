@@ -1,4 +1,4 @@
-"""The audit of a run for a person: a line while it works, its report as tables."""
+"""The audit of a run for a person: a progress line while it works, then its report as tables."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
 
 
 def read_line(report: AuditReport) -> str:
-    """How much this audit read, and what an earlier one had seen."""
+    """How much this audit read, and how much an earlier one had read."""
     read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
     return f"{read}, from entry {report.since} on: an audit found nothing wrong before it" if report.since else read
 
 
 def tokens_line(report: AuditReport) -> str:
-    """What was sampled and not trained on, and whether it was longer: dropping biases towards short answers."""
+    """What was sampled and not trained on, and whether it was longer, because dropping biases towards short answers."""
     line = f"tokens: {report.trained_tokens:,} trained on"
     gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
     if report.surplus_tokens:

@@ -1,7 +1,7 @@
 """What a person sees of a run: a live view on a terminal, plain lines elsewhere, the closing summary.
 
-Guarantees: a view only draws what it is given (`show(status)`), starts no thread that outlives its block, never
-raises for an odd value (an unknown stage, no reward yet, an empty buffer), and leaves the last state on the screen.
+Guarantees: a view only draws what it is given (`show(status)`). It starts no thread that outlives its block. It never
+raises for an odd value (an unknown stage, no reward yet, an empty buffer). It leaves the last state on the screen.
 `PlainView` writes a line only when something changed, and at most one every `every_seconds` (a new phase, a new
 accuracy point or a message at once).
 """
@@ -45,7 +45,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it: 48 s, 3:07, 1:02:09."""
+    """A duration as a person writes it: 48 s, 3:07, 1:02:09."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -158,7 +158,7 @@ def _accuracy(points: Sequence[tuple[int, float]]) -> Text:
 
 
 def _domains(status: RunStatus) -> Text:
-    """What was trained of each domain so far, beside what was asked for."""
+    """What was trained of each domain so far, beside the share that was asked for."""
     total, text = max(sum(status.domains.values()), 1), Text()
     for domain, groups in status.domains.items():
         text.append("  " if text else "").append(f"{domain} ").append(f"{groups / total:.0%}", style="bold")
@@ -262,7 +262,7 @@ def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, c
 
 
 def cpu_line(seconds: Mapping[str, float]) -> str:
-    """CPU seconds, the share of each role that is worth a word, and that of all who only watch."""
+    """CPU seconds, the share of each role that is large enough to name, and that of all roles that only watch."""
     total = max(sum(seconds.values()), 1e-9)
     shares = [f"{role} {used / total:.0%}" for role, used in seconds.items() if used / total >= WORTH_SAYING]
     watching = sum(used for role, used in seconds.items() if role in WATCHING)

@@ -1,6 +1,6 @@
 """A run's course as its log tells it: what the live view, MLflow and the summary are made from.
 
-What it costs does not grow with the run: totals stand in the log's state, and of the versions only the newest are read.
+Its cost does not grow with the run: totals stand in the log's state, and only the newest versions are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Progress:
     versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=KEPT))  # the newest ones
 
     def advance(self) -> list[PolicyVersion]:
-        """The versions published since the last call that could read all there was; at first, the newest `KEPT`."""
+        """The versions that were published since the last complete read; at first, the newest `KEPT`."""
         newest = self.context.policies.newest()
         seen = self.versions[-1].number if self.versions else newest - KEPT
         new = list(self.context.policies.since(max(seen + 1, 0))) if newest > seen else []
@@ -76,7 +76,7 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Trained response tokens over the time it took. Where a clock stepped back: better none than a wrong one."""
+        """Trained response tokens over the time it took. If a clock stepped back: none, rather than a wrong figure."""
         return self.tokens / self.training_seconds if self.training_seconds else 0.0
 
     @property
@@ -88,7 +88,7 @@ class Progress:
 
 
 def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
-    """Domain -> groups trained on: of its sources' issued prompts, those without another place to be."""
+    """Domain -> groups trained on: its issued prompts, less those that are filtered, open or wait in a batch."""
     waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)
     elsewhere = _by_source((*state.open, *waiting), len(config.prompts))
     trained: Counter[str] = Counter()

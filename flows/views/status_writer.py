@@ -1,6 +1,6 @@
 """The supervisor's view of a run, once a second: `status.json` for people, MLflow for comparison.
 
-Both are made from the run's log and from what the stages say; neither is read back by anything that decides.
+Both are made from the run's log and from what the stages say. Nothing that decides reads either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
 from rollflow.tasks.run_context import RunContext
 
 MESSAGES = 3  # the latest ones that the live view shows
-USAGE_SECONDS = 30.0  # how often what the actors have used is written down
+USAGE_SECONDS = 30.0  # how often the actors' CPU seconds are written down
 
 
 class StatusWriter:
@@ -56,7 +56,7 @@ class StatusWriter:
         self.context.store.put(STATUS, self.status(phase or self._phase()).to_json().encode())
 
     def _evaluations(self) -> list[Evaluation]:
-        """The new ones: at first, the newest and that of version 0, which all others are compared with."""
+        """The new evaluations; at first, the newest and that of version 0, with which all others are compared."""
         if self._accuracy:
             return evaluations(self.context.store, max(self._accuracy))
         oldest = self.progress.version - KEPT

@@ -18,9 +18,9 @@ from rollflow.tasks.run_context import RunContext
 SUMMARY = "summary.json"
 
 
-# What the rollout stage's status says of the whole run, and what the summary calls it: of the time, engines had free
-# slots and alpha let nothing start, or a full batch waited for a slow group; of the tokens, those of dropped groups; of
-# the prompts' tokens, those that engines had in their prefix cache.
+# Shares of the whole run, by their names in the rollout stage's status and in the summary. Of the time: engines had
+# free slots and alpha let nothing start; a full batch waited for a slow group. Of the tokens: those of dropped groups.
+# Of the prompts' tokens: those that engines had in their prefix cache.
 SHARES = {
     "held": "held_back_by_alpha",
     "waited": "waited_at_the_bound",

@@ -9,10 +9,12 @@ MLflow is a view, so tracking never holds up a run and never ends one:
 - a failure of MLflow, its database or its server is recorded in `warnings`, counted in `failures`, and what was to
   be written is kept and tried again with the next write. Only `flush` and `finish` wait, within a deadline.
 
-No point is logged twice: the last version is read back from the store when the run is opened (or opened again after
-a failure), and what is at or below it is skipped; what lies between it and what is to be written is asked for
-(`missed`). Log a version after it is committed. Parameters hold no secrets:
-user names, passwords and queries are taken out of addresses, and keys that name a secret are left out.
+No point is logged twice. When the run is opened (or opened again after a failure), the last logged version is read back
+from MLflow: versions up to it are skipped, and versions that nobody has logged since are asked for (`missed`). Log a
+version after it is committed.
+
+Parameters hold no secrets: user names, passwords and queries are taken out of addresses, and keys that name a secret
+are left out.
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class Tracker:
             del self._pending[:-KEPT_POINTS]
 
     def _before(self, run: _Open, new: Sequence[Point]) -> Iterator[Point]:
-        """What lies between the last version that MLflow has and the first of `new`: nobody followed the run then."""
+        """The versions between the last that MLflow has and the first of `new`: nobody followed the run then."""
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
             if versions := range(run.last.get(marker, 0) + 1, first):
