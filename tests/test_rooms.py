@@ -1,0 +1,180 @@
+"""Which room may import which. What is read is the source, so that an import inside a function counts as well.
+
+A room is a folder of modules, named by its path: "tasks/rollout". The three houses are one above the other: flows
+decide by tasks, tasks compute on storage, storage knows of neither. A new room says here what it takes from its own
+house.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HOUSES = ("storage", "tasks", "flows")  # each may import those before it
+OWN_FILES = 12
+
+# What a room may import of its own house besides itself.
+MAY: dict[str, set[str]] = {
+    "storage/objects": {"storage"},
+    "storage/journal": {"storage", "storage/objects"},
+    "storage/log": {"storage", "storage/objects"},
+    "storage": {"storage/log", "storage/objects"},
+    "tasks/objectives": {"tasks"},
+    "tasks/prompts": {"tasks"},
+    "tasks/verifiers": {"tasks"},
+    "tasks/policies": {"tasks", "tasks/prompts"},
+    "tasks/engines": {"tasks", "tasks/policies"},
+    "tasks/learners": {"tasks", "tasks/objectives"},
+    "tasks/rollout": {"tasks", "tasks/engines", "tasks/verifiers"},
+    "tasks/simulation": {"tasks", "tasks/engines", "tasks/rollout", "tasks/verifiers"},
+    "tasks/actors": {
+        *("tasks", "tasks/engines", "tasks/learners", "tasks/policies", "tasks/prompts", "tasks/rollout"),
+        "tasks/verifiers",
+    },
+    "tasks": {"tasks/policies", "tasks/prompts", "tasks/rollout"},
+    "flows/services": set(),
+    "flows/views": {"flows/services"},
+    "flows/keepalive": {"flows", "flows/services", "flows/views"},
+    "flows": {"flows/keepalive", "flows/services", "flows/views"},
+    "flows/commands": {"flows", "flows/services", "flows/views"},
+}
+# Rooms that other processes' libraries stay in; a module stands for itself.
+LIBRARIES: dict[str, set[str]] = {
+    "ray": {"tasks/actors", "flows/services"},
+    "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/status_writer"},
+    "mlflow": {"flows/views/tracking"},
+    "s3fs": {"storage/objects/s3_requests"},
+    "vllm": {"tasks/engines"},
+    "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies"},
+    "transformers": {"tasks/engines", "tasks/learners", "tasks/policies"},
+}
+# Single arrows that point the wrong way until somebody turns them.
+EXCEPTIONS = {("flows/views/status_writer", "flows/keepalive/stages")}
+
+Sources = Mapping[str, str]  # by module, "tasks/rollout/proxy" or "tasks/rollout/__init__"
+
+
+@cache
+def tree() -> Sources:
+    """What the three houses hold."""
+    files = [file for house in HOUSES for file in (ROOT / house).rglob("*.py")]
+    return {file.relative_to(ROOT).with_suffix("").as_posix(): file.read_text() for file in files}
+
+
+@cache
+def names(source: str) -> frozenset[str]:
+    """The dotted names that a source imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"an import says the whole name: {ast.unparse(node)}"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def imports(module: str, sources: Sources) -> set[str]:
+    """What a module imports: our modules by their paths, libraries by their first name."""
+    return {located(name, sources) for name in names(sources[module])} - {module}
+
+
+def located(name: str, sources: Sources) -> str:
+    """The module or library that a dotted name lies in."""
+    library, _, inner = name.partition(".")
+    if library != "rollflow":
+        return library
+    path = inner.replace(".", "/")
+    outer = path.rpartition("/")[0]
+    return next(known for known in (path, f"{path}/__init__", outer, f"{outer}/__init__") if known in sources)
+
+
+def room(module: str) -> str:
+    """The folder that a module lies in."""
+    return module.rpartition("/")[0]
+
+
+def wrong(sources: Sources) -> list[str]:
+    """A sentence for each import that may not be."""
+    found = []
+    for module in sorted(sources):
+        home = room(module)
+        for target in sorted(imports(module, sources)):
+            if target in LIBRARIES and not {home, module} & LIBRARIES[target]:
+                found.append(f"{module} imports {target}, which is for {sorted(LIBRARIES[target])}")
+            if target in sources and not may(home, room(target)) and (module, target) not in EXCEPTIONS:
+                found.append(f"{module} imports {target}: an arrow from {home} to {room(target)}")
+    return found
+
+
+def may(room: str, other: str) -> bool:
+    """Whether modules of a room may import those of another."""
+    house, others = (HOUSES.index(one.partition("/")[0]) for one in (room, other))
+    return others < house or room == other or (others == house and other in MAY[room])
+
+
+def circle(sources: Sources) -> list[str]:
+    """Modules that import each other in a circle, if there is one."""
+    try:
+        TopologicalSorter({module: imports(module, sources) for module in sources}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_room_says_what_it_imports() -> None:
+    rooms = {room(module) for module in tree()}
+    assert rooms == set(MAY)
+
+
+def test_no_arrow_points_up() -> None:
+    assert wrong(tree()) == []
+
+
+def test_no_circle() -> None:
+    assert circle(tree()) == []
+
+
+def test_flows_has_few_files_of_its_own() -> None:
+    own = {file.stem for file in (ROOT / "flows").glob("*.py")} - {"__init__"}
+    assert len(own) <= OWN_FILES, sorted(own)
+
+
+PLANTED = [
+    ("storage/records", "from rollflow.tasks.config import RunConfig"),
+    ("storage/log/log", "from rollflow.flows import locations"),
+    ("storage/log/log", "from rollflow.storage.journal.recoveries import RecoveryLog"),
+    ("tasks/config", "import rollflow.flows.config"),
+    ("tasks/clock", "import ray"),
+    ("tasks/rollout/proxy", "from rollflow.tasks.actors.engine import RayEngine"),
+    ("tasks/rollout/scheduler", "def late() -> None:\n    import ray.util"),
+    ("tasks/rollout/scheduler", "import torch"),
+    ("tasks/objectives/losses", "from rollflow.tasks.rollout import limits"),
+    ("tasks/learners/torch_learner", "from rollflow.tasks.engines import build_engine"),
+    ("tasks/actors/learner", "from prefect import flow"),
+    ("flows/services/cluster", "from rollflow.flows.keepalive import actors"),
+    ("flows/services/process", "from rollflow.flows.locations import attach_run"),
+    ("flows/views/console", "from rollflow.flows.commands import run"),
+    ("flows/keepalive/actors", "from rollflow.flows.commands.run import run"),
+    ("flows/train", "import rollflow.flows.commands.cli"),
+    ("flows/views/summary", "import mlflow"),
+    ("storage/objects/local", "from s3fs import S3FileSystem"),
+]
+
+
+@pytest.mark.parametrize(("module", "line"), PLANTED)
+def test_a_planted_arrow_is_found(module: str, line: str) -> None:
+    (found,) = wrong({**tree(), module: f"{tree()[module]}\n{line}\n"})
+    assert found.startswith(f"{module} imports ")
+
+
+def test_a_planted_circle_is_found() -> None:
+    line = "def late() -> None:\n    from rollflow.tasks.rollout.scheduler import RolloutScheduler\n"
+    found = circle({**tree(), "tasks/rollout/limits": f"{tree()['tasks/rollout/limits']}\n{line}"})
+    assert {"tasks/rollout/limits", "tasks/rollout/scheduler"} <= set(found)
