@@ -1,15 +1,20 @@
-# install: an exact environment in .venv; run: the quick start; test: every check; chaos: kills. A second call installs nothing.
+# install: an exact environment in .venv; run: the quick start; check: the quick loop; test: every check; soak: what takes
+# longer; chaos: kills. A second call installs nothing. Which tests are where: docs/testing.md.
 
 PYTHON ?= python3.11
 ARGS ?=
+WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 PINS := infra/constraints-cpu.txt infra/constraints-build.txt
 SOURCES := flows tasks storage tests benchmarks
+PYTEST := $(BIN)/python -m pytest
+# Side by side; tests of one group (servers that they share, vLLM, which takes all cores) one after the other.
+BESIDE := -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := install
-.PHONY: install run test soak lint chaos clean
+.PHONY: install run lint check test soak chaos clean
 
 install: $(STAMP)
 
@@ -26,20 +31,23 @@ run: $(STAMP)
 	$(BIN)/rollflow run flows/recipes/arithmetic.toml $(ARGS)
 
 lint: $(STAMP)
-	@echo "[1/4] ruff check"
+	@echo "ruff check"
 	@$(BIN)/ruff check
-	@echo "[2/4] ruff format --check"
+	@echo "ruff format --check"
 	@$(BIN)/ruff format --check
-	@echo "[3/4] mypy"
+	@echo "mypy"
 	@$(BIN)/mypy
 
-test: lint
-	@echo "[4/4] pytest"
-	@$(BIN)/python -m pytest $(ARGS)
+# The quick loop: lint and what needs no server.
+check: lint
+	@$(PYTEST) $(BESIDE) -m "not slow and not soak" $(ARGS)
 
-# Whole runs under fire: what takes minutes a test.
+test: lint
+	@$(PYTEST) $(BESIDE) $(ARGS)
+
+# Whole runs under fire, one after the other, and all cases of the tests that draw the most.
 soak: lint
-	@$(BIN)/python -m pytest -m soak $(ARGS)
+	@ROLLFLOW_DRAW=all $(PYTEST) -m "soak or many" $(ARGS)
 
 # 200 kills on timed engines, 20 on vLLM: about an hour on two cores; ARGS="--timed 15 --vllm 0" for a taste.
 chaos: $(STAMP)

@@ -29,7 +29,7 @@ from rollflow.tasks.engines.timed import TimedEngine
 from tests.support.tiny_policy import EOS, Here, greedy_tokens, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 CONFIGS: dict[str, EngineConfig] = {
     "timed": TimedEngineConfig(median_tokens=400, sigma=0, seconds_per_token=0.01, update_seconds=0.0),

@@ -102,6 +102,7 @@ def leftovers(home: Path) -> list[str]:
     return found
 
 
+@pytest.mark.xdist_group("vllm")
 def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     command = Command(tmp_path, SMALL.format(versions=7, alpha=2, engine="vllm"))
     output = command.run("run", str(command.recipe), "--run-id", "first")
@@ -129,6 +130,7 @@ def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     check_mlflow(tmp_path, "first")
 
 
+@pytest.mark.xdist_group("vllm")
 def test_vllm_redundant_filtered_and_restarting(tmp_path: Path) -> None:
     """Extra groups and responses, a filter and tail batching on the real engine, updates that restart what runs."""
     command = Command(tmp_path, SMALL.format(versions=10, alpha=1, engine="vllm"))

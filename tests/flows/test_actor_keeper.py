@@ -77,6 +77,9 @@ def test_the_newest_claim_holds(tmp_path: Path) -> None:
     assert first.log.state.claims["supervisor"].cluster == "b:1"
 
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster_of_one() -> Iterator[None]:
     ray.init(num_cpus=2, namespace="kept", include_dashboard=False, log_to_driver=False)

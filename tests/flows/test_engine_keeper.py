@@ -23,7 +23,7 @@ from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 QUIET: dict[str, Any] = {"failed": {}}
 
 

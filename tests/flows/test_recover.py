@@ -46,7 +46,7 @@ from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {

@@ -28,6 +28,7 @@ from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld, apply
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
+from tests.support.counts import examples
 from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run
 from tests.support.log_drawn import BODY, Json, changed, legal
 from tests.support.log_model import Model
@@ -294,8 +295,8 @@ class Run(RuleBasedStateMachine):
         self.model.check_story()
 
 
-Run.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestRun = Run.TestCase
+Run.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+TestRun = pytest.mark.many(Run.TestCase)
 
 
 def refusal(state: RunState, role: Role, claim: int, body: Json) -> str:

@@ -30,6 +30,7 @@ from rollflow.tasks.clock import VirtualClockLoop
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.rollout.scheduler import ResumePoint
 from tests.support.batches import group
+from tests.support.counts import examples
 from tests.support.described import describe
 from tests.support.log_runs import of_kind
 from tests.support.pipeline import Damage, StoredBatches, damaged
@@ -288,5 +289,5 @@ class Run(RuleBasedStateMachine):
         return [one for body in bodies if isinstance(body, BatchCommitted) for one in body.discards]
 
 
-Run.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestRun = Run.TestCase
+Run.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestRun = pytest.mark.many(Run.TestCase)

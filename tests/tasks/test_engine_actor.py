@@ -31,6 +31,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from tests.support.tiny_policy import Here, make_policy, make_weights
 from tests.support.waiting import HANG_SECONDS, soon
 
+pytestmark = pytest.mark.xdist_group("ray")
 TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0)
 
 

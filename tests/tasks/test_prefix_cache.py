@@ -15,7 +15,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.vllm import CPU_BLOCK_TOKENS, VllmEngine
 from tests.support.tiny_policy import greedy_tokens, make_policy, make_weights, reference_logprobs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 PROMPT = tuple(3 + (7 * place) % 300 for place in range(3 * CPU_BLOCK_TOKENS + 5))
 NUMBERS = itertools.count()

@@ -22,7 +22,7 @@ from rollflow.tasks.verifiers.verifier import Score
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 WORKER = """
 import json, os, sys, time
 print("ready", flush=True)

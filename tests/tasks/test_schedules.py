@@ -1,5 +1,6 @@
-"""Ten thousand schedules: whatever is chosen and whatever happens, no prompt is lost or doubled, alpha holds, no engine
-gets more than its slots, and batches keep coming. What is checked of each stands in `tests/support/ledger.py`.
+"""Ten thousand schedules, a tenth of them in `make test`: whatever is chosen and whatever happens, no prompt is lost or
+doubled, alpha holds, no engine gets more than its slots, and batches keep coming. What is checked of each stands in
+`tests/support/ledger.py`.
 
 Those of `test_scheduler` go through batch files and the audit as well; these are the many.
 """
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from rollflow.storage.records import DiscardReason
 from rollflow.tasks.config import RolloutConfig
+from tests.support.counts import examples
 from tests.support.ledger import Ledger
 from tests.support.schedules import FILTERS, Case, Stop, Trouble, ran
 
@@ -108,7 +110,8 @@ OUTER += ("update_seconds", "fetch_seconds", "commit_seconds", "latency", "slowi
 STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3).map(tuple)}
 
 
-@settings(MANY, max_examples=3000)
+@pytest.mark.many
+@settings(MANY, max_examples=examples(3000))
 @given(cases(**CHOICES, **TIMES))
 @example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # half a batch ahead, again and again
 @example(Case(extra_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
@@ -116,26 +119,30 @@ def test_whatever_is_chosen(case: Case) -> None:
     ran(case)
 
 
-@settings(MANY, max_examples=2500)
+@pytest.mark.many
+@settings(MANY, max_examples=examples(2500))
 @given(cases(**CHOICES, **TIMES, **TROUBLE))
 def test_whatever_is_chosen_while_engines_die_and_join(case: Case) -> None:
     ran(case)
 
 
-@settings(MANY, max_examples=2000)
+@pytest.mark.many
+@settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **STOPS))
 @example(Case(async_ratio=2.0, ahead=0.0, extra_groups=2, slots=5, stops=(Stop(2.0, 1),)))  # 0 is lost, 1 is not
 def test_whatever_is_chosen_while_the_process_stops_and_goes_on(case: Case) -> None:
     ran(case)
 
 
-@settings(MANY, max_examples=2000)
+@pytest.mark.many
+@settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **TROUBLE, **STOPS))
 def test_whatever_is_chosen_while_all_of_it_happens(case: Case) -> None:
     ran(case)
 
 
-@settings(MANY, max_examples=1500)
+@pytest.mark.many
+@settings(MANY, max_examples=examples(1500))
 @given(cases(**WAITING, **TIMES))
 @example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, at_bound="wait"))
 def test_where_groups_are_waited_for_none_is_dropped(case: Case) -> None:
@@ -143,7 +150,8 @@ def test_where_groups_are_waited_for_none_is_dropped(case: Case) -> None:
     assert not ran(case).discards.keys() - {DiscardReason.FILTERED}
 
 
-@settings(MANY, max_examples=500)
+@pytest.mark.many
+@settings(MANY, max_examples=examples(500))
 @given(cases(**ALIKE), cases(**TIMES, **TROUBLE, **STOPS))
 def test_at_alpha_zero_neither_time_nor_trouble_changes_what_is_trained_on(case: Case, other: Case) -> None:
     changed = {name: getattr(other, name) for name in OUTER}

@@ -22,6 +22,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions, Reservation
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from tests.support.counts import examples
 
 SLOTS = 3
 PATIENCE = 5.0
@@ -208,9 +209,9 @@ class LanesMachine(RuleBasedStateMachine):
 
 
 LanesMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
+    max_examples=examples(300), stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
 )
-TestLanes = LanesMachine.TestCase
+TestLanes = pytest.mark.many(LanesMachine.TestCase)
 
 
 async def waiting(queue: SlotQueue, *widths: int) -> list[asyncio.Task[Lane | None]]:
@@ -379,7 +380,8 @@ EVENTS = st.tuples(
 )
 
 
-@settings(max_examples=600, deadline=None, phases=set(Phase) - {Phase.explain})
+@pytest.mark.many
+@settings(max_examples=examples(600), deadline=None, phases=set(Phase) - {Phase.explain})
 @given(
     st.lists(EVENTS, max_size=16), st.sampled_from(["least-work", "prefix"]), st.sampled_from(["continue", "restart"])
 )

@@ -25,7 +25,7 @@ from rollflow.tasks.engines.vllm import VllmEngine
 from tests.support.tiny_policy import Here, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 PROBE = tuple(range(3, 43))
 OWNER = """

@@ -17,7 +17,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.vllm import VllmEngine
 from tests.support.tiny_policy import make_policy, make_weights
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 NOTHING = Partial()
 NUMBERS = itertools.count()

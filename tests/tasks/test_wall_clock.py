@@ -41,6 +41,7 @@ def planned(case: str) -> RunConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_wall_clock_the_same_is_trained(actors: list[Any], case: str) -> None:
     config = planned(case)
