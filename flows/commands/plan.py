@@ -1,6 +1,6 @@
 """`rollflow plan`: which split between rollout and training, and which alpha, by simulation.
 
-It prints the best few beside what is proven. On request it writes the recipe with the changes and the divided hardware,
+It prints the best few beside what is proven. On request it writes the recipe with the changes (its comments stay) and the divided hardware,
 ready for `rollflow run` and `rollflow simulate`. It needs neither Ray nor torch.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.commands.toml import rewritten, to_toml
 from rollflow.flows.config import load_hardware, load_recipe
 from rollflow.flows.views.console import duration
 from rollflow.flows.views.simulation import as_json
@@ -33,6 +34,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.planner import TOLERANCE, Planned, plan
 
 WIDTH = 180  # of the table, where there is no terminal
+EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")  # what `_write` put above a recipe
 HEADINGS = (
     "rollout:train", "alpha", "step s", "traj/s", "speed-up", "idle", "staleness", "wasted", "length bias",
     "Prop. 2 s", "beta*", "redundancy", "",
@@ -41,11 +43,13 @@ HEADINGS = (
 
 def command(options: argparse.Namespace) -> int:
     """`rollflow plan RECIPE`."""
-    limits = Limits(options.max_bias, options.max_waste)
+    config, hardware = load_recipe(options.recipe, options.set), load_hardware(options.hardware)
+    limits, text = Limits(options.max_bias, options.max_waste), options.recipe.read_text()
     asked = PlanRequest(
-        options.recipe, options.gpus, options.alpha, options.best, options.quick, limits, options.write, options.json
-    )
-    planned = run_plan(load_recipe(options.recipe, options.set), load_hardware(options.hardware), asked)
+        options.recipe, text, options.gpus, options.alpha, options.best, options.quick, limits, options.write,
+        options.json,
+    )  # fmt: skip
+    planned = run_plan(config, hardware, asked)
     return OK if planned.recommended else FAILED
 
 
@@ -54,6 +58,7 @@ class PlanRequest:
     """What to search, and where it goes."""
 
     recipe: Path
+    text: str  # the recipe's, with its comments
     gpus: int
     largest: float
     best: int
@@ -274,7 +279,7 @@ def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanReque
     changes = one.candidate.changes(config, hardware)
     changed = "".join(f"# changed: {key} = {json.dumps(value)}\n" for key, value in changes.items())
     tree = recipe.model_dump(mode="json", exclude_unset=True)
-    asked.write.write_text(f"{made}{changed}\n{to_toml(tree)}")
+    asked.write.write_text(f"{made}{changed}\n{rewritten(EARLIER.sub('', asked.text), tree)}")
     tree = divided.model_dump(exclude_defaults=True)
     asked.hardware_file.write_text(f"{made}\n{to_toml(tree)}")
     console.print(f"recipe in {asked.write}, hardware in {asked.hardware_file}; simulate them with:", soft_wrap=True)

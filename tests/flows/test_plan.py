@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollflow.flows.commands import plan as planning
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.commands.toml import rewritten, to_toml
 from rollflow.tasks.simulation.candidates import Budget
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -77,6 +78,23 @@ def test_the_written_recipe_is_the_given_one_with_the_changes(file: Path, tmp_pa
     assert main(["check", str(written)]) == 0
 
 
+def test_the_written_recipe_has_the_comments_of_the_given_one(file: Path, tmp_path: Path) -> None:
+    given, once, twice = tmp_path / "given.toml", tmp_path / "once.toml", tmp_path / "twice.toml"
+    text = Path(RECIPE).read_text()
+    given.write_text(text.replace("async_ratio = 2", "async_ratio = 0  # what we had"))
+    arguments = ["--gpus", "6", "--hardware", str(file), *SMALL, "--write"]
+    assert main(["plan", str(given), *arguments, str(once)]) == 0
+    assert main(["plan", str(once), *arguments, str(twice)]) == 0
+    for path in (once, twice):
+        written = path.read_text()
+        assert "# The quick start: a small policy learns to add" in written
+        assert "# wrong answers push less: at staleness 1 to 2" in written
+        assert "  # what we had" in written
+        assert written.count("# Planned for 6 GPUs") == 1
+    assert tomllib.loads(once.read_text())["async_ratio"] > 0
+    assert tomllib.loads(once.read_text()) == tomllib.loads(twice.read_text())
+
+
 def test_where_nothing_keeps_the_limits_nothing_is_written(
     capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
 ) -> None:
@@ -109,3 +127,61 @@ def test_written_toml_is_read_back() -> None:
         "list": [{"kind": "k", "options": {"ops": ["+"], "mixed": [[1], [{"z": 1}]]}}],
     }  # fmt: skip
     assert tomllib.loads(to_toml(tree | {"left_out": None})) == tree
+
+
+COMMENTED = """\
+# the whole
+name = "a"   # the name
+seed = 1_000
+
+# how it learns
+[train]
+rate = 1e-3 # small
+
+[[prompts]] # the first
+kind = "r"
+[prompts.options]
+ops = [  # which
+  "+",
+]
+
+# out of order
+[train.objective]
+kind = "grpo"
+pair = { low = 1, high = 2 } # both
+"""
+
+
+def test_a_document_with_other_values_keeps_its_comments() -> None:
+    tree = tomllib.loads(COMMENTED)
+    assert rewritten(COMMENTED, tree) == COMMENTED
+    tree |= {"seed": 2, "groups": 8, "rollout": {"ahead": 1.5, "none": None}}
+    tree["train"]["steps"] = 4
+    tree["train"]["objective"]["pair"]["high"] = 3
+    tree["prompts"][0]["options"]["low"] = [0]
+    del tree["train"]["rate"]
+    expected = COMMENTED.replace("1_000\n", "2\ngroups = 8\n").replace("high = 2", "high = 3")
+    expected = expected.replace("rate = 1e-3 # small\n", "steps = 4\n").replace("]\n\n# out", "]\nlow = [0]\n\n# out")
+    assert rewritten(COMMENTED, tree) == expected + "\n[rollout]\nahead = 1.5\n"
+
+
+def test_a_section_that_is_removed_takes_what_stands_above_it_along() -> None:
+    tree = tomllib.loads(COMMENTED)
+    del tree["prompts"]
+    assert "# out of order" in rewritten(COMMENTED, tree)
+    del tree["train"]
+    assert rewritten(COMMENTED, tree) == '# the whole\nname = "a"   # the name\nseed = 1_000\n'
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": {"b": {"c": 1, "d": {"e": 1}}}},  # a section below a dotted key: tomlkit puts it amid the keys
+        {"a": {"b": 7}, "list": []},
+        {"list": [{"x": 1}, {"x": [2, 3]}, {"x": {"y": 4}}]},
+    ],
+)
+def test_whatever_changes_the_tree_is_what_is_read_back(change: dict[str, Any]) -> None:
+    text = "a.b.c = 1  # dotted\nlast = 3\n[[list]]\nx = 1\n[[list]]\nx = [2]\n[end]\n"
+    tree = tomllib.loads(text) | change
+    assert tomllib.loads(rewritten(text, tree)) == tree
