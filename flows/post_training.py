@@ -26,7 +26,7 @@ from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.views.status_writer import StatusWriter, points
-from rollflow.flows.views.summary import SHARES, summarize
+from rollflow.flows.views.summary import summarize
 from rollflow.flows.views.tracking import Tracker, TrackingPlace
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.log.entries import entry_path
@@ -62,17 +62,17 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
         try:
             if not trained(context):
                 stages.start()
-                _follow(writer, supervisor)
+                _follow(stages, writer, supervisor)
                 writer.refresh("ending")
                 stages.end()
         except BaseException as error:
-            _give_up(writer, supervisor, error)
+            _give_up(stages, writer, supervisor, error)
             raise
         left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
         ends = [version for version in (0, context.config.versions) if version not in left_out]
         accuracy = [evaluate(context.uri, version) for version in ends]
         log("held-out accuracy %s", [e["accuracy"] for e in accuracy])
-        return _finish(writer, tracker, supervisor)
+        return _finish(stages, writer, supervisor)
 
 
 def _prepared(config: RunConfig, run_id: str) -> RunContext:
@@ -116,11 +116,11 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     return TrackingPlace.default(home(), config.tracking.experiment)
 
 
-def _follow(writer: StatusWriter, supervisor: Writer) -> None:
+def _follow(stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
     """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
     told, answered, patience = float("-inf"), time.monotonic(), writer.context.config.store.patience_seconds
-    while not writer.stages.ended("rollout", "train"):
-        writer.stages.look()
+    while not stages.ended("rollout", "train"):
+        stages.look()
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
             try:
@@ -133,14 +133,14 @@ def _follow(writer: StatusWriter, supervisor: Writer) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _give_up(writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
+def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
     """End the stages, unless another supervisor has them now, and say why."""
     if isinstance(error, GaveUp):  # because another one's roles deposed its own, perhaps
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()
     newer = None if supervisor.valid() else supervisor.log.state.claims["supervisor"]
-    if newer is None or newer.cluster != writer.stages.address:
-        writer.stages.abandon()
+    if newer is None or newer.cluster != stages.address:
+        stages.abandon()
     if newer is not None:
         return  # status and tracking are another's, too
     writer.failure = f"{type(error).__name__}: {error}"
@@ -149,15 +149,14 @@ def _give_up(writer: StatusWriter, supervisor: Writer, error: BaseException) -> 
     writer.tracker.finish("FAILED")
 
 
-def _finish(writer: StatusWriter, tracker: Tracker, supervisor: Writer) -> dict[str, Any]:
-    context, stages = writer.context, writer.stages
+def _finish(stages: Stages, writer: StatusWriter, supervisor: Writer) -> dict[str, Any]:
+    context, tracker = writer.context, writer.tracker
     with contextlib.suppress(StoreFailed, Unreachable):  # what is left of it is garbage, or for who resumes the run
         context.policies.prune(supervisor)  # what waited for an evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = tracker.page if context.config.tracking.uri else "rollflow serve"
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
-    rollout = stages.all["rollout"].seen
-    summary = summarize(context, idle, {share: float(rollout.get(share, 0.0)) for share in SHARES}, pages)
+    summary = summarize(context, idle, stages.rollout, pages)
     plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
     tracker.finish("FINISHED")

@@ -8,6 +8,7 @@ from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.reward import REWARD, start_reward
+from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.names import RunPlace
 
 NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they are the ones that must progress
@@ -18,10 +19,9 @@ def reward(run: RunPlace, ray_address: str) -> int:
     """Score responses until the run is finished; returns how many."""
     context = await_run(run)
     with cluster.attached(ray_address, context.key):
-        reward_actor = WatchedActor(
+        reward_actor = WatchedActor[RewardStatus](
             name=REWARD,
             start=lambda: start_reward(context),
-            made=lambda status: float(status["scored"]),
             redone=lambda status: ("the scores it had not given yet", 0),
             patience=NO_LIMIT,
         )

@@ -6,11 +6,12 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.actors import POLL_SECONDS, ActorKeeper, Status, WatchedActor
+from rollflow.flows.keepalive.actors import POLL_SECONDS, ActorKeeper, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.rollout import ROLLOUT, start_rollout
+from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.names import RunPlace
 
 
@@ -25,10 +26,9 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             engines.start()
             return start_rollout(context, ray_address)
 
-        scheduler = WatchedActor(
+        scheduler = WatchedActor[RolloutStatus](
             name=ROLLOUT,
             start=start,
-            made=lambda status: float(status["trajectories"]),
             redone=lambda status: _redone(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,
             poll=POLL_SECONDS,  # the engines are looked after in between
@@ -37,7 +37,7 @@ def rollout(run: RunPlace, ray_address: str) -> None:
         engines.reporter.notes.flush()
 
 
-def _redone(status: Status, group_size: int) -> tuple[str, int]:
+def _redone(status: RolloutStatus, group_size: int) -> tuple[str, int]:
     """What only the dead scheduler had: these groups are issued again."""
-    groups = status["running"] + status["buffered"]
+    groups = status.running + status.buffered
     return f"{groups} groups that were running or not in a batch yet", groups * group_size

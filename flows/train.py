@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.actors import ActorKeeper, Status, WatchedActor, gpu_share
+from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor, gpu_share
 from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.learner import LEARNER, start_learner
+from rollflow.tasks.actors.statuses import LearnerStatus
 from rollflow.tasks.names import RunPlace
 
 
@@ -16,10 +17,9 @@ def train(run: RunPlace, ray_address: str) -> int:
     """Train the run stored at `run` up to its last version; returns that version."""
     context = await_run(run)
     with cluster.attached(ray_address, context.key):
-        learner = WatchedActor(
+        learner = WatchedActor[LearnerStatus](
             name=LEARNER,
             start=lambda: start_learner(context, gpu_share(context.config), ray_address),
-            made=lambda status: float(status["trained"]),
             redone=_redone,
             # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
             patience=2 * context.config.rollout.patience_seconds,
@@ -27,6 +27,6 @@ def train(run: RunPlace, ray_address: str) -> int:
         return int(ActorKeeper(context, learner, get_run_logger().info).run())
 
 
-def _redone(status: Status) -> tuple[str, int]:
+def _redone(status: LearnerStatus) -> tuple[str, int]:
     """What a dead learner was at: its start if it had not restored a version yet, else one train step."""
-    return ("its start" if status["version"] < 0 else f"the step of version {status['version'] + 1}", 0)
+    return ("its start" if status.version < 0 else f"the step of version {status.version + 1}", 0)

@@ -14,21 +14,22 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed
 from rollflow.storage.journal.recoveries import Notes, Recovery
 from rollflow.storage.log.state import Superseded
+from rollflow.tasks.actors.statuses import ActorStatus
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 
 POLL_SECONDS = 0.5
 CALM_SECONDS = 2.0
 LONGEST_PAUSE = 60.0
-Status = Mapping[str, Any]
+Status = TypeVar("Status", bound=ActorStatus)
 
 
 class GaveUp(RollflowError):
@@ -138,31 +139,30 @@ class RecoveryReporter:
 
 
 @dataclass(frozen=True)
-class WatchedActor:
+class WatchedActor(Generic[Status]):
     """An actor to keep alive, by its name in the run's namespace.
 
-    `start` starts it or finds it; `made` is what grows in its status with its work; `redone` says of a status what
-    its successor has to do again, in words and in trajectories; `patience` is the longest time without any change of
-    its status (seconds). It is asked for every `poll` seconds, after a restart more often; a death ends the wait.
+    `start` starts it or finds it; `redone` says of a status what its successor has to do again, in words and in
+    trajectories; `patience` is the longest time without any progress in its status (seconds). It is asked for every
+    `poll` seconds, after a restart more often; a death ends the wait.
     """
 
     name: str
     start: Callable[[], Any]
-    made: Callable[[Status], float]
     redone: Callable[[Status], tuple[str, int]]
     patience: float
     poll: float = CALM_SECONDS
 
 
-class ActorKeeper:
+class ActorKeeper(Generic[Status]):
     """Keeps one actor alive until its `run` returns. See the module's docstring."""
 
-    def __init__(self, context: RunContext, watched: WatchedActor, log: Callable[[str], None]) -> None:
+    def __init__(self, context: RunContext, watched: WatchedActor[Status], log: Callable[[str], None]) -> None:
         self.context, self.watched = context, watched
         self.budget = Budget(context.config.recovery)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
-        self._last: Status = {}
+        self._last: Status | None = None
         self._pending: Pending | None = None
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
@@ -182,13 +182,12 @@ class ActorKeeper:
         running = actor.run.remote()
         changed, before = time.monotonic(), None
         while not cluster.done(running, POLL_SECONDS if self._pending else self.watched.poll):
-            status = cluster.call(actor.status.remote(), self._answer, f"the status of {self.watched.name}")
+            status: Status = cluster.call(actor.status.remote(), self._answer, f"the status of {self.watched.name}")
             self._last = status
             self._resumed(status)
-            now = progress_of(status)
             # A stage that waits for another by design says so; that other one's flow watches it.
-            if now != before or now.get("waits_for"):
-                changed, before = time.monotonic(), now
+            if status.progress != before or status.waits_for:
+                changed, before = time.monotonic(), status.progress
             if time.monotonic() - changed > self.watched.patience:
                 raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen: {before}")
             tick(actor, status)
@@ -198,7 +197,7 @@ class ActorKeeper:
         return result
 
     def _resumed(self, status: Status) -> None:
-        if self._pending and self._pending.seen(self.watched.made(status)):
+        if self._pending and self._pending.seen(status.made):
             self._write(self._pending.done())
 
     def _write(self, recovery: Recovery) -> None:
@@ -210,7 +209,7 @@ class ActorKeeper:
         pause = self.budget.spend(self.watched.name, reason)
         redone, trajectories = self.watched.redone(self._last) if self._last else ("its start", 0)
         pending = Pending(self.watched.name, reason, self.budget.attempt(self.watched.name), redone, trajectories)
-        self._pending, self._last = pending.after(self._pending), {}
+        self._pending, self._last = pending.after(self._pending), None
         self.reporter.noticed(pending)
         cluster.kill_named([self.watched.name])
         time.sleep(pause)
@@ -225,11 +224,6 @@ def gpu_share(config: RunConfig) -> float:
     alike = config.evaluation_engine(on_cpu=not gpus) == config.engine
     workers = config.engine.replicas + 1 + alike
     return min(1.0, 1 / math.ceil(workers / gpus)) if gpus else 0.0
-
-
-def progress_of(status: Status) -> dict[str, Any]:
-    """The part of a status that only changes when something was done."""
-    return {k: v for k, v in status.items() if k not in ("idle", "held", "waited", "seconds", "costs")}
 
 
 def first_line(error: BaseException) -> str:

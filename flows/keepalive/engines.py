@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending, RecoveryReporter, Status, first_line, gpu_share
+from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending, RecoveryReporter, first_line, gpu_share
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
+from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.run_context import RunContext
 
 START_SECONDS = 900.0
@@ -72,10 +73,10 @@ class Engines:
         for engine in (*self._engines, *self._evaluating):
             self._find(engine)
         while not any(engine.ready for engine in self._engines):
-            self.look(None, {"failed": {}})
+            self.look(None, RolloutStatus())
             time.sleep(START_POLL_SECONDS)
 
-    def look(self, scheduler: Any, status: Status) -> None:
+    def look(self, scheduler: Any, status: RolloutStatus) -> None:
         """Go on with every engine, one step at a time.
 
         Raises:
@@ -83,7 +84,7 @@ class Engines:
             ConfigError: no restart would help.
             StoreFailed: the run's storage takes no more; that is no fault of an engine.
         """
-        due = [engine for engine in self._evaluating if engine.actor is not None or status.get("evaluations_due")]
+        due = [engine for engine in self._evaluating if engine.actor is not None or status.evaluations_due]
         for engine in (*self._engines, *due):
             try:
                 self._step(engine, scheduler, status)
@@ -92,7 +93,7 @@ class Engines:
             except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                 self._again(engine, first_line(error))
 
-    def _step(self, engine: _Engine, scheduler: Any, status: Status) -> None:
+    def _step(self, engine: _Engine, scheduler: Any, status: RolloutStatus) -> None:
         if engine.actor is None:
             if time.monotonic() >= engine.not_before:
                 self._start(engine)
@@ -103,7 +104,7 @@ class Engines:
         elif scheduler is not None and not engine.joined:
             engine.joining = scheduler.join.remote(engine.number)
         else:
-            self._ask(engine, status["failed"].get(engine.number))
+            self._ask(engine, status.failed.get(engine.number))
 
     def _started(self, engine: _Engine) -> None:
         if not cluster.done(engine.starting, 0):

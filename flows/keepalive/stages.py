@@ -28,6 +28,7 @@ from rollflow.tasks.actors.channel import CHANNEL, start_channel
 from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
+from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
 from rollflow.tasks.run_context import RunContext
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
@@ -36,7 +37,6 @@ STATUS_SECONDS = 10.0
 PING_SECONDS = 5.0  # how long the channel may think about an answer, while its death would be told at once
 START_SECONDS = 300.0
 END_SECONDS = 120.0
-WORTH_SAYING = 0.02  # share of the time in which free engines waited for alpha
 UNATTENDED_SECONDS = 1200.0  # longer than an engine may take to start, which is what the rollout stage does first
 
 
@@ -51,8 +51,10 @@ class Stage:
 
     role: str
     run: UUID | None = None
-    state: str = "Scheduled"
-    seen: Mapping[str, Any] = field(default_factory=dict)
+    state: str = "Scheduled"  # its flow run's, in Prefect's word for people
+    running: bool = False
+    completed: bool = False
+    seen: ActorStatus | None = None
     started: float = 0.0  # monotonic: when its flow run was asked for
     answered: float = 0.0  # monotonic: when its actor last gave its status
     asked: Any = None  # reference of the question under way
@@ -101,7 +103,7 @@ class Stages:
         """Ask for the stage's flow run: exactly one for each start, also where an answer is lost."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
         stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=stage.key)
-        stage.state, stage.started = "Scheduled", time.monotonic()
+        stage.state, stage.running, stage.started = "Scheduled", False, time.monotonic()
 
     def _name(self, stage: Stage) -> str:
         return f"{stage.role} of {self.context.run_id}"
@@ -134,14 +136,15 @@ class Stages:
         if state is None:
             return
         stage.state = state.name or state.type.value
+        stage.running, stage.completed = state.is_running(), state.is_completed()
         if state.is_crashed():
             self._again(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
-        elif state.is_final() and not state.is_completed():
+        elif state.is_final() and not stage.completed:
             raise GaveUp(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
-        elif not state.is_final() and not state.is_running():
+        elif not state.is_final() and not stage.running:
             if time.monotonic() - stage.started > START_SECONDS:
                 raise GaveUp(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
-        elif state.is_running() and self._unattended(stage):
+        elif stage.running and self._unattended(stage):
             cancel(client, stage.run)
             self._again(stage, "its actor is gone and its flow does not start another")
 
@@ -164,13 +167,13 @@ class Stages:
         asked, stage.asked = stage.asked, None
         try:
             if asked is not None:
-                stage.seen = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
-                stage.answered = time.monotonic()
-                self.usage.note(stage.seen["costs"])
+                seen: ActorStatus = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
+                stage.seen, stage.answered = seen, time.monotonic()
+                self.usage.note(seen.costs)
             stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
             return  # not up yet, or dead; the stage's own flow sees to it
-        if stage.pending and stage.state == "Running":
+        if stage.pending and stage.running:
             self._reporter.write(stage.pending.done())
             stage.pending = None
 
@@ -206,7 +209,7 @@ class Stages:
 
     def ended(self, *roles: str) -> bool:
         """Whether these stages completed."""
-        return all(self.all[role].state == "Completed" for role in roles)
+        return all(self.all[role].completed for role in roles)
 
     def end(self) -> None:
         """After rollout and train have ended: end the reward stage, then every actor."""
@@ -243,9 +246,21 @@ class Stages:
     def statuses(self) -> dict[str, StageStatus]:
         """For the live view."""
         return {
-            role: StageStatus(stage.state, note_of(role, stage.seen), float(stage.seen.get("idle", 0.0)))
+            role: StageStatus(stage.state, stage.seen.line, stage.seen.idle) if stage.seen else StageStatus(stage.state)
             for role, stage in self.all.items()
         }
+
+    @property
+    def rollout(self) -> RolloutStatus:
+        """What the rollout actor said last."""
+        seen = self.all["rollout"].seen
+        return seen if isinstance(seen, RolloutStatus) else RolloutStatus()
+
+    @property
+    def learner(self) -> LearnerStatus:
+        """What the learner said last."""
+        seen = self.all["train"].seen
+        return seen if isinstance(seen, LearnerStatus) else LearnerStatus()
 
 
 def kill_actors(context: RunContext) -> None:
@@ -267,23 +282,3 @@ def reason_of(message: str | None) -> str:
     """A flow run's reason without Prefect's introduction; of a traceback its last line."""
     lines = (message or "").strip().splitlines() or ["no reason was given"]
     return lines[-1].removeprefix("Flow run encountered an exception: ").strip()
-
-
-def note_of(role: str, seen: Mapping[str, Any]) -> str:
-    """One line of a stage's status."""
-    if not seen:
-        return ""
-    match role:
-        case "rollout" if seen["waits_for"]:
-            return f"waits for {seen['waits_for']}"
-        case "rollout":
-            discards = sum(seen["discards"].values())
-            lost = f", {discards} discarded" if discards else ""
-            held = f", held back by alpha {seen['held']:.0%}" if seen["held"] > WORTH_SAYING else ""
-            slow = f", drops {seen['dropped']:.0%} of its tokens as too slow" if seen["dropped"] > WORTH_SAYING else ""
-            return f"version {seen['version']}, {seen['trajectories']} trajectories{lost}{slow}{held}"
-        case "reward":
-            late = f", {seen['timeouts']} timed out" if seen["timeouts"] else ""
-            return f"{seen['scored']} scored{late}"
-        case _:
-            return str(seen["note"])

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Protocol
 from uuid import uuid4
 
 from prefect.runtime import flow_run
 
-from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.views.progress import KEPT, RECENT, Progress
-from rollflow.flows.views.status import STATUS, Phase, RunStatus
+from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
 from rollflow.flows.views.tracking import EVALUATED, Curves, Point, Tracker, accuracy_point, version_point
 from rollflow.storage.journal.recoveries import RecoveryLog
-from rollflow.storage.journal.usage import store_usage
+from rollflow.storage.journal.usage import Usage, store_usage
+from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
 from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
 from rollflow.tasks.run_context import RunContext
 
@@ -26,10 +27,25 @@ MESSAGES = 3  # the latest ones that the live view shows
 USAGE_SECONDS = 30.0  # how often the actors' CPU seconds are written down
 
 
+class StagesSeen(Protocol):
+    """What the supervisor saw last of its stages, and what their actors have used."""
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def rollout(self) -> RolloutStatus: ...
+
+    @property
+    def learner(self) -> LearnerStatus: ...
+
+    def statuses(self) -> Mapping[str, StageStatus]: ...
+
+
 class StatusWriter:
     """Keeps `status.json` and the MLflow run up to date."""
 
-    def __init__(self, context: RunContext, stages: Stages, tracker: Tracker) -> None:
+    def __init__(self, context: RunContext, stages: StagesSeen, tracker: Tracker) -> None:
         self.context, self.stages, self.tracker = context, stages, tracker
         self.progress = Progress(context)
         self.messages: list[str] = []
@@ -93,7 +109,7 @@ class StatusWriter:
         """The run at this moment."""
         config, progress = self.context.config, self.progress
         trained = progress.domains
-        rollout = self.stages.all["rollout"].seen
+        rollout = self.stages.rollout
         rewards = progress.rewards
         return RunStatus(
             run_id=self.context.run_id,
@@ -108,9 +124,9 @@ class StatusWriter:
             shares=config.shares,
             tokens_per_second=progress.tokens_per_second_now,
             tokens_per_second_total=progress.tokens_per_second,
-            buffer_groups=int(rollout.get("buffered", 0) + rollout.get("waiting", 0) * config.groups),
+            buffer_groups=rollout.buffered + rollout.waiting * config.groups,
             buffer_capacity=int((1 + config.async_ratio) * config.groups),
-            in_flight_groups=int(rollout.get("running", 0)),
+            in_flight_groups=rollout.running,
             stages=self.stages.statuses(),
             seconds=time.monotonic() - self._began,
             flow_run=flow_run.id or "",
@@ -119,7 +135,7 @@ class StatusWriter:
 
     def _phase(self) -> Phase:
         if self.progress.version < 0:
-            return "cold start" if "cold start" in self.stages.statuses()["train"].note else "starting"
+            return "cold start" if self.stages.learner.phase is LearnerPhase.COLD_START else "starting"
         return "training" if self.progress.version < self.context.config.versions else "evaluating"
 
 

@@ -12,31 +12,21 @@ from rollflow.flows.views.progress import Progress
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import read_usage
 from rollflow.storage.log.audit import audit
+from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.rollout.evaluation import evaluations, skipped
 from rollflow.tasks.run_context import RunContext
 
 SUMMARY = "summary.json"
 
 
-# Shares of the whole run, by their names in the rollout stage's status and in the summary. Of the time: engines had
-# free slots and alpha let nothing start; a full batch waited for a slow group. Of the tokens: those of dropped groups.
-# Of the prompts' tokens: those that engines had in their prefix cache.
-SHARES = {
-    "held": "held_back_by_alpha",
-    "waited": "waited_at_the_bound",
-    "dropped": "dropped_tokens",
-    "prefix_hits": "prefix_cache_hits",
-}
-
-
 def summarize(
-    context: RunContext, idle: Mapping[str, float], shares: Mapping[str, float], pages: Mapping[str, str]
+    context: RunContext, idle: Mapping[str, float], rollout: RolloutStatus, pages: Mapping[str, str]
 ) -> dict[str, Any]:
     """Write and return the summary.
 
     Args:
         idle: each stage's idle share.
-        shares: by the names of `SHARES`.
+        rollout: what the rollout actor said last; its shares are those of the whole run.
         pages: where to look (prefect, mlflow).
     """
     progress = Progress(context)
@@ -62,7 +52,10 @@ def summarize(
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
-        **{name: round(shares[share], 3) for share, name in SHARES.items()},
+        "held_back_by_alpha": round(rollout.held, 3),
+        "waited_at_the_bound": round(rollout.waited, 3),
+        "dropped_tokens": round(rollout.dropped, 3),
+        "prefix_cache_hits": round(rollout.prefix_hits, 3),
         "discarded_tokens": report.discarded_tokens,
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,

@@ -32,6 +32,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard
 from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
@@ -87,7 +88,8 @@ class LearnerActor:
         self.channel: BatchFeed = channel or RayChannel()
         self.version = -1
         self.trained = 0  # versions, by this actor
-        self.note = "starting"
+        self.phase, self.note = LearnerPhase.STARTING, "starting"
+        self.steps = 0  # done on the way to a version
         self.restored: Restored | None = None
         self.meter = Meter()
         self.cpu = CpuClock(LEARNER)
@@ -95,19 +97,21 @@ class LearnerActor:
         self._work: Future[int] | None = None
         self._starting = threading.Lock()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> LearnerStatus:
         """What the stage's flow and the live view show."""
         restored = self.restored or Restored(self.version)
-        return {
-            "version": self.version,
-            "trained": self.trained,
-            "note": self.note,
-            "waits_for": self.context.store.waits,
-            "costs": self.cpu.read(),
-            "idle": self.meter.idle_share(),
-            "restored_from": restored.base,
-            "replayed": restored.replayed,
-        }
+        return LearnerStatus(
+            waits_for=self.context.store.waits,
+            costs=self.cpu.read(),
+            idle=self.meter.idle_share(),
+            phase=self.phase,
+            note=self.note,
+            version=self.version,
+            trained=self.trained,
+            steps=self.steps,
+            restored_from=restored.base,
+            replayed=restored.replayed,
+        )
 
     def run(self) -> int:
         """Train up to the last version; returns it. A second call joins the first and ends as it does."""
@@ -129,7 +133,7 @@ class LearnerActor:
                     continue
             self.channel.finish(self.version - 1, self.version)
             self._prune()
-        self.note = "done"
+        self.phase, self.note = LearnerPhase.DONE, "done"
         return self.version
 
     def _begin(self) -> None:
@@ -145,8 +149,9 @@ class LearnerActor:
             self._restore(self.version)
         self.channel.announce(self.version)
 
-    def _tell(self, note: str) -> None:
-        self.note = note
+    def _step(self, note: str) -> None:
+        """Something was done on the way to a version, or is begun once what was before it is done."""
+        self.note, self.steps = note, self.steps + 1
 
     def _make_first(self) -> None:
         if self.config.policy.cold_start is not None:
@@ -172,9 +177,9 @@ class LearnerActor:
             return sum(verify(t, p.reference).reward == 1.0 for t, p in zip(texts, held, strict=True)) / len(held)
 
         def report(step: int, found: float) -> None:
-            self.note = f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}"
+            self._step(f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}")
 
-        self.note = "cold start"
+        self.phase, self.note = LearnerPhase.COLD_START, "cold start"
         cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
 
     def _keep_weights(self) -> None:
@@ -183,8 +188,9 @@ class LearnerActor:
             self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
 
     def _restore(self, newest: int) -> None:
-        self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._tell)
-        self.note = self.restored.sentence() or "training"
+        self.phase = LearnerPhase.RESTORING
+        self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._step)
+        self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
         """Batch `number`, byte for byte what an entry committed, and that entry; a damaged one is voided, to be made
@@ -200,7 +206,7 @@ class LearnerActor:
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
                 reason = str(error)
-                self.note = f"batch {number} is made again: {reason}"
+                self._step(f"batch {number} is made again: {reason}")
                 self.batches.void(self.writer, number, reason)  # nothing, if only the channel's copy was damaged
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
 
@@ -248,7 +254,7 @@ class LearnerActor:
         code = package_version("rollflow")
         made = VersionPublished(version, batch_entry, weights, state, tuple(probe), found, code)
         self.policies.publish(self.writer, made)
-        self.version, self.note = version, "training"
+        self.version, self.phase, self.note = version, LearnerPhase.TRAINING, "training"
         self.trained += 1
 
     def _prune(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from rollflow.storage.errors import Unreachable
+from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.coalesce import Coalescer
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.run_context import RunContext
@@ -101,15 +102,15 @@ class RewardActor:
             del self._open[ticket]
         return Verdicts(scores, ticket if to_come else None)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> RewardStatus:
         """What the stage's flow and the live view show."""
-        told = {"waits_for": self.context.store.waits, "costs": self._cpu.read()}
+        waits, costs = self.context.store.waits, self._cpu.read()
         if not self._began or self._pool is None:
-            return {"scored": 0, "timeouts": 0, "idle": 0.0, **told}
+            return RewardStatus(waits, costs)
         pool = self._pool.result()
         lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
         idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
-        return {"scored": pool.scored, "timeouts": pool.timeouts, "idle": idle, **told}
+        return RewardStatus(waits, costs, idle, pool.scored, pool.timeouts)
 
 
 def start_reward(context: RunContext) -> Any:

@@ -28,6 +28,7 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.engine import EngineActor, RayEngine
 from rollflow.tasks.actors.reward import RewardClient
+from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.config import EngineConfig
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
@@ -59,14 +60,6 @@ EVALUATION = -1  # the number of the engine that evaluates, where there is one f
 NEWS_SECONDS = 2.0  # how long the channel's news is waited for before storage is asked
 STATS_SECONDS = 2.0
 PUT_SECONDS = 10.0
-NOTHING: dict[str, Any] = {  # the status of one that has not read yet how far the run has come
-    "version": -1,
-    **dict.fromkeys(("running", "buffered", "waiting", "trajectories"), 0),
-    "discards": {},
-    "failed": {},
-    **dict.fromkeys(("held", "waited", "dropped"), 0.0),
-    "idle": 0.0,
-}
 
 
 class StoreFeed:
@@ -269,40 +262,38 @@ class RolloutActor:
         else:
             await self.proxy.join(number, engine)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> RolloutStatus:
         """What the stage's flow and the live view show. It waits for nobody."""
         waits = self.context.store.waits
         if not self._prepared.is_set():
-            return {**NOTHING, "waits_for": waits, "costs": self._cpu.read()}
+            return RolloutStatus(waits_for=waits, costs=self._cpu.read())
         counts = self.counts
-        recent = counts.recent_rewards
         lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
-        return {
-            "version": self.proxy.version,
-            "waits_for": waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
-            "batch": self.scheduler.number,
-            "running": self.scheduler.running,
-            "buffered": len(self.scheduler.buffer),
-            "waiting": max(0, self.scheduler.number - max(self.feed.newest, 0)),
-            "tokens": counts.tokens,
-            "trajectories": counts.trajectories,
-            "reward": sum(recent) / len(recent) if recent else None,
-            "discards": dict(counts.discards),
-            "filtered": dict(counts.filtered),
-            "wasted_tokens": counts.discarded_tokens + counts.surplus_tokens,
-            "held": counts.held.seconds / lasted,
-            "waited": counts.waited.seconds / lasted,
-            "dropped": counts.dropped_tokens / max(counts.tokens, 1),
-            "restarted": self.proxy.restarted,
-            "update_seconds": self.proxy.update_seconds,
-            "seconds": time.monotonic() - self.began if self.began else 0.0,
-            "idle": await self._idle(),
-            "prefix_hits": self._prefix_hits(),
-            "failed": self._failed(),
-            "evaluations_due": self.evaluations.due,
-            "judged": self._judged,
-            "costs": [*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
-        }
+        idle = await self._idle()  # asks the engines, which tell more than that
+        return RolloutStatus(
+            waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
+            costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
+            idle=idle,
+            version=self.proxy.version,
+            batch=self.scheduler.number,
+            running=self.scheduler.running,
+            buffered=len(self.scheduler.buffer),
+            waiting=max(0, self.scheduler.number - max(self.feed.newest, 0)),
+            tokens=counts.tokens,
+            trajectories=counts.trajectories,
+            discards=dict(counts.discards),
+            filtered=dict(counts.filtered),
+            wasted_tokens=counts.discarded_tokens + counts.surplus_tokens,
+            held=counts.held.seconds / lasted,
+            waited=counts.waited.seconds / lasted,
+            dropped=counts.dropped_tokens / max(counts.tokens, 1),
+            prefix_hits=self._prefix_hits(),
+            restarted=self.proxy.restarted,
+            update_seconds=self.proxy.update_seconds,
+            failed=self._failed(),
+            evaluations_due=self.evaluations.due,
+            judged=self._judged,
+        )
 
     def _failed(self) -> dict[int, str]:
         """Why engines are out, by their number."""

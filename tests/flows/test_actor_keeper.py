@@ -25,6 +25,7 @@ from rollflow.storage.log.state import Deposed, Superseded
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
+from rollflow.tasks.actors.statuses import RewardStatus, RolloutStatus
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.batches import begin, train
@@ -116,8 +117,8 @@ class Worker:
             self.made += 1
         return "done"
 
-    def status(self) -> dict[str, Any]:
-        return {"made": self.made, "seconds": time.monotonic()}
+    def status(self) -> RewardStatus:
+        return RewardStatus(scored=self.made, idle=time.monotonic())
 
 
 def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any]:
@@ -127,11 +128,10 @@ def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any
     describe(open_store(str(tmp_path)), "kept", config)
     context = RunContext(str(tmp_path), tmp_path / "cache")
     options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
-    watched = WatchedActor(
+    watched = WatchedActor[RewardStatus](
         name="worker",
         start=lambda: ray.remote(Worker).options(**options).remote(tmp_path),
-        made=lambda status: float(status["made"]),
-        redone=lambda status: (f"{status['made']} pieces", 3),
+        redone=lambda status: (f"{status.scored} pieces", 3),
         patience=5.0,
     )
     try:
@@ -148,7 +148,7 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
     died, raised, hung = recovery.reason.split("; then ")
     assert "its process is gone" in died
     assert raised == "somebody else published version 3"
-    assert hung == "no progress for 5 s; last seen: {'made': 0}"
+    assert hung == "no progress for 5 s; last seen: {'scored': 0, 'timeouts': 0}"
     assert recovery.attempt == 3
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 
@@ -191,17 +191,17 @@ def test_who_was_deposed_by_the_late_claim_of_a_dead_one_is_started_again(tmp_pa
 # --- the end of a supervisor -------------------------------------------------------------------------------------
 
 
-def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any]:
-    """A claim as the supervisor on cluster A, and a board that says what is done with it."""
+def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any, Any]:
+    """A claim as the supervisor on cluster A, its stages, and a status that say what is done with them."""
     stages = SimpleNamespace(
         address="A",
         abandon=lambda: done.append("stages ended"),
         statuses=dict,
-        all={"rollout": SimpleNamespace(seen={})},
+        rollout=RolloutStatus(),
     )
     tracker = SimpleNamespace(page="", finish=done.append, log_reward_plot=lambda curves, plot: None)
-    writer = SimpleNamespace(stages=stages, tracker=tracker, refresh=done.append, failure="", curves=None)
-    return Log(store).claim("supervisor", cluster="A"), writer
+    writer = SimpleNamespace(tracker=tracker, refresh=done.append, failure="", curves=None)
+    return Log(store).claim("supervisor", cluster="A"), stages, writer
 
 
 FAILED = GaveUp("the train stage failed: Deposed: a learner is claimed under the newest supervisor")
@@ -214,10 +214,10 @@ def test_a_superseded_supervisor_whose_stage_fails_first_leaves_status_and_track
     """It has not read that there is another one, whose they are now; so are the stages of its own cluster."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
-    supervisor, writer = supervised(store, told)
+    supervisor, stages, writer = supervised(store, told)
     Log(store).claim("supervisor", cluster=cluster)
     assert supervisor.valid()
-    _give_up(writer, supervisor, FAILED)
+    _give_up(stages, writer, supervisor, FAILED)
     assert (told, writer.failure) == (done, "")
 
 
@@ -226,14 +226,14 @@ def test_the_supervisor_of_a_run_says_why_it_failed(monkeypatch: pytest.MonkeyPa
     """Also where the log cannot be read any more."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)
-    supervisor, writer = supervised(store, told)
+    supervisor, stages, writer = supervised(store, told)
 
     def get(self: MemoryStore, path: str) -> bytes:
         raise Unreachable("object storage did not answer")
 
     if away:
         monkeypatch.setattr(MemoryStore, "get", get)
-    _give_up(writer, supervisor, FAILED)
+    _give_up(stages, writer, supervisor, FAILED)
     assert told == ["stages ended", "failed", "FAILED"]
     assert writer.failure == f"GaveUp: {FAILED}"
 
@@ -248,7 +248,7 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store, keep_last=1, keep_every=100)
     train(store, 5)
-    supervisor, writer = supervised(store, told)
+    supervisor, stages, writer = supervised(store, told)
     tracking = SimpleNamespace(tracking=SimpleNamespace(uri=None))
     writer.context = SimpleNamespace(policies=PolicyStore(supervisor.log), config=tracking, key="test-1", store=store)
     left = len(supervisor.log.state.releasable)
@@ -259,6 +259,6 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
 
     if failure:
         monkeypatch.setattr(MemoryStore, "delete", delete)
-    assert _finish(writer, writer.tracker, supervisor) == {"summary": "of it"}
+    assert _finish(stages, writer, supervisor) == {"summary": "of it"}
     assert told == ["FINISHED", "done"]
     assert (left, supervisor.log.state.releasable) == (4, [])

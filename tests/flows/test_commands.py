@@ -18,7 +18,7 @@ from rich.console import Console
 from rollflow.flows.commands.cli import main
 from rollflow.flows.views.audit_table import show_audit, staleness_table
 from rollflow.flows.views.progress import Progress
-from rollflow.flows.views.summary import SHARES, summarize
+from rollflow.flows.views.summary import summarize
 from rollflow.storage import policies
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
@@ -26,6 +26,7 @@ from rollflow.storage.log.entries import Written
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.report import AuditReport
+from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.run_context import RunContext
 from tests.support.log_runs import changed
 from tests.support.small_run import prepare_small, train_small
@@ -118,7 +119,8 @@ def test_domains_are_shown_beside_what_was_asked_for(
     assert "the next prompt is 14 or 13" in shown(capsys, "inspect", "two", "14.0", code=2)
     metrics = context.policies.find(3).metrics
     assert (metrics["groups_gcd"], metrics["groups_lcm"]) == (1.0, 1.0)
-    summary = summarize(context, {}, dict.fromkeys(SHARES, 0.0), {})
+    summary = summarize(context, {}, RolloutStatus(prefix_hits=0.25), {})
+    assert summary["prefix_cache_hits"] == 0.25
     assert summary["domains"]["gcd"] == {"groups": 5, "share": 0.5, "asked": 0.75}
 
 

@@ -18,13 +18,14 @@ from rollflow.storage.errors import StoreFailed
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name
+from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.config import EvaluationConfig, RecoveryConfig, RunConfig, TimedEngineConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-QUIET: dict[str, Any] = {"failed": {}}
+QUIET = RolloutStatus()
 
 
 class Joins:
@@ -63,7 +64,7 @@ class Kept:
     def recovered(self) -> list[str]:
         return [recovery.role for recovery in RecoveryLog(self.context.store).read()]
 
-    def until(self, done: Callable[[], bool], status: dict[str, Any] = QUIET) -> None:
+    def until(self, done: Callable[[], bool], status: RolloutStatus = QUIET) -> None:
         deadline = time.monotonic() + HANG_SECONDS
         while not done():
             assert time.monotonic() < deadline, (self.joined, self.recovered)
@@ -95,7 +96,7 @@ def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it
         kept.engines.look(kept.scheduler, QUIET)
     with pytest.raises(ValueError, match="engine-evaluation"):
         ray.get_actor(engine_name(EVALUATION))
-    due = QUIET | {"evaluations_due": 1}
+    due = RolloutStatus(evaluations_due=1)
     kept.until(lambda: kept.joined == [0, 1, EVALUATION], due)
     before = process(EVALUATION)
     cluster.kill_named([engine_name(EVALUATION)])
@@ -117,7 +118,7 @@ def test_an_engine_that_died_within_its_actor_does_not_cost_the_actor(kept: Kept
 
 def test_an_engine_that_the_scheduler_gave_up_is_not_kept_because_it_feels_well(kept: Kept) -> None:
     before = process(0)
-    kept.until(lambda: 0 not in kept.joined, {"failed": {0: "it made no token for 60 s"}})
+    kept.until(lambda: 0 not in kept.joined, RolloutStatus(failed={0: "it made no token for 60 s"}))
     kept.until(lambda: kept.recovered == ["engine-0"])
     assert process(0) != before
     [recovery] = RecoveryLog(kept.context.store).read()
@@ -130,7 +131,7 @@ def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
     answer(ray.get_actor(engine_name(1)).health.remote())  # so the keeper's own question is answered: well
     actor = ray.get_actor(engine_name(1))
     die(actor)
-    kept.until(lambda: 1 not in kept.joined, {"failed": {1: "its core died"}})
+    kept.until(lambda: 1 not in kept.joined, RolloutStatus(failed={1: "its core died"}))
     kept.until(lambda: kept.recovered == ["engine-1"])
     assert process(1) == before
 

@@ -21,6 +21,7 @@ from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.journal.recoveries import Recovery
 from rollflow.storage.objects import open_store
+from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
 from rollflow.tasks.config import RecoveryConfig, RunConfig, TimedEngineConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
@@ -185,7 +186,7 @@ def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: 
         return "done"
 
     monkeypatch.setattr(ActorKeeper, "_watch", watch)
-    keeper = ActorKeeper(context, WatchedActor("learner", lambda: None, lambda _: 0.0, lambda _: ("", 0), 1.0), print)
+    keeper = ActorKeeper(context, WatchedActor[LearnerStatus]("learner", lambda: None, lambda _: ("", 0), 1.0), print)
     keeper.budget = budget
     assert keeper.run() == "done"
 
@@ -196,7 +197,7 @@ def test_an_engine(context: RunContext, budget: Budget, days: Days, monkeypatch:
     kept = Engines(context, print)
     kept._budget = budget
     for _ in range(DAYS):
-        kept.look(None, {"failed": {}})
+        kept.look(None, RolloutStatus())
         days.pass_one()
 
 

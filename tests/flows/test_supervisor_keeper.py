@@ -151,7 +151,7 @@ class Watched:
     """A board and a claim whose storage answers as `looks` say, then for ever as the last one; `stages` end last."""
 
     def __init__(self, context: RunContext, *looks: Exception | None) -> None:
-        self.context, self.stages, self._looks = context, self, list(looks)
+        self.context, self._looks = context, list(looks)
 
     def ended(self, *_: str) -> bool:
         return not self._looks
@@ -171,11 +171,11 @@ class Watched:
 def test_a_supervisor_outlives_a_folder_that_cannot_be_read_for_a_moment(patient: RunContext) -> None:
     away, stale = Unreachable("it cannot be read now"), OSError(errno.ESTALE, "Stale file handle")
     watched: Any = Watched(patient, None, away, stale, None)
-    post_training._follow(watched, watched)
+    post_training._follow(watched, watched, watched)
     watched = Watched(patient, None, away)
     began = time.monotonic()
     with pytest.raises(Unreachable, match="it cannot be read now"):
-        post_training._follow(watched, watched)
+        post_training._follow(watched, watched, watched)
     assert time.monotonic() - began >= 3.0
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollflow.flows.keepalive.actors import progress_of
 from rollflow.flows.keepalive.costs import session_costs
 from rollflow.flows.keepalive.services import RAY, SERVER
 from rollflow.flows.services.process import Runner
@@ -81,11 +80,6 @@ def test_a_process_that_is_ending_has_no_command_line(tmp_path: Path, monkeypatc
     with Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"]) as service:
         until(lambda: service.processes)
         assert {cost.role for cost in session_costs({RAY: service}, "none")} == {"command", RAY}
-
-
-def test_what_it_costs_is_no_progress() -> None:
-    status = {"version": 3, "idle": 0.1, "costs": [Cost("learner", "a:1:1", 1.0)]}
-    assert progress_of(status) == {"version": 3}
 
 
 def test_the_share_of_those_who_watch_is_told() -> None:

@@ -68,7 +68,7 @@ def test_a_killed_learner_ends_where_the_unbroken_one_does(small: Prepare, every
         train_small(broken, until)
     last = train_small(broken)
     assert last.version == 6
-    assert last.status()["replayed"] == (1 if every == 4 else 0)
+    assert last.status().replayed == (1 if every == 4 else 0)
     shas = [{o.path.rpartition("/")[2]: o.sha256 for o in c.policies.find(6).weights} for c in (whole, broken)]
     assert shas[0] == shas[1]
     assert hashes(restored(broken, 6)[0]) == hashes(restored(whole, 6)[0])

@@ -88,7 +88,7 @@ async def test_a_slow_verdict_does_not_hold_up_the_others_of_its_call(actor: Any
     assert not slow[0].done()
     now.touch()
     assert await reasons(slow) == ["100"]
-    assert (await actor.status.remote())["scored"] == 61
+    assert (await actor.status.remote()).scored == 61
 
 
 async def test_a_call_is_not_given_up_while_others_progress(actor: Any, tmp_path: Path) -> None:
@@ -121,4 +121,4 @@ async def test_what_a_killed_actor_had_not_judged_is_judged_by_its_successor_onc
     assert not any(verdict.done() for verdict in slow)
     successor = started(context)
     assert await reasons(slow) == [str(number) for number in range(100, 110)]
-    assert (await successor.status.remote())["scored"] == 10  # no verdict was asked for again
+    assert (await successor.status.remote()).scored == 10  # no verdict was asked for again

@@ -1,0 +1,64 @@
+"""What an actor says of itself: a field either shows that something was done, or ticks and hides no hang."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+import pytest
+
+from rollflow.storage.journal.usage import Cost
+from rollflow.tasks.actors.statuses import ActorStatus, LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
+
+STATUSES: list[ActorStatus] = [RolloutStatus(), LearnerStatus(), RewardStatus()]
+OF_EACH = pytest.mark.parametrize("status", STATUSES, ids=lambda status: type(status).__name__)
+EXAMPLES: dict[type, Any] = {int: 7, float: 0.7, str: "other", LearnerPhase: LearnerPhase.DONE}
+
+
+def another(status: ActorStatus, name: str) -> Any:
+    """A value of that field that is not its own."""
+    hint = get_type_hints(type(status))[name]
+    if hint in EXAMPLES:
+        return EXAMPLES[hint]
+    if name == "costs":
+        return [Cost("learner", "a:1:1", 1.0)]
+    return {3: "its core died"} if hint == Mapping[int, str] else {"stale": 2}
+
+
+@OF_EACH
+def test_every_field_is_progress_or_declared_as_ticking(status: ActorStatus) -> None:
+    names = {one.name for one in fields(status)}
+    assert status.progress.keys() | status.TICKING == names, "a field is neither progress nor in TICKING"
+    assert not status.progress.keys() & status.TICKING
+
+
+@OF_EACH
+def test_a_ticking_field_shows_no_progress_and_any_other_does(status: ActorStatus) -> None:
+    for one in fields(status):
+        moved = replace(status, **{one.name: another(status, one.name)})
+        assert moved != status, one.name
+        assert (moved.progress == status.progress) == (one.name in status.TICKING), one.name
+
+
+@OF_EACH
+def test_a_status_travels_between_processes(status: ActorStatus) -> None:
+    assert pickle.loads(pickle.dumps(status)) == status  # noqa: S301 - our own
+
+
+def test_what_is_done_is_what_a_successor_resumes_by() -> None:
+    assert RolloutStatus(trajectories=3).made == LearnerStatus(trained=3).made == RewardStatus(scored=3).made == 3.0
+
+
+def test_the_line_for_people_has_what_is_worth_saying() -> None:
+    assert RolloutStatus(waits_for="object storage", version=3).line == "waits for object storage"
+    quiet = RolloutStatus(version=3, trajectories=40, held=0.02, dropped=0.02, discards={"stale": 0})
+    assert quiet.line == "version 3, 40 trajectories"
+    busy = replace(quiet, held=0.5, dropped=0.25, discards={"stale": 2, "failed": 1})
+    assert busy.line == (
+        "version 3, 40 trajectories, 3 discarded, drops 25% of its tokens as too slow, held back by alpha 50%"
+    )
+    assert RewardStatus(scored=9).line == "9 scored"
+    assert RewardStatus(scored=9, timeouts=1).line == "9 scored, 1 timed out"
+    assert LearnerStatus(note="replaying version 2 of 5").line == "replaying version 2 of 5"
