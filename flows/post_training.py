@@ -19,7 +19,7 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.keepalive.actors import GaveUp
+from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollflow.flows.keepalive.actors import LONGEST_PAUSE, GaveUp, Pending
+from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, GaveUp, Pending
 from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
 from rollflow.flows.services.prefect_api import api, emit, flow_state, supervisors
 from rollflow.flows.views.summary import SUMMARY

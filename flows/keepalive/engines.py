@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending, RecoveryReporter, first_line, gpu_share
+from rollflow.flows.keepalive.actors import gpu_share
+from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending, RecoveryReporter, first_line
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine

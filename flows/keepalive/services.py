@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending
+from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending
 from rollflow.flows.services.prefect_api import crash_orphans
 from rollflow.flows.services.process import PrefectServer, Service
 from rollflow.flows.services.ray_head import RayHead

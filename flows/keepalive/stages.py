@@ -18,7 +18,7 @@ from uuid import UUID, uuid4
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 
-from rollflow.flows.keepalive.actors import Budget, GaveUp, Pending, RecoveryReporter
+from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending, RecoveryReporter
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import api, going, start, states_of
 from rollflow.flows.views.status import StageStatus

@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollflow.flows.keepalive.actors import GaveUp
 from rollflow.flows.keepalive.costs import session_costs
+from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.services import ServiceKeeper
 from rollflow.flows.services.prefect_api import api, emit, flow_state
 from rollflow.flows.views.status import RunStatus, read_status

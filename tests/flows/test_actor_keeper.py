@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from rollflow.flows import post_training
-from rollflow.flows.keepalive.actors import ActorKeeper, Budget, GaveUp, Pending, WatchedActor
+from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
+from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending
 from rollflow.flows.post_training import _finish, _give_up
 from rollflow.flows.services import cluster
 from rollflow.flows.views.progress import Progress

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from rollflow.flows.keepalive.actors import Budget, GaveUp
 from rollflow.flows.keepalive.engines import Engines
+from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import StoreFailed
 from rollflow.storage.journal.recoveries import RecoveryLog

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from rollflow.flows.keepalive import engines, stages
-from rollflow.flows.keepalive.actors import ActorKeeper, Budget, WatchedActor
+from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
+from rollflow.flows.keepalive.restarts import Budget
 from rollflow.flows.keepalive.services import SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stage, Stages
 from rollflow.flows.services import cluster

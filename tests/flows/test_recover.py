@@ -20,8 +20,8 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Cancelled, Crashed, Failed, Running
 
 from rollflow.flows.keepalive import crashed as crashed_module
-from rollflow.flows.keepalive.actors import Budget, GaveUp
 from rollflow.flows.keepalive.crashed import PickUp, pause_before, run_uri, start_again
+from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.locations import attach_run, context_of

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.flows.keepalive.actors import Budget
+from rollflow.flows.keepalive.restarts import Budget
 from rollflow.storage.errors import Corrupt, EngineFailed
 from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
