@@ -65,7 +65,7 @@ def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: 
     """A run whose version 0 is published, on the cluster at `address`."""
     from rollflow.flows.prepare import prepare
     from rollflow.storage.log.entries import VersionPublished
-    from rollflow.tasks.config import TrainConfig
+    from rollflow.tasks.learners.config import TrainConfig
     from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
     from rollflow.tasks.run_context import claim
 

@@ -29,8 +29,9 @@ from rollflow.storage.records import Ending, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
 from rollflow.tasks.simulation.parts import TimedRewards

@@ -19,7 +19,9 @@ import ray
 
 from benchmarks.report import Row, arguments, publish
 from rollflow.tasks.actors.engine import RayEngine
-from rollflow.tasks.config import PolicyConfig, RolloutConfig, RunConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.policies.config import PolicyConfig
+from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.rollout.proxy import Probe
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.records import Snapshot

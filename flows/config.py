@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig, Section
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.sections import Section
 
 if TYPE_CHECKING:
     from rollflow.tasks.simulation.hardware import Hardware
@@ -92,7 +93,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 def _change_kind(node: dict[str, Any], parents: list[str]) -> None:
     """A section that changes its kind keeps only the keys all engines share: the others belong to the old kind."""
-    from rollflow.tasks.config import EngineBase
+    from rollflow.tasks.engines.config import EngineBase
 
     if parents == ["engine"]:
         for name in [n for n in node if n not in EngineBase.model_fields]:

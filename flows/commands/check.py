@@ -14,8 +14,9 @@ from rollflow.flows.commands import OK
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services.reachability import check_folder, check_mlflow
-from rollflow.tasks.config import JsonlPrompts, RunConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.folder import local_policy
+from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 

@@ -41,10 +41,10 @@ from rollflow.tasks.actors.wire import (
     unpack_partials,
     unpack_requests,
 )
-from rollflow.tasks.config import EngineConfig
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial, WeightsSource
+from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats, Meter
 
 COALESCE_SECONDS = 0.003  # how long a finished generation waits for company

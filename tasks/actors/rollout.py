@@ -29,10 +29,10 @@ from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.engine import EngineActor, RayEngine
 from rollflow.tasks.actors.reward import RewardClient
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.config import EngineConfig
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
+from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout import build_scheduler

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
 
-from rollflow.tasks.config import TimedEngineConfig
+from rollflow.tasks.engines.config import TimedEngineConfig
 
 PROMPTS_KEPT = 65536  # whose number is remembered: it is needed once per response
 

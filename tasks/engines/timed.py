@@ -37,8 +37,8 @@ from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.config import TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 
 LOGPROB = -1.0  # of every fake token

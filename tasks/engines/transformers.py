@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.config import TransformersEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.policies.stop import stop_tokens
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from typing import Any, Literal
 
 from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.config import VllmEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.policies.stop import stop_tokens
 
 CPU_KV_CACHE_BYTES = 256 << 20

@@ -18,9 +18,10 @@ from torch import Tensor
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
-from rollflow.tasks.config import DecoupledPpoObjective, GrpoObjective, TrainConfig
+from rollflow.tasks.learners.config import TrainConfig
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.objectives.advantages import group_advantages
+from rollflow.tasks.objectives.config import DecoupledPpoObjective, GrpoObjective
 from rollflow.tasks.objectives.losses import TokenLoss, decoupled_ppo, grpo, row_weights
 from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import ColdStart
+from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 

@@ -14,7 +14,7 @@ from typing import Any
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.disk import mapped
-from rollflow.tasks.config import ColdStart
+from rollflow.tasks.policies.config import ColdStart
 
 END, PAD = "<|end|>", "<|pad|>"
 COPIED = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollflow.tasks.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.prompts.base import QuestionSource, Reader
+from rollflow.tasks.prompts.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 
 
 def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -> QuestionSource:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollflow.tasks.config import JsonlPrompts
+from rollflow.tasks.prompts.config import JsonlPrompts
 
 Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import JsonlPrompts
 from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.config import JsonlPrompts
 
 
 def read_file(config: JsonlPrompts) -> bytes:

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.tasks.config import JsonlPrompts, ReasoningGymPrompts, RunConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.base import Reader
+from rollflow.tasks.prompts.config import JsonlPrompts, ReasoningGymPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 

@@ -11,8 +11,8 @@ from typing import Any
 import reasoning_gym
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import ReasoningGymPrompts
 from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.config import ReasoningGymPrompts
 
 STREAM = 10_000_000_000  # items one stream may use
 STRIDE = 64  # items tried for one position before the held-out set is called too large

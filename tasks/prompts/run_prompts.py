@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
-from rollflow.tasks.config import PromptConfig
 from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
+from rollflow.tasks.prompts.config import PromptConfig
 
 SAMPLED = 16  # training questions that a source's hash is made of
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rollflow.tasks.config import FilterConfig, RunConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.rollout.config import FilterConfig
 
 
 @dataclass(frozen=True, slots=True)

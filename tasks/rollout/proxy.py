@@ -24,8 +24,8 @@ from typing import Any
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.config import Routing
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 
 

@@ -21,8 +21,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.config import Routing
 from rollflow.tasks.engines.base import Engine
+from rollflow.tasks.rollout.config import Routing
 
 MEMORY = 0.9  # of the measured pace: weight of what was known before a response
 

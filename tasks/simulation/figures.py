@@ -15,7 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from rollflow.tasks.config import RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.rollout.group import sample_seed
 from rollflow.tasks.rollout.mixing import Mixture

@@ -29,7 +29,8 @@ from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.records import TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine, Usage
 from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.limits import limits_of

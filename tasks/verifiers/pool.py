@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import RollflowError
-from rollflow.tasks.config import RewardConfig
+from rollflow.tasks.verifiers.config import RewardConfig
 from rollflow.tasks.verifiers.verifier import Score
 
 CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;

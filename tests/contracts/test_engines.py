@@ -17,14 +17,9 @@ import ray
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.actors.engine import RayEngine
-from rollflow.tasks.config import (
-    EngineConfig,
-    TimedEngineConfig,
-    TransformersEngineConfig,
-    VllmEngineConfig,
-)
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from tests.support.tiny_policy import EOS, Here, greedy_tokens, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon

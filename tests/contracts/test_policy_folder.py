@@ -24,7 +24,7 @@ from rollflow.flows.commands.export import export
 from rollflow.flows.config import load_recipe
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services.process import free_port
-from rollflow.tasks.config import ColdStart
+from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run_context import RunContext
 from tests.support.small_run import prepare_small, train_small

@@ -28,8 +28,8 @@ from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
-from rollflow.tasks.config import ColdStart
 from rollflow.tasks.learners.torch_learner import load_model
+from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from tests.support.described import change_config
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until

@@ -19,7 +19,9 @@ from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.config import EvaluationConfig, RecoveryConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RecoveryConfig, RunConfig
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.rollout.config import EvaluationConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS

@@ -17,7 +17,8 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.config import ColdStart, PolicyConfig, RunConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.run_context import RunContext
 from tests.support.s3_server import s3_server, use

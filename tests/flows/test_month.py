@@ -23,7 +23,8 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.storage.journal.recoveries import Recovery
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
-from rollflow.tasks.config import RecoveryConfig, RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RecoveryConfig, RunConfig
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 

@@ -34,7 +34,8 @@ from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, StoredObject, TrajectoryGroup
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import ReasoningGymPrompts, RunConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from tests.support.log_actors import GROUPS, Scheduler, Supervisor
 from tests.support.log_runs import (
     DOMAINS,

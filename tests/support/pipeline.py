@@ -21,10 +21,11 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Prompt, StoredObject
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
-from rollflow.tasks.config import RolloutConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Engine
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout import build_scheduler
+from rollflow.tasks.rollout.config import RolloutConfig, Routing
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe

@@ -18,10 +18,11 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import FilterConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout import build_scheduler
+from rollflow.tasks.rollout.config import FilterConfig, Routing
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts

@@ -19,7 +19,7 @@ from rollflow.storage.log.state import NOBODY
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.config import ColdStart
+from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run_context import RunContext
 

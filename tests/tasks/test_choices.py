@@ -18,9 +18,12 @@ from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import FilterConfig, PolicyConfig, RolloutConfig, Routing, RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.policies.config import PolicyConfig
+from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered, limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions

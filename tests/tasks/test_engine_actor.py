@@ -24,8 +24,8 @@ from rollflow.tasks.actors.wire import (
     unpack_partials,
     unpack_requests,
 )
-from rollflow.tasks.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from tests.support.tiny_policy import Here, make_policy, make_weights

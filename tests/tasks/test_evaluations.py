@@ -19,14 +19,9 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import (
-    RecoveryConfig,
-    RunConfig,
-    TimedEngineConfig,
-    TransformersEngineConfig,
-    VllmEngineConfig,
-)
+from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.engines.base import Engine, GenerationRequest
+from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,

@@ -13,8 +13,11 @@ from rollflow.storage.errors import Corrupt, Stale
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import pieces
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.config import ColdStart, DecoupledPpoObjective, RunConfig, TrainConfig
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.learners.config import TrainConfig
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from rollflow.tasks.objectives.config import DecoupledPpoObjective
+from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from tests.tasks.test_algorithms import batch_of, trajectory
 

@@ -20,8 +20,9 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Cursor, TrajectoryGroup
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig, TimedEngineConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.mixing import Mixture, Slots

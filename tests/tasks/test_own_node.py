@@ -18,8 +18,9 @@ from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
 from rollflow.tasks.actors.engine import EngineActor, RayEngine
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig, StoreConfig, TimedEngineConfig
+from rollflow.tasks.config import RunConfig, StoreConfig
 from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe

@@ -15,9 +15,9 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.audit import audit
-from rollflow.tasks.config import JsonlPrompts
 from rollflow.tasks.prompts import pins
 from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import questions
 from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
 from rollflow.tasks.run_context import RunContext

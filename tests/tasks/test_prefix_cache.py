@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage.records import Ending
-from rollflow.tasks.config import VllmEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import CPU_BLOCK_TOKENS, VllmEngine
 from tests.support.tiny_policy import greedy_tokens, make_policy, make_weights, reference_logprobs
 

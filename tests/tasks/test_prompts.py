@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 

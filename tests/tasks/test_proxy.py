@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, Started
 

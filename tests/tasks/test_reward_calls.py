@@ -15,8 +15,9 @@ import ray
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.reward import REWARD, RewardActor, RewardClient
-from rollflow.tasks.config import RewardConfig, RunConfig
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers.config import RewardConfig
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from rollflow.tasks.verifiers.verifier import Score
 from tests.support.described import describe

@@ -13,8 +13,9 @@ import pytest
 import reasoning_gym
 from tokenizers import Tokenizer
 
-from rollflow.tasks.config import ColdStart, RewardConfig
+from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.verifiers.config import RewardConfig
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest, _Worker
 from rollflow.tasks.verifiers.verifier import answer_of
 from tests.support.waiting import HANG_SECONDS

@@ -30,10 +30,11 @@ from rollflow.storage.records import GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
 from rollflow.tasks.actors import rollout as actor
 from rollflow.tasks.clock import Deadlock, run_virtual
-from rollflow.tasks.config import FilterConfig, Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.admission import allowance
+from rollflow.tasks.rollout.config import FilterConfig, Routing
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe

@@ -17,9 +17,10 @@ from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
-from rollflow.tasks.config import ColdStart, TrainConfig
+from rollflow.tasks.learners.config import TrainConfig
 from rollflow.tasks.learners.shards import NAMES, from_files, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from tests.support.described import describe
 

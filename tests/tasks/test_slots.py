@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.clock import VirtualClockLoop, run_virtual
-from rollflow.tasks.config import Routing, TimedEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions, Reservation
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 from tests.support.counts import examples

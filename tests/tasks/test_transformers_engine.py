@@ -13,8 +13,8 @@ import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 from rollflow.storage.errors import Corrupt
-from rollflow.tasks.config import TransformersEngineConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.waiting import soon

@@ -19,8 +19,8 @@ import ray
 from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.actors.engine import RayEngine
-from rollflow.tasks.config import VllmEngineConfig
 from rollflow.tasks.engines.base import GenerationRequest, Partial
+from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
 from tests.support.tiny_policy import Here, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon, until
@@ -33,7 +33,7 @@ import asyncio, os, sys
 from pathlib import Path
 import psutil
 from rollflow.tasks.engines.vllm import VllmEngine
-from rollflow.tasks.config import VllmEngineConfig
+from rollflow.tasks.engines.config import VllmEngineConfig
 
 async def main():
     engine = VllmEngine(VllmEngineConfig(), Path(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""The `[engine]` section: what generates. One class a kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollflow.tasks.sections import Section
+
+
+class EngineBase(Section):
+    """What all engines share."""
+
+    replicas: int = Field(1, gt=0)
+    slots: int = Field(256, gt=0, description="requests one engine runs at a time")
+    max_new_tokens: int = Field(64, gt=0)
+    temperature: float = Field(1.0, gt=0)
+    in_flight: Literal["continue", "restart"] = Field(
+        "continue", description="what running requests do at a weight update"
+    )
+    probe_tolerance: float = Field(
+        0.01, gt=0, description="largest log-prob difference (nats) between engine and learner"
+    )
+
+
+class VllmEngineConfig(EngineBase):
+    kind: Literal["vllm"] = "vllm"
+    kv_cache_bytes: int | None = Field(None, gt=0, description="default: 256 MiB on a CPU, vLLM's own choice on a GPU")
+    prefix_caching: bool = Field(
+        True, description="compute what responses to one prompt share once; never across versions"
+    )
+    tensor_parallel: int = Field(1, gt=0)
+    threads: int = Field(1, gt=0, description="CPU threads of one engine")
+
+
+class TransformersEngineConfig(EngineBase):
+    kind: Literal["transformers"] = "transformers"
+    threads: int = Field(1, gt=0)
+
+
+class TimedEngineConfig(EngineBase):
+    """A latency model in place of a language model: for tests and simulation."""
+
+    kind: Literal["timed"] = "timed"
+    median_tokens: float = Field(16.0, gt=0, description="median response length")
+    sigma: float = Field(1.0, ge=0, description="spread of the lognormal response length")
+    correlation: float = Field(0.0, ge=0, le=1, description="of the lengths of responses to one prompt")
+    lengths: tuple[int, ...] = Field((), description="measured response lengths, in place of the lognormal ones")
+    seconds_per_token: float = Field(0.002, ge=0)
+    prefill_seconds: float = Field(0.0, ge=0)
+    update_seconds: float = Field(0.05, ge=0)
+    slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1) + r t)")
+    reading: float = Field(0.0, ge=0, description="r: of each of the t tokens in the KV cache")
+    kv_tokens: int | None = Field(None, gt=0, description="tokens the KV cache holds; default: no limit but slots")
+    prompt_tokens: int = Field(0, ge=0, description="of each prompt, in the KV cache")
+    prefill_seconds_per_token: float = Field(0.0, ge=0, description="that the whole engine is held up; with prefixes")
+    speed: float = Field(1.0, gt=0, description="of this engine, relative to the seconds above")
+    grain: int = Field(1, gt=0, description="real tokens that one simulated token, as in max_new_tokens, stands for")
+
+
+EngineConfig = Annotated[VllmEngineConfig | TransformersEngineConfig | TimedEngineConfig, Field(discriminator="kind")]

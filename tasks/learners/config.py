@@ -1,0 +1,34 @@
+"""The `[train]` section: the learner."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollflow.tasks.objectives.config import GrpoObjective, ObjectiveConfig
+from rollflow.tasks.sections import Section
+
+
+class TrainConfig(Section):
+    """The learner."""
+
+    learner: Literal["torch"] = "torch"
+    objective: ObjectiveConfig = GrpoObjective()
+    baseline: Literal["group", "none"] = Field("group", description="what is subtracted from the reward")
+    normalize: bool = Field(True, description="divide advantages by the group's standard deviation")
+    negative_weight: float = Field(
+        1.0, ge=0, description="weight of negative advantages; below 1 steadies stale batches"
+    )
+    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
+    learning_rate: float = Field(5e-4, gt=0)
+    warmup_versions: int = Field(5, ge=0)
+    schedule: Literal["constant", "linear"] = Field(
+        "constant", description="linear decays to a tenth at the last version"
+    )
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
+    micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
+    threads: int = Field(1, gt=0, description="CPU threads of the learner")

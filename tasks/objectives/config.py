@@ -1,0 +1,30 @@
+"""The `[train.objective]` section: what is minimised. One class a kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollflow.tasks.sections import Section
+
+
+class GrpoObjective(Section):
+    """PPO clipping of pi/mu on the recorded behaviour log-probs, with group advantages."""
+
+    kind: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(None, gt=1, description="largest ratio a negative advantage counts with")
+
+
+class DecoupledPpoObjective(Section):
+    """Decoupled PPO: clip pi/pi_p, weight by sg(pi_p/mu) capped at `weight_cap`."""
+
+    kind: Literal["decoupled-ppo"] = "decoupled-ppo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    weight_cap: float = Field(5.0, gt=0)
+
+
+ObjectiveConfig = Annotated[GrpoObjective | DecoupledPpoObjective, Field(discriminator="kind")]

@@ -1,0 +1,32 @@
+"""The `[policy]` section: where the policy comes from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollflow.tasks.sections import Section
+
+
+class ColdStart(Section):
+    """Build a small Llama policy and supervise it on demonstrations until it is weak but real."""
+
+    hidden_size: int = Field(128, gt=0, description="width; a multiple of heads")
+    layers: int = Field(2, gt=0)
+    heads: int = Field(4, gt=0)
+    context: int = Field(256, gt=0, description="longest prompt plus response, in tokens")
+    vocabulary: int = Field(320, ge=260, description="size of the byte-level BPE vocabulary")
+    learning_rate: float = Field(2e-3, gt=0)
+    batch: int = Field(48, gt=0, description="demonstrations per supervised step")
+    target_accuracy: float = Field(0.3, gt=0, lt=1, description="stop supervising at this held-out accuracy")
+    max_steps: int = Field(2000, gt=0)
+    evaluate_every: int = Field(10, gt=0)
+
+
+class PolicyConfig(Section):
+    """Where the policy comes from: a Hugging Face folder (or hub name), or a cold start."""
+
+    path: str | None = Field(None, description="a local Hugging Face folder or a hub name")
+    cold_start: ColdStart | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
