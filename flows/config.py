@@ -87,17 +87,30 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if isinstance(node, list):
         raise ConfigError(f"--set {key}: give a position and a key, e.g. --set {'.'.join(parents)}.0.{last}={text}")
     if last == "kind" and node.get("kind") != value:
-        _change_kind(node, parents)
+        _change_kind(node, parents, value)
     node[last] = value
 
 
-def _change_kind(node: dict[str, Any], parents: list[str]) -> None:
-    """A section that changes its kind keeps only the keys all engines share: the others belong to the old kind."""
-    from rollflow.tasks.engines.config import EngineBase
+def _change_kind(node: dict[str, Any], parents: list[str], kind: object) -> None:
+    """A section that changes its kind loses the keys that only other kinds have."""
+    choices = _choices(parents)
+    for chosen in (choice for choice in choices if _kind(choice) == kind):
+        for name in {name for choice in choices for name in choice.model_fields} - chosen.model_fields.keys():
+            node.pop(name, None)
 
-    if parents == ["engine"]:
-        for name in [n for n in node if n not in EngineBase.model_fields]:
-            del node[name]
+
+def _choices(path: Iterable[str]) -> list[type[Section]]:
+    """The sections that may stand at a place of the tree."""
+    found: list[type[Section]] = [RunConfig]
+    for name in path:
+        fields = [section.model_fields[name] for section in found if name in section.model_fields]
+        found = found if name.isdigit() else [choice for info in fields for choice in sections_of(info.annotation)]
+    return found
+
+
+def _kind(section: type[Section]) -> object:
+    """What its `kind` says; None where it has none."""
+    return section.model_fields["kind"].get_default() if "kind" in section.model_fields else None
 
 
 def _item(node: list[Any], name: str, key: str) -> Any:
@@ -117,8 +130,13 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
     """One pydantic error of `section` as one sentence: the key, the value, the cure."""
     if error["type"] == "rollflow":
         return error["msg"]
-    unions = {"vllm", "transformers", "timed", "reasoning-gym", "jsonl", "grpo", "decoupled-ppo"}
-    key = ".".join(str(part) for part in error["loc"] if part not in unions)
+    kinds = _kinds(section)
+    key = ".".join(str(part) for part in error["loc"] if part not in kinds)
+    if error["type"] == "union_tag_invalid":
+        tags = error["ctx"]
+        return f"{key}.kind = {tags['tag']!r}: choose one of {tags['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"{key} = {error['input']!r}: it has no kind; `rollflow keys` lists those there are"
     if error["type"] == "extra_forbidden":
         return f"{key} = {error['input']!r}: there is no such key{_nearest(key, section)}"
     message = error["msg"]
@@ -156,6 +174,12 @@ def _fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, Fie
         yield prefix + name, info
         for kind in sections_of(info.annotation):
             yield from _fields(kind, f"{prefix}{name}.")
+
+
+def _kinds(section: type[Section]) -> set[object]:
+    """Every kind that a section of the tree may be; pydantic puts them between the keys of an error's place."""
+    below = {choice for _, info in _fields(section) for choice in sections_of(info.annotation)}
+    return {_kind(choice) for choice in below} - {None}
 
 
 def sections_of(annotation: Any) -> Iterable[type[Section]]:

@@ -1,0 +1,60 @@
+"""How overrides and refusals follow the unions of the config tree: a kind that is added is known here by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.config import describe_keys, load_recipe, parse
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
+from rollflow.tasks.objectives.config import DecoupledPpoObjective
+
+ENGINE = '[engine]\nkind = "vllm"\nslots = 7\nthreads = 3\nkv_cache_bytes = 4\n'
+
+
+def recipe(folder: Path, text: str) -> Path:
+    """A recipe file."""
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_section_that_changes_its_kind_keeps_what_both_know(tmp_path: Path) -> None:
+    found = load_recipe(recipe(tmp_path, ENGINE), ["engine.kind=transformers"]).engine
+    assert found == TransformersEngineConfig(slots=7, threads=3)
+    assert load_recipe(tmp_path / "recipe.toml", ["engine.kind=timed"]).engine == TimedEngineConfig(slots=7)
+
+
+def test_so_does_one_deeper_in_the_tree(tmp_path: Path) -> None:
+    path = recipe(tmp_path, '[train.objective]\nkind = "grpo"\nclip_low = 0.1\ndual_clip = 2.0\n')
+    found = load_recipe(path, ["train.objective.kind=decoupled-ppo"]).train.objective
+    assert found == DecoupledPpoObjective(clip_low=0.1)
+
+
+def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.slot = 7: there is no such key; did you mean engine\.slots\?"):
+        load_recipe(recipe(tmp_path, ENGINE.replace("slots", "slot")), ["engine.kind=timed"])
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"engine": {"kind": "sglang"}}, "engine.kind = 'sglang': choose one of 'vllm', 'transformers', 'timed'"),
+        ({"engine": {"slots": 1}}, "engine = {'slots': 1}: it has no kind; `rollflow keys` lists those there are"),
+        ({"prompts": [{"kind": "csv"}]}, "prompts.0.kind = 'csv': choose one of 'reasoning-gym', 'jsonl'"),
+        ({"train": {"objective": {"kind": "grpo", "clip_low": 3}}}, "train.objective.clip_low = 3: input should be"),
+    ],
+)
+def test_a_refusal_names_the_key_without_the_kind(tree: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(tree)
+    assert str(refused.value).startswith(words)
+
+
+def test_every_kind_is_among_the_keys() -> None:
+    lines = describe_keys(RunConfig)
+    for line in ("engine.kind = 'timed'", "prompts.kind = 'jsonl'", "train.objective.kind = 'decoupled-ppo'"):
+        assert line in lines
