@@ -17,8 +17,8 @@ from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_path, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 
 
 @flow(name="evaluate")

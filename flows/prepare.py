@@ -21,6 +21,7 @@ from rollflow.storage.objects import Data, ObjectStore, open_store
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
@@ -37,6 +38,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     Raises:
         ConfigError: with one sentence for what a person must change.
     """
+    check_own_parts(config)
     uri = store_uri(config)
     context = context_of(uri, run_id)
     open_store(uri).check()

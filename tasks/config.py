@@ -22,7 +22,7 @@ from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.sections import Section, refuse
-from rollflow.tasks.verifiers.config import RewardConfig
+from rollflow.tasks.verifiers.config import ReasoningGymReward, RewardConfig
 
 
 class StoreConfig(Section):
@@ -93,7 +93,7 @@ class RunConfig(Section):
     prompts: tuple[PromptConfig, ...] = (ReasoningGymPrompts(family="basic_arithmetic", options=SUMS),)
     engine: EngineConfig = VllmEngineConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
+    reward: RewardConfig = ReasoningGymReward()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
     """A frozen part of the config tree; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_kinds(cls, tree: Any) -> Any:
+        """A section below this one that names no kind is of the kind that is the default."""
+        if not isinstance(tree, Mapping):
+            return tree
+        kinds = {name: getattr(info.default, "kind", None) for name, info in cls.model_fields.items()}
+        without = {name for name, given in tree.items() if isinstance(given, Mapping) and "kind" not in given}
+        return {**tree, **{name: {"kind": kinds[name], **tree[name]} for name in without if kinds.get(name)}}
+
+
+class Imported(Section):
+    """A part that is a person's own, by its import path. See `tasks/imports.py` for what may be imported."""
+
+    path: str = Field(pattern=IMPORT_PATH, description="what is imported, e.g. my_package.parts:name")
+    options: dict[str, Any] = Field(default_factory=dict, description="given to it by name")
 
 
 def refuse(key: str, value: object, cure: str) -> NoReturn:

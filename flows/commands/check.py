@@ -1,8 +1,8 @@
-"""`rollflow check RECIPE`: validate a recipe, and open what it names on this machine: prompts, policy folder, places to
-write.
+"""`rollflow check RECIPE`: validate a recipe, and open what it names on this machine: your own parts, prompts, the
+policy's folder, places to write.
 
-It needs no torch, Ray, vLLM, reasoning-gym or network. What only those can tell (a hub's policy, a family's options,
-whether a server answers) is found when the run is prepared, before anything heavy starts.
+It needs no torch, Ray, vLLM, reasoning-gym or network, unless your own parts do. What only those can tell (a hub's
+policy, a family's options, whether a server answers) is found when the run is prepared, before anything heavy starts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services.reachability import check_folder, check_mlflow
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import local_policy
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import read_file
@@ -38,6 +39,7 @@ def check_files(config: RunConfig) -> None:
     Raises:
         ConfigError: with one sentence for the first thing a person must change.
     """
+    check_own_parts(config)
     files = [source for source in config.prompts if isinstance(source, JsonlPrompts)]
     if files:
         prompts = RunPrompts(files, config.seed, config.evaluation.prompts, None, 0, read_file)

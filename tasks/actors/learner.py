@@ -38,7 +38,8 @@ from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.run_context import RunContext, claim
-from rollflow.tasks.verifiers.verifier import answer_of, verifier
+from rollflow.tasks.verifiers import build_verifier
+from rollflow.tasks.verifiers.base import judge
 
 if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it needs only the class
     from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -166,15 +167,15 @@ class LearnerActor:
         cold = self.config.policy.cold_start
         assert cold is not None
         prompts, tokenizer = self.context.prompts(), self.context.tokenizer
-        held, verify = prompts.held_out(), verifier(self.config.reward.kind)
+        held, verify, where = prompts.held_out(), build_verifier(self.config.reward), self.config.reward.answer
         model = self.learner.model
 
         def accuracy(model: Any) -> float:
             prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
             temperature = self.config.evaluation.temperature
             made = answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
-            texts = [answer_of(tokenizer.decode(a), self.config.reward.answer) for a in made]
-            return sum(verify(t, p.reference).reward == 1.0 for t, p in zip(texts, held, strict=True)) / len(held)
+            pairs = [(tokenizer.decode(answer), p.reference) for answer, p in zip(made, held, strict=True)]
+            return sum(judge(verify, where, *pair).reward == 1.0 for pair in pairs) / len(held)
 
         def report(step: int, found: float) -> None:
             self._step(f"cold start: step {step}, accuracy {found:.2f} of {cold.target_accuracy:.2f}")

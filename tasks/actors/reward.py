@@ -25,8 +25,8 @@ from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.coalesce import Coalescer
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2

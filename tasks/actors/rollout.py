@@ -52,8 +52,8 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.run_context import RunContext, claim
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 
 ROLLOUT = "rollout"
 EVALUATION = -1  # the number of the engine that evaluates, where there is one for that

@@ -27,8 +27,8 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import Prompt
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 
 AGAIN_SECONDS = 1.0  # before an evaluation whose engine died is begun again
 

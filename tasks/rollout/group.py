@@ -24,8 +24,8 @@ from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, P
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Reservation, Started
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 
 T = TypeVar("T")
 WHOLE = -1  # in place of a sample: all of them

@@ -42,8 +42,8 @@ from rollflow.tasks.rollout.issue_order import IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.starts import Starts
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
 from rollflow.tasks.simulation.records import Gauge, Records, Span
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 
 FOREVER = 1e12  # virtual seconds
 JOIN_SECONDS = 1.0  # before another try to put an engine in a dead one's place

@@ -1,20 +1,17 @@
-"""The `[reward]` section: how an answer is judged."""
+"""The `[reward]` section: how an answer is judged. One class a kind."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Section
+from rollflow.tasks.sections import Imported, Section
 
 
-class RewardConfig(Section):
+class RewardBase(Section):
     """Verifiers, run in worker processes that are killed at their deadline."""
 
-    kind: Literal["reasoning-gym", "exact"] = Field(
-        "reasoning-gym", description="the family's own scorer, or equality with the reference answer"
-    )
     answer: Literal["all", "tag"] = Field(
         "all", description="judge the whole response, or what stands in <answer></answer>"
     )
@@ -22,3 +19,18 @@ class RewardConfig(Section):
     deadline_seconds: float = Field(
         10.0, gt=0, description="longest time for one response; later it scores 0 with a reason"
     )
+
+
+class ReasoningGymReward(RewardBase):
+    kind: Literal["reasoning-gym"] = Field("reasoning-gym", description="the family's own scorer")
+
+
+class ExactReward(RewardBase):
+    kind: Literal["exact"] = Field("exact", description="equality with the reference answer")
+
+
+class ImportReward(Imported, RewardBase):
+    kind: Literal["import"] = Field("import", description="a function of your own, annotated to return a Score")
+
+
+RewardConfig = Annotated[ReasoningGymReward | ExactReward | ImportReward, Field(discriminator="kind")]

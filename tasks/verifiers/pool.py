@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import RollflowError
-from rollflow.tasks.verifiers.config import RewardConfig
-from rollflow.tasks.verifiers.verifier import Score
+from rollflow.tasks.verifiers import build_verifier
+from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
 
 CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;
 AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice
@@ -56,8 +57,8 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
         self._config = config
-        self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker", config.kind, config.answer]
-        self._command.append(str(tokenizer_folder))
+        self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker"]
+        self._command += [config.model_dump_json(), str(tokenizer_folder)]
         self._queue: asyncio.PriorityQueue[tuple[int, _Job]] = asyncio.PriorityQueue()  # by arrival
         self._arrivals = itertools.count()
         self._turns = asyncio.Semaphore(config.workers)
@@ -69,7 +70,9 @@ class RewardPool:
         self.busy_seconds = 0.0
 
     async def start(self) -> None:
-        """Start the workers."""
+        """Start the workers; `ConfigError` where a verifier of a person's own is not to be had on this machine."""
+        if isinstance(self._config, ImportReward):  # else the workers died of it, and every response scored 0
+            await asyncio.to_thread(build_verifier, self._config)
         self._lanes = [asyncio.create_task(self._lane()) for _ in range(2 * self._config.workers)]
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:

@@ -43,7 +43,10 @@ def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
     ("tree", "words"),
     [
         ({"engine": {"kind": "sglang"}}, "engine.kind = 'sglang': choose one of 'vllm', 'transformers', 'timed'"),
-        ({"engine": {"slots": 1}}, "engine = {'slots': 1}: it has no kind; `rollflow keys` lists those there are"),
+        (
+            {"prompts": [{"path": "x"}]},
+            "prompts.0 = {'path': 'x'}: it has no kind;",
+        ),
         ({"prompts": [{"kind": "csv"}]}, "prompts.0.kind = 'csv': choose one of 'reasoning-gym', 'jsonl'"),
         ({"train": {"objective": {"kind": "grpo", "clip_low": 3}}}, "train.objective.clip_low = 3: input should be"),
     ],
@@ -58,3 +61,14 @@ def test_every_kind_is_among_the_keys() -> None:
     lines = describe_keys(RunConfig)
     for line in ("engine.kind = 'timed'", "prompts.kind = 'jsonl'", "train.objective.kind = 'decoupled-ppo'"):
         assert line in lines
+
+
+def test_a_section_that_names_no_kind_has_the_default() -> None:
+    tree = {"engine": {"slots": 9}, "reward": {"workers": 2}, "train": {"objective": {"clip_low": 0.1}}}
+    assert parse(tree) == parse(
+        {
+            "engine": {"kind": "vllm", "slots": 9},
+            "reward": {"kind": "reasoning-gym", "workers": 2},
+            "train": {"objective": {"kind": "grpo", "clip_low": 0.1}},
+        }
+    )

@@ -27,8 +27,8 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 from tests.support.ledger import Ledger
 
 SOON = 1e-3

@@ -36,8 +36,8 @@ from rollflow.tasks.rollout.evaluation import (
     store_skipped,
 )
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 from tests.support.batches import begin, learning, publish, scheduling, staged
 from tests.support.pipeline import Pipeline, prompt_at
 

@@ -17,9 +17,9 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.reward import REWARD, RewardActor, RewardClient
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.verifiers.config import RewardConfig
+from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.verifiers.config import ReasoningGymReward
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
-from rollflow.tasks.verifiers.verifier import Score
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
@@ -52,7 +52,7 @@ def one_node() -> Iterator[None]:
 
 @pytest.fixture
 def context(tmp_path: Path) -> RunContext:
-    config = RunConfig(reward=RewardConfig(deadline_seconds=250))
+    config = RunConfig(reward=ReasoningGymReward(deadline_seconds=250))
     store = open_store(str(tmp_path / "run"))
     describe(store, "rewards", config)
     store.put("policy/config.json", b"{}")

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.verifiers.config import RewardConfig
+from rollflow.tasks.verifiers.base import answer_of
+from rollflow.tasks.verifiers.config import ReasoningGymReward
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest, _Worker
-from rollflow.tasks.verifiers.verifier import answer_of
 from tests.support.waiting import HANG_SECONDS
 
 ODD_WORKER = """
@@ -52,7 +52,7 @@ async def scores(pool: RewardPool, requests: list[ScoreRequest]) -> list[tuple[f
 
 
 def odd_pool(folder: Path, deadline: float, workers: int = 1) -> RewardPool:
-    pool = RewardPool(RewardConfig(deadline_seconds=deadline, workers=workers), folder)
+    pool = RewardPool(ReasoningGymReward(deadline_seconds=deadline, workers=workers), folder)
     pool._command = [sys.executable, "-c", ODD_WORKER]
     return pool
 
@@ -65,7 +65,7 @@ async def test_reasoning_gym_scores_its_own_questions(folder: Path) -> None:
         reference = {"family": "chain_sum", "answer": entry["answer"], "metadata": entry["metadata"]}
         for text in (f" {entry['answer']}", " 1000001", ""):
             requests.append(ScoreRequest(tokenizer.encode(text).ids, reference))
-    found = await scores(RewardPool(RewardConfig(), folder), requests)
+    found = await scores(RewardPool(ReasoningGymReward(), folder), requests)
     assert found[0::3] == [(1.0, "right")] * 8
     assert all(reward < 1.0 for reward, _ in found[1::3] + found[2::3])
 
@@ -78,13 +78,13 @@ async def test_a_worker_is_ready_once_its_verifier_is(
         "import time\ntime.sleep(4)\ndef get_score_answer_fn(family): return lambda response, reference: 1.0\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path]))
-    pool = RewardPool(RewardConfig(deadline_seconds=3.0), folder)
+    pool = RewardPool(ReasoningGymReward(deadline_seconds=3.0), folder)
     assert await scores(pool, [ScoreRequest([5], {"family": "any", "answer": "1"})]) == [(1.0, "right")]
 
 
 async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> None:
     requests = [ScoreRequest([5], {"family": "no such family", "answer": "1"})] * 2
-    found = await scores(RewardPool(RewardConfig(), folder), requests)
+    found = await scores(RewardPool(ReasoningGymReward(), folder), requests)
     assert [reward for reward, _ in found] == [0.0, 0.0]
     assert all("verifier failed" in reason for _, reason in found)
 
@@ -159,7 +159,7 @@ async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
 
 
 async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
-    pool = RewardPool(RewardConfig(), folder)
+    pool = RewardPool(ReasoningGymReward(), folder)
     process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.close()

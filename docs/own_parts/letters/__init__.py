@@ -1,0 +1,1 @@
+"""Counting letters: a verifier, prompts and an objective of your own."""

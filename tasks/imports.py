@@ -1,0 +1,109 @@
+"""Parts of a person's own, found by their import path: "my_package.rewards:score".
+
+A run keeps the paths in its config, and its processes read that from storage. So what a path may name is narrow: a
+function that says it returns what the part is to return, or a class that derives from the part's contract. No other
+function of any installed package can be called by writing its name into a config.
+
+Every process of a run imports the parts that it needs by itself: their package is installed there, or its folder is in
+PYTHONPATH. On a cluster of several nodes, on each of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.sections import Imported
+
+T = TypeVar("T")
+
+
+def imported_function(key: str, part: Imported, returns: type) -> Callable[..., Any]:
+    """The function that `part` names; `key` is the section it stands in.
+
+    Raises:
+        ConfigError: there is none, or it is not annotated to return `returns`.
+    """
+    found = _attribute(key, part)
+    if isinstance(found, FunctionType) and _returned(found) is returns:
+        return found
+    raise _refused(key, part, f"it is no function that is annotated to return rollflow's {returns.__name__}")
+
+
+def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
+    """The class that `part` names; `key` is the section it stands in.
+
+    Raises:
+        ConfigError: there is none, or it does not derive from `contract`.
+    """
+    found = _attribute(key, part)
+    if not isinstance(found, type) or contract not in found.__mro__[1:]:
+        raise _refused(key, part, f"it is no class that derives from rollflow's {contract.__name__}")
+    return found
+
+
+def made(key: str, part: Imported, make: Callable[[], T]) -> T:
+    """What `make` gives; `ConfigError` where it fails, be it that it takes other options."""
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key}.options = {part.options!r}: {part.path} failed with {_said(error)}; give it options that it takes"
+        ) from error
+
+
+def _attribute(key: str, part: Imported) -> Any:
+    module, _, name = part.path.partition(":")
+    found = _module(key, part, module)
+    if not hasattr(found, name):
+        raise _refused(key, part, f"the module {module} has no {name}; name something that it has")
+    return getattr(found, name)
+
+
+def _module(key: str, part: Imported, name: str) -> ModuleType:
+    try:
+        found = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            cure = "install its package, or put the folder that holds it into PYTHONPATH"
+            raise _refused(key, part, f"there is no module {error.name} on this machine; {cure}") from None
+        raise _refused(key, part, f"importing {name} failed with {_said(error)}; install that") from error
+    except Exception as error:
+        raise _refused(key, part, f"importing {name} failed with {_said(error)}; correct it") from error
+    _check_place(key, part, found)
+    return found
+
+
+def _check_place(key: str, part: Imported, module: ModuleType) -> None:
+    """The processes of a run have working directories of their own: a relative PYTHONPATH is none there."""
+    file = Path(getattr(module, "__file__", None) or os.devnull)
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    for entry in entries:
+        if not os.path.isabs(entry) and Path(entry).resolve() in file.resolve().parents:
+            cure = f"write PYTHONPATH={Path(entry).resolve()}"
+            raise _refused(
+                key, part, f"it is found by PYTHONPATH = {entry!r}, which is another folder elsewhere; {cure}"
+            )
+
+
+def _returned(function: Callable[..., Any]) -> Any:
+    try:
+        return typing.get_type_hints(function).get("return")
+    except (NameError, TypeError, AttributeError):  # annotations that only a type checker can read
+        return None
+
+
+def _refused(key: str, part: Imported, why: str) -> ConfigError:
+    return ConfigError(f"{key}.path = {part.path!r}: {why}")
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

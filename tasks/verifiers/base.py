@@ -1,0 +1,50 @@
+"""What every verifier guarantees: a response and its prompt's reference in, a score and the reason out.
+
+A verifier is a function of its two arguments: a response is judged again after a worker's death, and must get the same
+score. It runs in a worker process that is killed at the deadline, and what it raises is the response's reason.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward and why it was given; `seconds` is the verifier's own time."""
+
+    reward: float
+    reason: str
+    seconds: float = 0.0
+
+
+class Verifier(Protocol):
+    """Judges one response."""
+
+    def __call__(self, response: str, reference: Mapping[str, Any]) -> Score: ...
+
+
+def answer_of(response: str, where: str) -> str:
+    """The part of a response that is judged: all of it, or what the last <answer> tag holds."""
+    if where == "all":
+        return response.strip()
+    found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
+    return found[-1].strip() if found else ""
+
+
+def judge(verify: Verifier, where: str, response: str, reference: Mapping[str, Any]) -> Score:
+    """Run a verifier on the part of `response` that counts; what it raises becomes a score of 0 with the reason."""
+    started = time.perf_counter()
+    try:
+        score = verify(answer_of(response, where), reference)
+        if not math.isfinite(score.reward):
+            raise ValueError(f"its reward is {score.reward}")
+        return Score(float(score.reward), str(score.reason), time.perf_counter() - started)
+    except Exception as error:  # noqa: BLE001 - a verifier is foreign code; its failure is this response's reason
+        reason = f"verifier failed: {type(error).__name__}: {error}"[:200]
+        return Score(0.0, reason, time.perf_counter() - started)

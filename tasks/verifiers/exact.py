@@ -1,0 +1,14 @@
+"""Equality with the reference answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.tasks.verifiers.base import Score
+
+
+def exact(response: str, reference: Mapping[str, Any]) -> Score:
+    """1 if the answer equals the reference's, else 0."""
+    right = response == str(reference["answer"]).strip()
+    return Score(float(right), "equal" if right else "differs from the reference")

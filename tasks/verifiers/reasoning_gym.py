@@ -1,0 +1,22 @@
+"""The scorer of a reasoning-gym family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import reasoning_gym
+
+from rollflow.tasks.verifiers.base import Score
+
+
+def family_score(response: str, reference: Mapping[str, Any]) -> Score:
+    """The family's own score, in [0, 1]."""
+    reward = float(_scorer(str(reference["family"]))(response, dict(reference)))
+    return Score(reward, "right" if reward == 1.0 else "wrong" if reward <= 0.01 else "partly right")
+
+
+@lru_cache(maxsize=128)
+def _scorer(family: str) -> Any:
+    return reasoning_gym.get_score_answer_fn(family)

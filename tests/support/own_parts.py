@@ -1,0 +1,20 @@
+"""The package of docs/own_parts, as a person has it: importable, in this process and those it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "docs" / "own_parts"
+
+
+def put_in_reach(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Let Python find the packages in these folders, from now to the end of the test."""
+    before = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    found = list(dict.fromkeys([*map(str, folders), *before, *filter(os.path.isabs, sys.path)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(found))
+    for folder in folders:
+        monkeypatch.syspath_prepend(str(folder))
