@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.objectives import build_objective
+from rollflow.tasks.objectives.config import ImportObjective
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.config import ImportReward
 
@@ -15,3 +17,5 @@ def check_own_parts(config: RunConfig) -> None:
     """
     if isinstance(config.reward, ImportReward):
         build_verifier(config.reward)
+    if isinstance(config.train.objective, ImportObjective):
+        build_objective(config.train.objective)

@@ -2,7 +2,7 @@
 
 One version is `minibatches` optimizer steps, each over its share of the groups. A minibatch's gradient is
 summed over micro-batches of padded rows. The loss weights are those of the whole minibatch, so the split changes
-only the rounding. Rows of advantage zero have exactly zero gradient and are not run.
+only the rounding. Rows of advantage zero have exactly zero gradient and are not run, unless the objective says so.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.config import TrainConfig
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
+from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.advantages import group_advantages
-from rollflow.tasks.objectives.config import DecoupledPpoObjective, GrpoObjective
-from rollflow.tasks.objectives.losses import TokenLoss, decoupled_ppo, grpo, row_weights
+from rollflow.tasks.objectives.aggregation import row_weights
+from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
 
 WEIGHTS = "weights/model"
@@ -56,6 +57,7 @@ class TorchLearner:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).train()
         self.config = config
+        self.objective = build_objective(config.objective)
         self.temperature = temperature
         self.versions = versions
         self.shard_bytes = shard_bytes
@@ -147,8 +149,8 @@ class TorchLearner:
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 
     def _proximal(self, data: Rows, advantages_R: Tensor) -> dict[int, Tensor] | None:
-        """Log-probs of each row's tokens under the learner before this version's updates (decoupled PPO only)."""
-        if not isinstance(self.config.objective, DecoupledPpoObjective):
+        """Log-probs of each row's tokens under the learner before this version's updates, where they are used."""
+        if not self.objective.uses_proximal:
             return None
         found: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -159,8 +161,9 @@ class TorchLearner:
         return found
 
     def _micros(self, data: Rows, rows: Sequence[int], advantages_R: Tensor) -> Iterator[MicroBatch]:
-        """Micro-batches of the rows whose advantage is not exactly zero."""
-        return micro_batches(data, [r for r in rows if float(advantages_R[r]) != 0.0], self.config.micro_tokens)
+        """Micro-batches of the rows that have a gradient: where the advantage is exactly zero, few objectives do."""
+        run = [r for r in rows if self.objective.every_row or float(advantages_R[r]) != 0.0]
+        return micro_batches(data, run, self.config.micro_tokens)
 
     def _update(
         self, data: Rows, advantages_R: Tensor, proximal: dict[int, Tensor] | None, part: list[int]
@@ -188,16 +191,9 @@ class TorchLearner:
     def _loss(
         self, logp_M: Tensor, micro: MicroBatch, advantage_M: Tensor, proximal: dict[int, Tensor] | None
     ) -> TokenLoss:
-        behaviour_M = micro.behaviour.to(self.device)
-        match self.config.objective:
-            case GrpoObjective(clip_low=low, clip_high=high, dual_clip=dual):
-                return grpo(logp_M, behaviour_M, advantage_M, clip_low=low, clip_high=high, dual_clip=dual)
-            case DecoupledPpoObjective(clip_low=low, clip_high=high, weight_cap=cap):
-                assert proximal is not None
-                proximal_M = torch.cat([proximal[row] for row in micro.rows.tolist()])
-                return decoupled_ppo(
-                    logp_M, proximal_M, behaviour_M, advantage_M, clip_low=low, clip_high=high, weight_cap=cap
-                )
+        found = None if proximal is None else torch.cat([proximal[row] for row in micro.rows.tolist()])
+        behaviour_M, row_M = micro.behaviour.to(self.device), micro.where[0].to(self.device)
+        return self.objective.loss(MaskedTokens(logp_M, behaviour_M, advantage_M, row_M, found))
 
     def _token_logprobs(self, micro: MicroBatch) -> Tensor:
         """Log-probs (M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""

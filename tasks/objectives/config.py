@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Section
+from rollflow.tasks.sections import Imported, Section
 
 
 class GrpoObjective(Section):
@@ -27,4 +27,10 @@ class DecoupledPpoObjective(Section):
     weight_cap: float = Field(5.0, gt=0)
 
 
-ObjectiveConfig = Annotated[GrpoObjective | DecoupledPpoObjective, Field(discriminator="kind")]
+class ImportObjective(Imported):
+    """An objective of your own."""
+
+    kind: Literal["import"] = Field("import", description="a class of your own, derived from Objective")
+
+
+ObjectiveConfig = Annotated[GrpoObjective | DecoupledPpoObjective | ImportObjective, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""Advantages, losses and packing against values worked by hand."""
+"""Advantages, aggregation and packing against values worked by hand; losses: `contracts/test_objectives.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.tasks.objectives.advantages import EPSILON, group_advantages
-from rollflow.tasks.objectives.losses import decoupled_ppo, grpo, row_weights
+from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.packing import Rows, micro_batches
 
 F64 = torch.float64
@@ -32,50 +32,6 @@ def test_groups_need_not_stand_together() -> None:
     rewards = torch.tensor([1.0, 5.0, 0.0, 7.0], dtype=F64)
     found = group_advantages(rewards, torch.tensor([0, 1, 0, 1]), normalize=False)
     assert found.tolist() == [0.5, -1.0, -0.5, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
-    [
-        (1.1, 2.0, -2.2, -2.2, False),  # inside: -(r A), and d(r A)/dlogp = r A
-        (1.5, 2.0, -2.56, 0.0, True),  # above 1 + 0.28 with A > 0: held at 1.28 A
-        (0.5, 2.0, -1.0, -1.0, False),  # below with A > 0: not held (min takes r A)
-        (0.5, -2.0, 1.6, 0.0, True),  # below 1 - 0.2 with A < 0: held at 0.8 A
-        (1.5, -2.0, 3.0, 3.0, False),  # above with A < 0: not held
-    ],
-)
-def test_grpo_by_hand(ratio: float, advantage: float, loss: float, gradient: float, clipped: bool) -> None:
-    logp = torch.tensor([math.log(0.3 * ratio)], dtype=F64, requires_grad=True)
-    behaviour = torch.tensor([math.log(0.3)], dtype=F64)
-    found = grpo(logp, behaviour, torch.tensor([advantage], dtype=F64), clip_low=0.2, clip_high=0.28)
-    found.loss_M.sum().backward()
-    assert found.loss_M.item() == pytest.approx(loss, abs=1e-12)
-    assert logp.grad is not None
-    assert logp.grad.item() == pytest.approx(gradient, abs=1e-12)
-    assert found.clipped_M.item() is clipped
-
-
-def test_decoupled_ppo_by_hand() -> None:
-    """pi = 0.36, pi_p = 0.3, mu = 0.2: q = 1.2, weight 1.5; with A = 2 the loss is -1.5 x 1.2 x 2 = -3.6."""
-    logp = torch.tensor([math.log(0.36), math.log(0.36), math.log(0.36)], dtype=F64, requires_grad=True)
-    proximal = torch.tensor([math.log(0.3), math.log(0.2), math.log(0.3)], dtype=F64)
-    behaviour = torch.tensor([math.log(0.2), math.log(0.2), math.log(0.01)], dtype=F64)
-    advantage = torch.full((3,), 2.0, dtype=F64)
-    found = decoupled_ppo(logp, proximal, behaviour, advantage, clip_low=0.2, clip_high=0.28, weight_cap=5.0)
-    # second: q = 1.8 is held at 1.28, weight 1; third: weight 30 is capped at 5
-    assert found.loss_M.tolist() == pytest.approx([-3.6, -2.56, -12.0], abs=1e-12)
-    assert found.clipped_M.tolist() == [False, True, True]
-    found.loss_M.sum().backward()
-    assert logp.grad is not None
-    assert logp.grad.tolist() == pytest.approx([-3.6, 0.0, -12.0], abs=1e-12)
-
-
-def test_decoupled_ppo_on_policy_is_grpo() -> None:
-    logp = torch.randn(50, dtype=F64) - 2
-    behaviour, advantage = logp + 0.3 * torch.randn(50, dtype=F64), torch.randn(50, dtype=F64)
-    a = grpo(logp, behaviour, advantage, clip_low=0.2, clip_high=0.28)
-    b = decoupled_ppo(logp, behaviour, behaviour, advantage, clip_low=0.2, clip_high=0.28, weight_cap=5.0)
-    torch.testing.assert_close(a.loss_M, b.loss_M)
 
 
 def test_aggregation_by_hand() -> None:

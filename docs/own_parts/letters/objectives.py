@@ -1,0 +1,18 @@
+"""An objective: REINFORCE, with a truncated importance weight towards the policy that sampled."""
+
+from __future__ import annotations
+
+from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
+
+
+class TruncatedReinforce(Objective):
+    """-sg(min(pi/mu, cap)) A log pi."""
+
+    def __init__(self, cap: float = 2.0) -> None:
+        self.cap = cap
+
+    def loss(self, tokens: MaskedTokens) -> TokenLoss:
+        """See `Objective`."""
+        weight_M = (tokens.logp_M - tokens.behaviour_M).detach().exp()
+        loss_M = -weight_M.clamp(max=self.cap) * tokens.advantage_M * tokens.logp_M
+        return TokenLoss(loss_M, weight_M > self.cap)

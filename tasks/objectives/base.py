@@ -1,0 +1,49 @@
+"""What every objective guarantees: a loss for each token that the policy chose, from recorded behaviour log-probs.
+
+Notation: pi the policy being trained, pi_p the proximal policy (the learner before this version's first update), mu the
+behaviour policy (log-probs recorded at sampling), A the advantage, sg stop-gradient. All tensors are over M, the
+loss-masked tokens of a micro-batch's rows, flattened, on the learner's device, in its precision.
+
+- A loss is per token, to be minimised, and not yet aggregated: `[train] aggregation` and `minibatches` weigh it.
+- Rows do not see each other, but whole rows are in one micro-batch: their order and grouping changes nothing.
+- The same tokens give the same loss, bit for bit, so that any step can be replayed.
+- A row of advantage zero has no gradient, and is not run; an objective with `every_row` is given those rows, too.
+
+Each is tested once for all objectives in `tests/contracts/test_objectives.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedTokens:
+    """What a loss is made of; all (M,). Log-probs in nats at the sampling temperature; only `logp_M` has a gradient."""
+
+    logp_M: Tensor  # of pi
+    behaviour_M: Tensor  # of mu
+    advantage_M: Tensor  # of the token's row
+    row_M: Tensor  # int64: which tokens are of one row
+    proximal_M: Tensor | None = None  # of pi_p, where the objective has `uses_proximal`
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Loss of each token (M,), and whether a clip or a cap held it back (M,) bool."""
+
+    loss_M: Tensor
+    clipped_M: Tensor
+
+
+class Objective(Protocol):
+    """What is minimised. See the module's docstring for the guarantees."""
+
+    uses_proximal: ClassVar[bool] = False  # pi_p costs a forward pass over the batch
+    every_row: ClassVar[bool] = False  # it has a gradient where the advantage is zero, too
+
+    def loss(self, tokens: MaskedTokens) -> TokenLoss:
+        """The loss of each token."""
