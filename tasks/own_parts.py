@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
+from rollflow.tasks.prompts.config import ImportPrompts
+from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.config import ImportReward
 
@@ -19,3 +23,17 @@ def check_own_parts(config: RunConfig) -> None:
         build_verifier(config.reward)
     if isinstance(config.train.objective, ImportObjective):
         build_objective(config.train.objective)
+    for source in config.prompts:
+        if isinstance(source, ImportPrompts):
+            _check_source(source, config)
+
+
+def _check_source(source: ImportPrompts, config: RunConfig) -> None:
+    """It asks something, and the same when it is opened again: a run's processes each have one of their own."""
+
+    def asked() -> str:
+        return RunPrompts([source], config.seed, config.evaluation.prompts, None, 0, read_file).sha256(0)
+
+    if asked() != asked():
+        why = "it asks other questions each time it is opened; draw from its seed alone"
+        raise ConfigError(f"prompts.path = {source.path!r}: {why}")

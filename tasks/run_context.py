@@ -28,7 +28,7 @@ from rollflow.tasks.node import node_cache
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.pins import PINS, check_families, reader
+from rollflow.tasks.prompts.pins import PINS, check_asked, reader
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.evaluation import evaluated
 
@@ -172,7 +172,7 @@ class RunContext:
         """
         pins = PINS.validate_python(self.created.prompts)
         prompts = open_prompts(self.config, self.tokenizer, reader(self.store, self.config, pins))
-        check_families(self.config, pins, prompts)
+        check_asked(self.config, pins, prompts)
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:

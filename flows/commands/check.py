@@ -17,7 +17,7 @@ from rollflow.flows.services.reachability import check_folder, check_mlflow
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import local_policy
-from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
@@ -40,10 +40,10 @@ def check_files(config: RunConfig) -> None:
         ConfigError: with one sentence for the first thing a person must change.
     """
     check_own_parts(config)
-    files = [source for source in config.prompts if isinstance(source, JsonlPrompts)]
-    if files:
-        prompts = RunPrompts(files, config.seed, config.evaluation.prompts, None, 0, read_file)
-        if len(files) == len(config.prompts):  # a family always has questions to hold out
+    light = [source for source in config.prompts if not isinstance(source, ReasoningGymPrompts)]
+    if light:
+        prompts = RunPrompts(light, config.seed, config.evaluation.prompts, None, 0, read_file)
+        if len(light) == len(config.prompts):  # a family always has some to hold out
             prompts.check_held_out()
     if config.policy.path is not None:
         local_policy(config.policy.path)

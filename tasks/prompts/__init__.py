@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from rollflow.tasks.prompts.base import QuestionSource, Reader
-from rollflow.tasks.prompts.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import ImportPrompts, JsonlPrompts, PromptConfig, ReasoningGymPrompts
 
 
 def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -> QuestionSource:
-    """The question source of one `[[prompts]]` entry, with `held_out` questions kept for evaluation."""
+    """The question source of one `[[prompts]]` entry, with `held_out` questions kept for evaluation.
+
+    Raises:
+        ConfigError: with one sentence for what a person must change.
+    """
     match config:
         case ReasoningGymPrompts():
             from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
@@ -17,3 +21,7 @@ def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -
             from rollflow.tasks.prompts.jsonl import JsonlSource
 
             return JsonlSource(config, seed, read(config))
+        case ImportPrompts():
+            from rollflow.tasks.prompts.imported import ImportedSource
+
+            return ImportedSource(config, seed, held_out)

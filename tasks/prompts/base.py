@@ -13,7 +13,7 @@ Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt before it is tokens: its text, the right answer, and what the verifier needs."""
+    """A prompt before it is tokens: its text, the right answer, and what the verifier needs (as JSON can say it)."""
 
     text: str
     answer: str
@@ -21,9 +21,10 @@ class Question:
 
 
 class QuestionSource(Protocol):
-    """One `[[prompts]]` entry. All three streams are deterministic; the first two never hold a held-out text."""
+    """One `[[prompts]]` entry: a function of its config and the run's seed alone, in any process, on any machine.
 
-    domain: str
+    A position may be asked for at any time and in any order. All three streams are free of held-out texts but the last.
+    """
 
     def training(self, position: int) -> Question:
         """The training question at `position`."""
@@ -32,7 +33,7 @@ class QuestionSource(Protocol):
         """A question for supervised cold start, from another stream than training."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Up to `count` distinct questions for evaluation."""
+        """Up to `count` distinct questions for evaluation: the first of those that are held out."""
 
 
 class Encoder(Protocol):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Section
+from rollflow.tasks.sections import Imported, Section
 
 
 class ReasoningGymPrompts(Section):
@@ -44,4 +44,19 @@ class JsonlPrompts(Section):
         return Path(self.path).stem
 
 
-PromptConfig = Annotated[ReasoningGymPrompts | JsonlPrompts, Field(discriminator="kind")]
+class ImportPrompts(Imported):
+    """Prompts of your own making."""
+
+    kind: Literal["import"] = Field("import", description="a class of your own, derived from QuestionSource")
+    name: str = Field("", description="what its prompts are called in counts; default: the name of the class")
+    share: float = Field(1.0, gt=0, allow_inf_nan=False)
+    chat: bool = False
+    system: str | None = None
+
+    @property
+    def domain(self) -> str:
+        """What its prompts are called in counts."""
+        return self.name or self.path.partition(":")[2]
+
+
+PromptConfig = Annotated[ReasoningGymPrompts | JsonlPrompts | ImportPrompts, Field(discriminator="kind")]

@@ -28,7 +28,6 @@ class JsonlSource:
     """`QuestionSource` over a file. Each pass visits every training line once, in an order of its own."""
 
     def __init__(self, config: JsonlPrompts, seed: int, content: bytes) -> None:
-        self.domain = config.domain
         self._seed = seed
         lines = questions(config, content)
         random.Random(f"{seed}:split").shuffle(lines)

@@ -4,6 +4,7 @@ again.
     jsonl          the sha256 of the file; below `store.keep_prompts_bytes` the file itself lies in the run's storage,
                    and only that copy is read from then on
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
+    import         the sha256 of its held-out and first training questions
 
 So the prompt behind an index is the same until the run's end, on any machine; else the run is refused.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +24,7 @@ from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.config import JsonlPrompts, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import ImportPrompts, JsonlPrompts, ReasoningGymPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
@@ -52,7 +53,16 @@ class FamilyPin(BaseModel):
     sha256: str
 
 
-Pin = Annotated[FilePin | FamilyPin, Field(discriminator="kind")]
+class ImportPin(BaseModel):
+    """Questions of a person's own making, as they were asked."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["import"] = "import"
+    sha256: str
+
+
+Pin = Annotated[FilePin | FamilyPin | ImportPin, Field(discriminator="kind")]
 PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
@@ -70,6 +80,8 @@ def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, .
                 pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes))
             case ReasoningGymPrompts():
                 pins.append(FamilyPin(version=package_version(PACKAGE), sha256=prompts.sha256(which)))
+            case ImportPrompts():
+                pins.append(ImportPin(sha256=prompts.sha256(which)))
     return tuple(pins)
 
 
@@ -120,17 +132,25 @@ def _unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
     return content
 
 
-def check_families(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
-    """Raise `ConfigError` unless the package still asks what it asked when the run began."""
+def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
+    """Packages and own sources still ask what they asked when the run began, or `ConfigError`."""
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
-        if not isinstance(pin, FamilyPin) or not isinstance(source, ReasoningGymPrompts):
-            continue
-        key, here = f"prompts.family = {source.family!r}", package_version(PACKAGE)
-        if here != pin.version:
-            cure = f"install {PACKAGE}=={pin.version}, or start a new run"
-            raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, here is {here}; {cure}")
-        if prompts.sha256(which) != pin.sha256:
+        if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
+            _check_family(source, pin, functools.partial(prompts.sha256, which))
+        if isinstance(pin, ImportPin) and isinstance(source, ImportPrompts) and prompts.sha256(which) != pin.sha256:
             raise ConfigError(
-                f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages that it "
-                "had then, or name another family: a few draw anew in every process"
+                f"prompts.path = {source.path!r}: it asks other questions than when the run began; install its package "
+                "as it was then, or draw from the seed alone where it draws anew in every process"
             )
+
+
+def _check_family(source: ReasoningGymPrompts, pin: FamilyPin, sha256: Callable[[], str]) -> None:
+    key, here = f"prompts.family = {source.family!r}", package_version(PACKAGE)
+    if here != pin.version:
+        cure = f"install {PACKAGE}=={pin.version}, or start a new run"
+        raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, here is {here}; {cure}")
+    if sha256() != pin.sha256:
+        raise ConfigError(
+            f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages that it "
+            "had then, or name another family: a few draw anew in every process"
+        )

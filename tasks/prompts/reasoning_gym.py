@@ -23,7 +23,7 @@ class ReasoningGymSource:
     """`QuestionSource` over one family."""
 
     def __init__(self, config: ReasoningGymPrompts, seed: int, held_out: int) -> None:
-        self.domain = config.domain
+        self._family = config.family
         self._training = self._open(config, seed * 3 * STREAM)
         self._demonstrations = self._open(config, (seed * 3 + 1) * STREAM)
         self._evaluation = self._open(config, (seed * 3 + 2) * STREAM)
@@ -68,10 +68,10 @@ class ReasoningGymSource:
             if question.text not in self._held:
                 return question
         raise ConfigError(
-            f"evaluation.prompts: the {len(self._held)} held-out prompts leave nothing of {self.domain} to train on; "
+            f"evaluation.prompts: the {len(self._held)} held-out prompts leave nothing of {self._family} to train on; "
             "lower evaluation.prompts or widen prompts.options"
         )
 
     def _question(self, entry: dict[str, Any]) -> Question:
-        reference = {"family": self.domain, "answer": entry["answer"], "metadata": entry["metadata"]}
+        reference = {"family": self._family, "answer": entry["answer"], "metadata": entry["metadata"]}
         return Question(entry["question"], str(entry["answer"]), reference)

@@ -102,7 +102,7 @@ class RunPrompts:
         return self._assigned[index]
 
     def _prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
-        config, domain = self.configs[which], self.sources[which].domain
+        config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "they were opened for texts only"
         tokens = tuple(self._encode(question.text, config.chat, config.system))
         if len(tokens) > self._longest:

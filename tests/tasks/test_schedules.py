@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.records import DiscardReason
-from tests.support.counts import examples
 from rollflow.tasks.rollout.config import RolloutConfig
+from tests.support.counts import examples
 from tests.support.ledger import Ledger
 from tests.support.schedules import FILTERS, Case, Stop, Trouble, ran
 

@@ -1,0 +1,178 @@
+"""What every source of prompts guarantees, on each kind. A new one is one line in CASES."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.config import parse
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.own_parts import check_own_parts
+from rollflow.tasks.prompts.base import Question, QuestionSource
+from rollflow.tasks.prompts.config import ImportPrompts, JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from tests.support.own_parts import FOLDER, put_in_reach
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+HELD_OUT = 40  # of the 200 to 300 questions that each source has: a leak would show at once
+ASKED = 600
+
+
+def questions(folder: Path) -> JsonlPrompts:
+    """A file, some lines of which ask the same."""
+    path = folder / "mine.jsonl"
+    lines = [{"question": f"q{i % 250}", "answer": i % 250} for i in range(300)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return JsonlPrompts(path=str(path), held_out=0.2)
+
+
+CASES: dict[str, Callable[[Path], PromptConfig]] = {
+    "reasoning-gym": lambda _: ReasoningGymPrompts(family="chain_sum", options=SUMS),
+    "jsonl": questions,
+    "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PromptConfig:
+    put_in_reach(monkeypatch, FOLDER)
+    found: PromptConfig = request.param(tmp_path)
+    return found
+
+
+def encode(text: str, chat: bool, system: str | None) -> list[int]:
+    return list(text.encode())
+
+
+def opened(config: PromptConfig, seed: int = 0, held_out: int = HELD_OUT) -> RunPrompts:
+    return RunPrompts([config], seed, held_out, encode, 200, read_file)
+
+
+def test_there_is_a_case_for_every_kind(tmp_path: Path) -> None:
+    kinds = PromptConfig.__origin__.__args__  # type: ignore[attr-defined]
+    assert {type(make(tmp_path)) for make in CASES.values()} == set(kinds)
+
+
+def test_the_same_seed_gives_the_same_prompts_in_any_order_of_asking(config: PromptConfig) -> None:
+    first, second = opened(config), opened(config)
+    forward = [first.prompt(i) for i in range(50)], [first.demonstration(i) for i in range(50)], first.held_out()
+    held = second.held_out()
+    backward = [second.demonstration(i) for i in reversed(range(50))], [second.prompt(i) for i in reversed(range(50))]
+    assert forward == (backward[1][::-1], backward[0][::-1], held)
+    assert forward[0] != [opened(config, seed=1).prompt(i) for i in range(50)]
+
+
+def test_another_process_asks_the_same(config: PromptConfig) -> None:
+    """It has another seed for the hashes of strings, so what leans on the order of a set differs there."""
+    asked = "rollflow.tasks.prompts.run_prompts import RunPrompts; from rollflow.tasks.prompts.jsonl import read_file"
+    code = f"from {asked}; from rollflow.tasks.prompts.config import {type(config).__name__} as C; import sys; "
+    code += f"made = RunPrompts([C.model_validate_json(sys.argv[1])], 0, {HELD_OUT}, None, 0, read_file)"
+    told = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(made.sha256(0))", config.model_dump_json()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == opened(config).sha256(0)
+
+
+def test_held_out_prompts_are_never_trained_on_nor_demonstrated(config: PromptConfig) -> None:
+    made = opened(config)
+    held = {prompt.text for prompt in made.held_out()}
+    assert len(held) == HELD_OUT
+    assert not held & {made.prompt(i).text for i in range(ASKED)}
+    assert not held & {made.demonstration(i)[0].text for i in range(ASKED)}
+
+
+def test_training_and_demonstrations_are_two_streams(config: PromptConfig) -> None:
+    made = opened(config)
+    assert [made.prompt(i).text for i in range(50)] != [made.demonstration(i)[0].text for i in range(50)]
+
+
+def test_fewer_are_the_first_of_those_that_are_held_out(config: PromptConfig) -> None:
+    source = opened(config).sources[0]
+    assert source.held_out(7) == source.held_out(HELD_OUT)[:7]
+    assert len({question.text for question in source.held_out(10_000)}) == len(source.held_out(10_000))
+
+
+def test_a_question_has_an_answer_and_a_reference_for_another_process(config: PromptConfig) -> None:
+    source = opened(config).sources[0]
+    for question in [source.training(3), source.demonstration(3), *source.held_out(3)]:
+        assert question.text.strip()
+        assert question.answer
+        assert json.dumps(dict(question.reference))
+
+
+# --- of your own -------------------------------------------------------------------------------------------
+
+
+class Own(QuestionSource):
+    """A source that goes wrong as it is told to."""
+
+    opened = 0
+
+    def __init__(self, *, seed: int, held_out: int, wrong: str = "") -> None:
+        self._wrong, self._held = wrong, held_out
+        Own.opened += 1
+
+    def training(self, position: int) -> Question:
+        if self._wrong == "error":
+            raise LookupError("no more words")
+        if self._wrong == "string":
+            return "How many?"  # type: ignore[return-value]
+        if self._wrong == "drawn":
+            return self._question(f"{Own.opened}.{position}")
+        return self._question("h1" if self._wrong == "leak" else f"t{position}")
+
+    def demonstration(self, position: int) -> Question:
+        return self._question("h0" if self._wrong == "shown" else f"d{position}")
+
+    def held_out(self, count: int) -> list[Question]:
+        return [self._question("h0" if self._wrong == "twice" else f"h{i}") for i in range(count)]
+
+    def _question(self, text: str) -> Question:
+        return Question(text, "1", {"answer": {1} if self._wrong == "set" else 1})
+
+
+def own(wrong: str) -> ImportPrompts:
+    return ImportPrompts(path=f"{__name__}:Own", options={"wrong": wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("error", "failed with LookupError: no more words"),
+        ("string", "training(0) gave a str; give rollflow's Question"),
+        ("leak", "training(0) asks a question that is held out"),
+        ("twice", "asks a question twice; hold out distinct ones"),
+        ("set", "has a reference that is no JSON"),
+        ("drawn", "it asks other questions each time it is opened; draw from its seed alone"),
+    ],
+)
+def test_what_a_source_does_wrong_is_said_before_a_run_begins(wrong: str, words: str) -> None:
+    config = parse({"prompts": [own(wrong).model_dump()], "evaluation": {"prompts": 5}})
+    with pytest.raises(ConfigError) as refused:
+        check_own_parts(config)
+    assert words in str(refused.value)
+    assert str(refused.value).startswith("prompts.")
+
+
+def test_a_demonstration_that_is_held_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"demonstration\(0\) asks a question that is held out"):
+        opened(own("shown")).demonstration(0)
+
+
+def test_a_class_that_is_no_source_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it is no class that derives from rollflow's QuestionSource"):
+        opened(ImportPrompts(path=f"{__name__}:HELD_OUT"))
+
+
+def test_its_prompts_are_called_by_the_name_of_the_class_or_as_you_like() -> None:
+    assert opened(own("")).prompt(0).id == "Own/00000000"
+    assert opened(own("").model_copy(update={"name": "letters"})).prompt(0).domain == "letters"
