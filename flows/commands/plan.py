@@ -1,7 +1,7 @@
 """`rollflow plan`: which split between rollout and training, and which alpha, by simulation.
 
-It prints the best few beside what is proven. On request it writes the recipe with the changes (its comments stay) and the divided
-hardware, ready for `rollflow run` and `rollflow simulate`. It needs neither Ray nor torch.
+It prints the best few beside what is proven. On request it writes the recipe with the changes (its comments stay) and
+the divided hardware, ready for `rollflow run` and `rollflow simulate`. It needs neither Ray nor torch.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rollflow.flows.config import sections_of
-from rollflow.tasks.config import RunConfig, Section
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
 
 HEAD = """# Configuration

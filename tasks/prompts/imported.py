@@ -6,6 +6,7 @@ What the other sources guarantee by how they are made is looked at here, questio
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.imports import imported_class, made
@@ -20,9 +21,9 @@ class ImportedSource:
 
     def __init__(self, config: ImportPrompts, seed: int, held_out: int) -> None:
         """ConfigError: there is no such class, or it takes other options."""
-        own = imported_class(KEY, config, QuestionSource)  # type: ignore[type-abstract]
-        self._config = config
         # Its arguments are its own: the contract says what an instance does.
+        own: Any = imported_class(KEY, config, QuestionSource)
+        self._config = config
         self._own: QuestionSource = made(KEY, config, lambda: own(seed=seed, held_out=held_out, **config.options))
         self._held = {question.text for question in self.held_out(held_out)}
 

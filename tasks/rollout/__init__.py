@@ -1,16 +1,1 @@
 """The rollout side of a run, in plain asyncio: it runs on a virtual clock as on a real one. Nothing of Ray is in it."""
-
-from __future__ import annotations
-
-from rollflow.tasks.rollout.baselines import BatchScheduler
-from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
-
-
-def build_scheduler(
-    limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
-) -> RolloutScheduler:
-    """The scheduler that `rollout.mode` names."""
-    kind = BatchScheduler if limits.mode == "batch" else RolloutScheduler
-    return kind(limits, ports, proxy, resume)

@@ -24,7 +24,7 @@ from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout import build_scheduler
+from rollflow.tasks.rollout.baselines import build_scheduler
 from rollflow.tasks.rollout.config import RolloutConfig, Routing
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
