@@ -38,9 +38,9 @@ lint: $(STAMP)
 	@echo "mypy"
 	@$(BIN)/mypy
 
-# The quick loop: lint and what needs no server.
+# The quick loop: lint and what needs no server and little time.
 check: lint
-	@$(PYTEST) $(BESIDE) -m "not slow and not soak" $(ARGS)
+	@$(PYTEST) $(BESIDE) -m "not slow and not soak and not long and not many" $(ARGS)
 
 test: lint
 	@$(PYTEST) $(BESIDE) $(ARGS)

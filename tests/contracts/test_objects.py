@@ -476,6 +476,7 @@ def test_a_service_that_does_not_answer_is_unreachable_not_missing(s3: S3Store, 
         s3.get("a")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.STALLED])
 @pytest.mark.parametrize("size", [5, 11_000_000], ids=["small", "parts"])
 def test_a_fault_on_the_way_changes_nothing(
@@ -498,6 +499,7 @@ def test_a_fault_on_the_way_changes_nothing(
     assert proxy.faults[fault] >= 4
 
 
+@pytest.mark.long
 def test_a_body_that_stops_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.put("a", b"content")
     proxy.do("GET", Fault.STALLED)
@@ -520,6 +522,7 @@ def test_other_bytes_than_were_written_are_corrupt(
         s3.fetch("a", tmp_path / "copy")
 
 
+@pytest.mark.long
 def test_a_reader_in_parts_sees_one_put_or_another(s3: S3Store) -> None:
     contents = [bytes([letter]) * 18_000_000 for letter in b"ab"]
     s3.put("a", contents[0])
@@ -596,6 +599,7 @@ def test_a_missing_bucket_is_no_missing_object(aws: str) -> None:
             call(S3Store("nowhere/x"))
 
 
+@pytest.mark.long
 def test_check_names_an_unreachable_endpoint(aws: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with FaultyProxy(aws) as closed:
         pass

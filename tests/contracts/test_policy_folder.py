@@ -88,6 +88,7 @@ def tokenizer_of(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.long
 def test_the_quick_start_s_own_policy_is_the_same_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its phrases are one token each, which a pre-tokenizer that splits words would undo."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))

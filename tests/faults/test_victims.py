@@ -93,6 +93,7 @@ def test_a_kill_that_was_not_survived_is_in_the_table(monkeypatch: pytest.Monkey
     assert found["timed: scheduler", "seconds to progress, worst"] == 2.0
 
 
+@pytest.mark.long
 def test_what_a_lost_batch_held_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the audit it is one object."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))

@@ -283,6 +283,7 @@ def test_a_run_is_followed_version_by_version_whatever_fails(
     assert progress.domains.total() == 10
 
 
+@pytest.mark.long
 def test_reading_a_run_needs_nothing_heavy(trained: RunContext) -> None:
     code = f"""
 import sys

@@ -135,6 +135,7 @@ def test_who_comes_first_keeps_the_folder(
     assert os.listdir(tmp_path / "new") == ["theirs"]
 
 
+@pytest.mark.long
 def test_a_run_on_s3(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

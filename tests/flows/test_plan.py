@@ -95,6 +95,7 @@ def test_the_written_recipe_has_the_comments_of_the_given_one(file: Path, tmp_pa
     assert tomllib.loads(once.read_text()) == tomllib.loads(twice.read_text())
 
 
+@pytest.mark.long
 def test_where_nothing_keeps_the_limits_nothing_is_written(
     capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_shipped_hardware_is_found_by_its_name(name: str) -> None:
     assert load_hardware(Path(name)) == load_hardware(SHIPPED_HARDWARE / f"{name}.toml")
 
 
+@pytest.mark.long
 def test_the_shipped_baseline_spends_its_time_as_published() -> None:
     """RollPacker's shares of a synchronous step in maths: 72 % rollout, 5 % reward, 23 % training."""
     from rollflow.tasks.simulation.world import simulate
@@ -206,6 +207,7 @@ def publish(log: Log, learner: Writer, version: int, batch: BatchCommitted | Non
     return policies.publish(learner, VersionPublished(version, entry, weights, state, metrics=metrics)).at
 
 
+@pytest.mark.long
 def test_a_recorded_run_is_read_and_predicted(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
     found = read_recorded(context_of(str(run.parent.parent), "recorded"))
     assert [one.version for one in found] == list(range(3, 13))
@@ -223,6 +225,7 @@ def test_a_recorded_run_is_read_and_predicted(capsys: pytest.CaptureFixture[str]
     assert load_hardware(fit).update.seconds == PAUSE
 
 
+@pytest.mark.long
 def test_a_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert main(["simulate", RECIPE, "--from-run", str(run), "--set", "groups=4", "--versions", "5"]) == 0
     out = capsys.readouterr().out

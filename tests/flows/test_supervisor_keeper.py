@@ -168,6 +168,7 @@ class Watched:
         pass
 
 
+@pytest.mark.long
 def test_a_supervisor_outlives_a_folder_that_cannot_be_read_for_a_moment(patient: RunContext) -> None:
     away, stale = Unreachable("it cannot be read now"), OSError(errno.ESTALE, "Stale file handle")
     watched: Any = Watched(patient, None, away, stale, None)

@@ -111,6 +111,7 @@ def test_what_a_pruned_entry_names_and_is_still_there(run: LocalStore) -> None:
     assert audit(run, deep=True).violations == []
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=50)
 def test_what_killed_learners_did_not_remove_goes_with_the_next_pruning_or_is_garbage(ends: list[str]) -> None:

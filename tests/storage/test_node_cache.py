@@ -96,6 +96,7 @@ def answered(told: Connection) -> bool:
     return bool(told.recv())
 
 
+@pytest.mark.long
 def test_processes_that_ask_at_once_fetch_once(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
@@ -105,6 +106,7 @@ def test_processes_that_ask_at_once_fetch_once(
     assert names(cache) == {"1"}
 
 
+@pytest.mark.long
 def test_what_a_killed_process_fetched_by_half_is_never_used(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:

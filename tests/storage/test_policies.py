@@ -120,6 +120,7 @@ RULES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @given(RULES, st.integers(1, 20))
 @settings(deadline=None, max_examples=50)
 def test_exactly_what_is_needed_stays(rules: dict[str, int], versions: int) -> None:

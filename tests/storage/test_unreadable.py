@@ -196,7 +196,7 @@ def test_a_file_of_this_machine_is_no_object_of_s3(monkeypatch: pytest.MonkeyPat
 def test_a_service_that_says_so_in_words_of_its_own_is_asked_again(
     status: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollflow.storage.objects.s3_requests.PATIENT", Patience(tries=3))
+    monkeypatch.setattr("rollflow.storage.objects.s3_requests.PATIENT", Patience(tries=3, pause_seconds=0.01))
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
         store = S3Store("bucket/run")

@@ -51,6 +51,7 @@ def test_an_actor_tells_its_own_and_what_it_started_has_used(monkeypatch: pytest
     assert BURNT <= clock.read()[1].seconds - before["engine core"] < 5.0  # it was waited for, and is counted once
 
 
+@pytest.mark.long
 def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path) -> None:
     ended = BURN.format(seconds=0.7)
     lines = ["import subprocess, sys, time", f"subprocess.run([sys.executable, '-c', {ended!r}])", "time.sleep(600)"]

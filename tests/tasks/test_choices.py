@@ -142,6 +142,7 @@ def test_what_was_left_behind_keeps_its_draws() -> None:
     assert all(kept[which] == drawn[which] for which in kept.keys() & drawn.keys())
 
 
+@pytest.mark.long
 def test_a_prompt_that_was_left_behind_often_enough_is_awaited() -> None:
     """Of 10 groups the first 4 make a batch: the longest would wait for ever. If all 10 are awaited, the last of them
     wait for two more batches."""

@@ -136,6 +136,7 @@ def test_a_lent_engine_comes_back_and_its_requests_go_on_elsewhere(alpha: float)
     assert pipeline.policies.newest() == LAST
 
 
+@pytest.mark.long
 @given(
     alpha=st.sampled_from([0.0, 1.0, 2.0]),
     in_flight=st.sampled_from(["continue", "restart"]),

@@ -55,6 +55,7 @@ def some_batch(seed: int = 0):  # type: ignore[no-untyped-def]
     return batch_of(*groups)
 
 
+@pytest.mark.long
 def test_the_gradient_is_that_of_the_plain_formula(folder: Path) -> None:
     """Micro-batches, padding and the skipped rows change nothing: compared with one row at a time."""
     batch, made = some_batch(), learner(folder, micro_tokens=24, max_grad_norm=1e9)
@@ -87,6 +88,7 @@ def test_the_gradient_is_that_of_the_plain_formula(folder: Path) -> None:
         torch.testing.assert_close(seen[name], parameter.grad, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", [None, DecoupledPpoObjective()])
 def test_a_step_after_restore_is_bit_identical(folder: Path, objective: DecoupledPpoObjective | None) -> None:
     """Replay: state and weights of version 2 plus its batch give version 3 again, bit for bit."""

@@ -218,6 +218,7 @@ def finished(pipeline: Pipeline) -> AuditReport:
     return report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 4.0])
 def test_shares_hold_in_what_is_trained(alpha: float) -> None:
     """Over the whole run to within what is in flight at its end, and over any 25 batches to within some per cent."""
@@ -256,6 +257,7 @@ def test_at_alpha_zero_neither_timing_nor_death_changes_what_is_trained() -> Non
     assert states[0].cursor == states[1].cursor == states[2].cursor
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 2.0]),

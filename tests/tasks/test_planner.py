@@ -67,6 +67,7 @@ def test_where_turns_cost_nothing_the_synchronous_mode_is_recommended() -> None:
     assert planned.sync.figures.step_seconds == pytest.approx(30.0, rel=0.001)
 
 
+@pytest.mark.long
 def test_engines_of_several_gpus_are_counted_with_all_of_them() -> None:
     """Two GPUs an engine: 120 / e and 60 / (6 - 2 e) are 60 and 30 s at 2 engines, 120 and 15 s at one."""
     planned = plan(recipe(), hardware(engines={"gpus_per_engine": 2}), 6, budget=SMALL)
@@ -76,6 +77,7 @@ def test_engines_of_several_gpus_are_counted_with_all_of_them() -> None:
     assert candidate.changes(recipe(), hardware(engines={"gpus_per_engine": 2}))["engine.tensor_parallel"] == 2
 
 
+@pytest.mark.long
 def test_the_same_input_gives_the_same_plan_within_its_budget() -> None:
     uneven = hardware(responses={"sigma": 0.8, "cap": 1000})
     seen: list[int] = []
@@ -101,6 +103,7 @@ def test_what_the_recipe_forbids_is_not_tried() -> None:
     assert {candidate.extra_responses for candidate in seen} == {0, 1}
 
 
+@pytest.mark.long
 def test_where_dropping_passes_a_limit_waiting_is_looked_at() -> None:
     """No waste at all is allowed: what is dropped at the bound is waste, what is waited for is not."""
     uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})
@@ -113,6 +116,7 @@ def test_where_dropping_passes_a_limit_waiting_is_looked_at() -> None:
     assert "wasteful" in max(planned.finals, key=lambda one: one.wasted).marks(Limits(waste=0.0))
 
 
+@pytest.mark.long
 def test_a_wider_bound_at_the_same_depth_is_looked_at() -> None:
     """A few responses take much longer than a step: a batch at alpha = 1 waits for them, at alpha = 4 it need not."""
     uneven = hardware(engines={"slots": 2}, responses={"sigma": 1.2, "cap": 1000})

@@ -57,6 +57,7 @@ def odd_pool(folder: Path, deadline: float, workers: int = 1) -> RewardPool:
     return pool
 
 
+@pytest.mark.long
 async def test_reasoning_gym_scores_its_own_questions(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     entries = [reasoning_gym.create_dataset("chain_sum", seed=3, size=20)[i] for i in range(8)]
@@ -70,6 +71,7 @@ async def test_reasoning_gym_scores_its_own_questions(folder: Path) -> None:
     assert all(reward < 1.0 for reward, _ in found[1::3] + found[2::3])
 
 
+@pytest.mark.long
 async def test_a_worker_is_ready_once_its_verifier_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +84,7 @@ async def test_a_worker_is_ready_once_its_verifier_is(
     assert await scores(pool, [ScoreRequest([5], {"family": "any", "answer": "1"})]) == [(1.0, "right")]
 
 
+@pytest.mark.long
 async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> None:
     requests = [ScoreRequest([5], {"family": "no such family", "answer": "1"})] * 2
     found = await scores(RewardPool(ReasoningGymReward(), folder), requests)
@@ -89,6 +92,7 @@ async def test_a_verifier_that_fails_is_a_reason_not_an_end(folder: Path) -> Non
     assert all("verifier failed" in reason for _, reason in found)
 
 
+@pytest.mark.long
 async def test_a_hung_verdict_ends_at_its_deadline_and_the_next_is_served(folder: Path) -> None:
     pool = odd_pool(folder, deadline=3.0)
     await pool.start()
@@ -122,6 +126,7 @@ async def test_a_slow_verdict_holds_up_nobody(folder: Path, tmp_path: Path, work
         await pool.close()
 
 
+@pytest.mark.long
 async def test_two_slow_verdicts_of_one_call_end_at_their_deadlines_and_the_others_are_served(folder: Path) -> None:
     pool = odd_pool(folder, deadline=3.0)
     await pool.start()
@@ -158,6 +163,7 @@ async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
     assert not refusals
 
 
+@pytest.mark.long
 async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
     pool = RewardPool(ReasoningGymReward(), folder)
     process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)

@@ -80,6 +80,7 @@ def check(pipeline: Pipeline) -> None:
     check_log(read(pipeline.store), pipeline.versions, pipeline.groups, pipeline.state.in_flight)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0]),
@@ -151,6 +152,7 @@ STRICT = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
@@ -252,6 +254,7 @@ def test_a_run_continues_from_storage_alone() -> None:
     assert report.versions == 12
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
@@ -316,6 +319,7 @@ def test_whatever_dies_or_rots_nothing_is_lost_or_doubled(
     assert len(report.quarantined) == len(voids) == last.state.voids <= len(damage)
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(stops=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), extra=st.integers(0, 2))
 def test_at_alpha_zero_a_run_that_was_killed_trains_the_same_trajectories(stops: list[float], extra: int) -> None:

@@ -111,6 +111,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_seed_others() -> None:
     assert simulate(recipe(async_ratio=0.0, seed=1), busy).figures.seconds != first.seconds
 
 
+@pytest.mark.long
 def test_the_bound_holds_and_long_runs_come_near_the_work_that_there_is() -> None:
     for alpha in (0.0, 1.0, 3.0):
         figures = simulate(recipe(async_ratio=alpha, versions=80, depth=64), hardware()).figures
@@ -121,6 +122,7 @@ def test_the_bound_holds_and_long_runs_come_near_the_work_that_there_is() -> Non
     assert figures.step_seconds <= bounds.conserving_split * 1.08
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sections",
     [
@@ -465,6 +467,7 @@ def recorded(version: int, active: float, draw: np.random.Generator) -> Recorded
     return Recorded(version, lasted, 0.5, 0.03, 0.1, groups, tokens.tolist(), seconds.tolist(), [0.02] * 240)
 
 
+@pytest.mark.long
 def test_what_was_recorded_is_found_again() -> None:
     draw = np.random.default_rng(0)
     versions = [recorded(v, active, draw) for v, active in enumerate((4.0, 8.0, 12.0, 16.0, 20.0) * 3)]
@@ -563,6 +566,7 @@ def test_an_engine_of_its_own_for_evaluations_costs_training_nothing(changes: di
     assert figures == simulate(recipe(), hardware()).figures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slowing", [0.05, 0.5])
 def test_a_run_at_alpha_zero_foretells_the_others(slowing: float) -> None:
     """On an engine that hardly slows down under load, and on one that is nearly shared: the fit must tell which."""

@@ -55,6 +55,7 @@ async def all_at_once(engine: TransformersEngine) -> dict[str, Generation]:
     return {g.id: g for g in await asyncio.gather(*map(engine.generate, REQUESTS))}
 
 
+@pytest.mark.long
 async def test_results_do_not_depend_on_what_runs_beside_them(engine: TransformersEngine, folder: Path) -> None:
     together = await all_at_once(engine)
     for request in REQUESTS[::5]:
@@ -77,6 +78,7 @@ async def test_results_do_not_depend_on_what_runs_beside_them(engine: Transforme
     await other.close()
 
 
+@pytest.mark.long
 async def test_a_suspension_without_an_update_changes_nothing(engine: TransformersEngine) -> None:
     expected = await all_at_once(engine)
     tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
@@ -121,6 +123,7 @@ def continued(whole: Generation, cut: int) -> GenerationRequest:
     return replace(REQUESTS[number], prefix=prefix)
 
 
+@pytest.mark.long
 async def test_wherever_an_answer_is_cut_another_engine_ends_it_bit_for_bit(
     engine: TransformersEngine, folder: Path
 ) -> None:
@@ -133,6 +136,7 @@ async def test_wherever_an_answer_is_cut_another_engine_ends_it_bit_for_bit(
     await other.close()
 
 
+@pytest.mark.long
 async def test_an_answer_that_spans_an_update_is_ended_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
     """Cut anywhere behind the update; of the older version's tokens the attention state is computed as it was then."""
     other = await start(folder)
