@@ -130,6 +130,7 @@ def test_vllm_asynchronous(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     check_mlflow(tmp_path, "first")
 
 
+@pytest.mark.soak
 @pytest.mark.xdist_group("vllm")
 def test_vllm_redundant_filtered_and_restarting(tmp_path: Path) -> None:
     """Extra groups and responses, a filter and tail batching on the real engine, updates that restart what runs."""

@@ -14,7 +14,7 @@ from benchmarks.victims import kill_everything
 from rollflow.storage.log.audit import audit
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 VERSIONS = 600  # enough for the second supervisor to begin before the first one ends
 

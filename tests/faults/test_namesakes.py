@@ -12,7 +12,7 @@ from benchmarks.victims import kill_everything
 from rollflow.flows.locations import attach_run
 from rollflow.flows.services.ray_head import RayHead
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 VERSIONS = 40
 
 

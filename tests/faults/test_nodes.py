@@ -16,7 +16,7 @@ from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
 from tests.support.waiting import RUN_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 VERSIONS = 250  # enough for what is lost to start again before the end
 
 

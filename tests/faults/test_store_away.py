@@ -48,6 +48,7 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
         yield made
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_by_itself(
     tmp_path: Path, server: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
