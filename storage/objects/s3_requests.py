@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import botocore.exceptions  # type: ignore[import-untyped]
 import s3fs
 from fsspec.asyn import sync
+from s3fs.errors import translate_boto_error
 
 Answer = TypeVar("Answer")
 
@@ -116,7 +117,6 @@ class Connection:
                 "max_pool_connections": 4 * AT_ONCE,
             },
         )
-        self._filesystem.retries = 1
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._asked: dict[object, tuple[float, str]] = {}  # requests under way: since when (monotonic), which
 
@@ -160,7 +160,11 @@ class Connection:
             await asyncio.sleep(self.patience.pause(tried))
 
     async def _answer(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._filesystem._call_s3(method, **arguments)
+        client = await self._filesystem.set_session()  # the one that is open
+        try:
+            answer: dict[str, Any] = await getattr(client, method)(**arguments)
+        except botocore.exceptions.ClientError as error:
+            raise translate_boto_error(error) from error
         if "Body" not in answer:
             return answer
         async with answer["Body"] as stream:

@@ -1,0 +1,64 @@
+"""What `s3_requests` takes from s3fs: its open client, with our limits, and its names for refusals. No private name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import botocore.exceptions
+import pytest
+from s3fs.errors import translate_boto_error
+
+from rollflow.storage.objects import s3_requests
+from rollflow.storage.objects.s3_requests import AT_ONCE, Connection, Patience, code_of
+
+
+@pytest.fixture
+def connection(monkeypatch: pytest.MonkeyPatch) -> Connection:
+    """One that asks nobody."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    return Connection(Patience(connect_seconds=3.0, silence_seconds=7.0))
+
+
+def test_the_client_is_one_and_tries_once(connection: Connection) -> None:
+    """A client for each request would be a connection for each; one that tries again has a count of its own."""
+    first, second = (connection.wait(connection._filesystem.set_session) for _ in range(2))
+    assert first is second
+    config = first.meta.config
+    assert config.retries == {"mode": "standard", "total_max_attempts": 1}
+    assert (config.connect_timeout, config.read_timeout) == (3.0, 7.0)
+    assert config.max_pool_connections == 4 * AT_ONCE
+
+
+def test_a_condition_that_the_client_does_not_know_is_refused(connection: Connection) -> None:
+    """Left out in silence, it would let two writers create one object."""
+    with pytest.raises(botocore.exceptions.ParamValidationError, match="IfNobodyDid"):
+        connection.call("put_object", Bucket="bucket", Key="key", Body=b"", IfNobodyDid="*")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("NoSuchKey", FileNotFoundError),
+        ("404", FileNotFoundError),
+        ("NoSuchBucket", FileNotFoundError),
+        ("AccessDenied", PermissionError),
+        ("PreconditionFailed", OSError),
+        ("SlowDown", OSError),
+        ("never heard of", OSError),
+    ],
+)
+def test_a_refusal_keeps_the_services_own_word(code: str, kind: type[OSError]) -> None:
+    refused = botocore.exceptions.ClientError({"Error": {"Code": code, "Message": "no"}}, "PutObject")
+    found = translate_boto_error(refused)
+    assert isinstance(found, kind)
+    assert code_of(found) == code
+
+
+def test_nothing_private_is_taken_from_s3fs() -> None:
+    tree = ast.parse(inspect.getsource(s3_requests))
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    of_s3fs = [node for node in taken if ast.unparse(node.value) in ("s3fs", "s3fs.core", "self._filesystem")]
+    assert {node.attr for node in of_s3fs} == {"S3FileSystem", "core", "S3_RETRYABLE_ERRORS", "loop", "set_session"}
