@@ -20,7 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from rollflow.flows.views import timeline_html, timeline_png
 from rollflow.flows.views.console import duration, staleness_bar
+from rollflow.flows.views.timeline import drawing
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
@@ -84,13 +86,9 @@ def as_json(figures: Figures) -> dict[str, Any]:
 
 def _draw(timeline: Timeline, title: str, path: Path) -> None:
     if path.suffix == ".png":
-        from rollflow.flows.views.timeline_png import draw_png
-
-        draw_png(timeline, title, path)
+        timeline_png.draw_png(drawing(timeline, title, timeline_png.ROWS), path)
     else:
-        from rollflow.flows.views.timeline_html import draw_html
-
-        draw_html(timeline, title, path)
+        timeline_html.draw_html(drawing(timeline, title, timeline_html.ROWS), path)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A simulation's timeline as one HTML file: no script or style from outside; hovering tells what was running.
 
-The page holds the numbers as JSON and draws them on canvases with a few lines of script of its own.
+The page holds the drawing as JSON and paints it on canvases with a few lines of script of its own.
 """
 
 from __future__ import annotations
@@ -8,45 +8,48 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollflow.flows.views.timeline_png import engine_rows
+from rollflow.flows.views.timeline import BUSY, LEARNER, UPDATE, Drawing
 from rollflow.tasks.simulation.records import Span
-from rollflow.tasks.simulation.timeline import Timeline
 
 ROWS = 256  # engines, or groups of neighbours: more are lines too thin to point at
 
 
-def draw_html(timeline: Timeline, title: str, path: Path) -> None:
+def draw_html(drawing: Drawing, path: Path) -> None:
     """Write the page to `path`."""
     # "<" would let a title or a number end the script's element.
-    data = json.dumps(_numbers(timeline), separators=(",", ":")).replace("<", "\\u003c")
-    path.write_text(PAGE.replace("{{title}}", html.escape(title)).replace("{{data}}", data))
+    data = json.dumps(_numbers(drawing), separators=(",", ":")).replace("<", "\\u003c")
+    path.write_text(PAGE.replace("{{title}}", html.escape(drawing.title)).replace("{{data}}", data))
 
 
-def _numbers(timeline: Timeline) -> dict[str, Any]:
-    """What the page shows; occupancy in 256 steps, as base64."""
-    rows = engine_rows(timeline, ROWS)
-    levels = np.clip(np.rint(rows * 255), 0, 255).astype(np.uint8)
+def _numbers(drawing: Drawing) -> dict[str, Any]:
+    """The drawing; occupancy in 256 steps, as base64."""
+    rows, bins = drawing.rows_RB.shape
+    levels = np.clip(np.rint(drawing.rows_RB * 255), 0, 255).astype(np.uint8)
+    curves = [asdict(curve) | {"values_B": np.round(curve.values_B, 2).tolist()} for curve in drawing.curves]
     return {
-        "bin": timeline.bin_seconds,
-        "bins": rows.shape[1],
-        "rows": rows.shape[0],
-        "engines": len(timeline.engines),
-        "slots": timeline.slots,
+        "bin": drawing.bin_seconds,
+        "bins": bins,
+        "rows": rows,
+        "label": drawing.label,
+        "engines": drawing.engines,
+        "slots": drawing.slots,
         "occupancy": base64.b64encode(levels.tobytes()).decode(),
-        "rewards": [round(float(value), 2) for value in timeline.rewards],
-        "steps": _spans(timeline.steps),
-        "updates": _spans(timeline.updates),
+        "curves": curves,
+        "steps": _spans(drawing.steps),
+        "updates": _spans(drawing.updates),
+        "colours": {"busy": BUSY, "learner": LEARNER, "update": UPDATE},
     }
 
 
-def _spans(spans: Any) -> list[tuple[float, float, int]]:
-    found: list[Span] = list(spans)
-    return [(round(span.began, 4), round(span.ended, 4), span.version) for span in found]
+def _spans(spans: Sequence[Span]) -> list[tuple[float, float, int]]:
+    return [(round(span.began, 4), round(span.ended, 4), span.version) for span in spans]
 
 
 PAGE = """<!doctype html>
@@ -55,32 +58,32 @@ PAGE = """<!doctype html>
   body { font: 14px/1.4 system-ui, sans-serif; margin: 24px; color: #1e293b; background: #fff }
   h1 { font-size: 18px; margin: 0 0 4px } p { margin: 0 0 12px; color: #64748b }
   .row { display: grid; grid-template-columns: 110px 1fr; align-items: center; margin-bottom: 6px }
-  .row span { color: #475569 } canvas { width: 100%; display: block; border: 1px solid #e2e8f0 }
+  .row span { color: #475569; white-space: pre }
+  canvas { width: 100%; display: block; border: 1px solid #e2e8f0 } #axis { border: 0 }
   #tip { position: fixed; pointer-events: none; background: #0f172a; color: #f8fafc; padding: 6px 9px;
          border-radius: 6px; font-size: 12px; white-space: pre; visibility: hidden }
 </style></head><body>
 <h1>{{title}}</h1>
 <p>Dark is busy, white is a bubble; violet: the engines take a new version. Point at anything to see what ran. Drag to
 look closer, double-click for all of it.</p>
-<div class="row"><span id="count"></span><canvas id="engines"></canvas></div>
-<div class="row"><span>learner</span><canvas id="learner"></canvas></div>
-<div class="row"><span>verdicts<br>under way</span><canvas id="rewards"></canvas></div>
-<div class="row"><span>slots busy</span><canvas id="slots"></canvas></div>
-<div class="row"><span></span><canvas id="axis" style="border:0"></canvas></div>
+<div id="rows"></div>
 <div id="tip"></div>
 <script>
 const D = {{data}};
 const occupancy = Uint8Array.from(atob(D.occupancy), c => c.charCodeAt(0));
-const total = D.bin * D.bins, mean = new Float64Array(D.bins);
-for (let b = 0; b < D.bins; b++) {
-  for (let r = 0; r < D.rows; r++) mean[b] += occupancy[r * D.bins + b] / 255 / D.rows;
-}
+const total = D.bin * D.bins, stops = D.colours.busy.map(c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16)));
 let from = 0, to = total, dragged = null;
-const heights = { engines: Math.min(512, Math.max(60, D.rows * (D.rows > 64 ? 4 : 12))),
-                  learner: 34, rewards: 60, slots: 60, axis: 24 };
-const canvas = Object.fromEntries(Object.keys(heights).map(id => [id, document.getElementById(id)]));
-document.getElementById("count").textContent =
-  D.engines + " engines" + (D.rows < D.engines ? " in " + D.rows + " rows" : "");
+const heights = {}, canvas = {};
+function row(id, label, height) {
+  const line = document.createElement("div"), words = document.createElement("span");
+  line.className = "row"; words.textContent = label; heights[id] = height;
+  canvas[id] = document.createElement("canvas"); canvas[id].id = id;
+  line.append(words, canvas[id]); document.getElementById("rows").append(line);
+}
+row("engines", D.label, Math.min(512, Math.max(60, D.rows * (D.rows > 64 ? 4 : 12))));
+row("learner", "learner", 34);
+D.curves.forEach((c, i) => row("curve" + i, c.label, 60));
+row("axis", "", 24);
 
 function context(id) {
   const c = canvas[id], scale = window.devicePixelRatio || 1, width = c.clientWidth;
@@ -90,9 +93,9 @@ function context(id) {
   g.scale(scale, scale);
   return [g, width, heights[id]];
 }
-function shade(share) {  // white to dark blue
-  const mix = (a, b) => Math.round(a + (b - a) * share);
-  return `rgb(${mix(255, 8)},${mix(255, 48)},${mix(255, 107)})`;
+function shade(share) {
+  const place = share * (stops.length - 1), left = Math.min(Math.floor(place), stops.length - 2);
+  return `rgb(${stops[left].map((a, i) => Math.round(a + (stops[left + 1][i] - a) * (place - left)))})`;
 }
 function draw() {
   const x = (t, w) => (t - from) / (to - from) * w;
@@ -113,13 +116,12 @@ function draw() {
     g.textAlign = "center"; g.textBaseline = "middle"; g.font = "11px system-ui";
     for (const [began, ended, version] of D.steps) {
       const left = x(began, w), wide = x(ended, w) - left;
-      g.fillStyle = version % 2 ? "#fb923c" : "#c2410c"; g.fillRect(left, 0, Math.max(wide, 0.5), h);
+      g.fillStyle = D.colours.learner[version % 2]; g.fillRect(left, 0, Math.max(wide, 0.5), h);
       if (wide > 24) { g.fillStyle = "#fff"; g.fillText("v" + version, left + wide / 2, h / 2); }
     }
     updates(g, w, h, x);
   }
-  area("rewards", D.rewards, Math.max(1, ...D.rewards), "#15803d", first, last, x);
-  area("slots", mean, 1, "#3b82f6", first, last, x);
+  D.curves.forEach((c, i) => area("curve" + i, c, first, last, x));
   const [g, w] = context("axis");
   g.fillStyle = "#475569"; g.font = "11px system-ui";
   for (let i = 0; i <= 8; i++) {
@@ -127,17 +129,17 @@ function draw() {
     g.fillText(seconds(from + (to - from) * i / 8), w * i / 8, 14);
   }
 }
-function area(id, values, top, colour, first, last, x) {
+function area(id, curve, first, last, x) {
   const [g, w, h] = context(id);
-  g.fillStyle = colour;
+  g.fillStyle = curve.colour;
   for (let b = first; b < last; b++) {
-    const left = x(b * D.bin, w), high = values[b] / top * h;
+    const left = x(b * D.bin, w), high = curve.values_B[b] / curve.top * h;
     g.fillRect(left, h - high, x((b + 1) * D.bin, w) - left + 0.5, high);
   }
   updates(g, w, h, x);
 }
 function updates(g, w, h, x) {
-  g.fillStyle = "rgba(124,58,237,.45)";
+  g.fillStyle = D.colours.update + "73";  // the last two: how opaque, of ff
   for (const [began, ended] of D.updates) {
     g.fillRect(x(began, w), 0, Math.max(1, x(ended, w) - x(began, w)), h);
   }
@@ -155,10 +157,9 @@ function running(t, id, share) {
     lines.push((end > one ? `engines ${one} to ${end}` : `engine ${one}`) +
                `: ${(level * D.slots).toFixed(1)} of ${D.slots} slots busy`);
   }
-  lines.push(`all engines: ${(mean[b] * 100).toFixed(0)} % of the slots busy`);
+  D.curves.forEach(c => lines.push(c.sentence.replace("{}", c.values_B[b].toFixed(c.digits))));
   lines.push(update ? `taking version ${update[2]}` : held ? `engines hold version ${held[2]}` : "no version yet");
   lines.push(step ? `learner trains version ${step[2]} (${(step[1] - step[0]).toFixed(2)} s)` : "learner waits");
-  lines.push(`${D.rewards[b].toFixed(1)} verdicts under way`);
   return lines.join("\\n");
 }
 const tip = document.getElementById("tip");

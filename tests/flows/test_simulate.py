@@ -13,6 +13,7 @@ from rollflow.flows.commands.predict import read_recorded
 from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.config import SHIPPED_HARDWARE, load_hardware, load_recipe
 from rollflow.flows.locations import context_of
+from rollflow.flows.views.timeline import drawing
 from rollflow.storage.journal.updates import Update, read_update, store_update
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.log.log import Log, Writer
@@ -21,6 +22,8 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.records import Span
+from rollflow.tasks.simulation.timeline import Timeline
 from tests.support.described import describe
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -79,6 +82,21 @@ def test_the_timeline_is_drawn_twice_and_needs_nothing_from_outside(file: Path, 
     data = json.loads(page.split("const D = ", 1)[1].split(";\n", 1)[0])
     assert data["engines"] == data["rows"] == 2
     assert [version for _, _, version in data["steps"]] == [1, 2, 3, 4, 5, 6]
+    assert [len(curve["values_B"]) for curve in data["curves"]] == [data["bins"]] * 2
+
+
+def test_what_is_drawn_of_more_engines_than_there_are_rows() -> None:
+    """Worked by hand: three engines in two rows, two bins of 5 s."""
+    engines = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]], np.float32)
+    span = Span(1, 2.0, 9.0)
+    timeline = Timeline(5.0, engines, np.array([3.0, 10.0], np.float32), [span], [], slots=8)
+    drawn = drawing(timeline, "title", most_rows=2)
+    assert drawn.rows_RB.tolist() == [[0.75, 0.25], [0.0, 0.25]]
+    assert (drawn.label, drawn.seconds, drawn.slots, drawn.steps) == ("3 engines\nin 2 rows", 10.0, 8, [span])
+    verdicts, busy = drawn.curves
+    assert (verdicts.values_B.tolist(), verdicts.top) == ([3.0, 10.0], 11.0)
+    assert (busy.values_B.tolist(), busy.top) == ([50.0, 25.0], 100.0)
+    assert drawing(timeline, "title", most_rows=3).label == "3 engines"
 
 
 @pytest.mark.parametrize(

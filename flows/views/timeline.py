@@ -1,0 +1,77 @@
+"""What is drawn of a simulation's timeline, the same on the picture (`timeline_png`) and on the page (`timeline_html`).
+
+engines     a row each, or a row for neighbours: dark is busy, white is a bubble
+learner     a bar for each train step
+curves      verdicts under way; the share of all slots that is busy
+updates     across all of them: the engines take a new version
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.tasks.simulation.records import Span
+from rollflow.tasks.simulation.timeline import Timeline
+
+BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")  # from idle to all slots, in equal steps
+LEARNER = ("#c2410c", "#fb923c")  # by turns, so that neighbours can be told apart
+UPDATE = "#7c3aed"
+REWARD = "#15803d"
+SLOTS = "#3b82f6"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """An area over time: a value for each of B bins, from 0 to `top`."""
+
+    label: str
+    values_B: NDArray[np.float32]
+    top: float
+    colour: str
+    digits: int
+    sentence: str  # what a value means; "{}" stands for it
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """R rows of B bins; times are virtual seconds."""
+
+    title: str
+    bin_seconds: float
+    engines: int
+    slots: int
+    rows_RB: NDArray[np.float32]  # occupancy, 0 to 1
+    steps: Sequence[Span]
+    updates: Sequence[Span]
+    curves: tuple[Curve, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the left edge to the right one."""
+        return self.bin_seconds * int(self.rows_RB.shape[1])
+
+    @property
+    def label(self) -> str:
+        """Of the engines."""
+        count = f"{self.engines} engine" + "s" * (self.engines > 1)
+        return count + (f"\nin {len(self.rows_RB)} rows" if len(self.rows_RB) < self.engines else "")
+
+
+def drawing(timeline: Timeline, title: str, most_rows: int) -> Drawing:
+    """At most `most_rows` rows: where there are more engines, a row is the mean of neighbours."""
+    engines = timeline.engines
+    parts = np.array_split(engines, min(len(engines), most_rows))
+    verdicts, busy = timeline.rewards, 100 * engines.mean(axis=0)
+    most = max(1.0, 1.1 * float(verdicts.max()))
+    curves = (
+        Curve("verdicts\nunder way", verdicts, most, REWARD, 1, "{} verdicts under way"),
+        Curve("slots\nbusy, %", busy, 100.0, SLOTS, 0, "all engines: {} % of the slots busy"),
+    )
+    return Drawing(
+        title, timeline.bin_seconds, len(engines), timeline.slots, np.stack([part.mean(axis=0) for part in parts]),
+        timeline.steps, timeline.updates, curves,
+    )  # fmt: skip
