@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from rollflow.flows.services.process import Service, free_port, without, write_secret
 from rollflow.flows.services.reachability import speaks_http2
 
@@ -199,10 +201,4 @@ def remove_dead_links(parent: Path) -> None:
 
 
 def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid.isdecimal() and psutil.pid_exists(int(pid))

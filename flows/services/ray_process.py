@@ -1,18 +1,29 @@
 """A node of a private Ray cluster: the head (GCS and raylet) or one more node (a raylet) that joins it.
 
-It has the node's agents, but no dashboard, autoscaler, log monitor and client server, which take two thirds of Ray's
-usual start. The process ends as soon as one of those it started ends, whichever that is: a cluster without its GCS or
-a node without its raylet is no use to anybody, and its owner looks at this process only.
+It has the node's agents, but no dashboard, autoscaler, log monitor and client server. The process ends as soon as one
+of those it started ends, whichever that is and however: a cluster without its GCS or a node without its raylet is no
+use to anybody, and its owner looks at this process only.
+
+It is made of Ray's private `Node`, for the public `ray start --block` cannot do all of this (Ray 2.60):
+
+- it always starts the dashboard's process and a Ray client server, wanted or not: twice the CPU seconds of a start,
+  180 MiB more and two more open ports;
+- it waits on where one of the node's processes ended with exit code 0 or by SIGTERM;
+- it joins no node to a head that is on loopback only: it takes 127.0.0.1 for the machine's outside address, and where
+  clusters are off, which prevents that, it joins none.
+
+`tests/contracts/test_ray_private.py` holds what is taken from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
 import sys
 import time
 from pathlib import Path
+
+from rollflow.flows.services.process import free_port
 
 WATCH_SECONDS = 0.2
 
@@ -36,7 +47,7 @@ def serve(given: argparse.Namespace) -> str:
         include_dashboard=False,
         include_log_monitor=False,
         no_monitor=True,
-        dashboard_agent_listen_port=_free_port(),
+        dashboard_agent_listen_port=free_port(),  # Ray's default (52365) is one for all clusters of a machine
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
     # On Linux a reaper is none: the kernel ends the node's processes with this one, whoever killed it.
@@ -45,13 +56,6 @@ def serve(given: argparse.Namespace) -> str:
     while node.remaining_processes_alive():
         time.sleep(WATCH_SECONDS)
     return ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in node.dead_processes())
-
-
-def _free_port() -> int:
-    # Ray's default port (52365) is one for all clusters of a machine.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -1,0 +1,63 @@
+"""What `ray_process` and `cluster.attach` take from Ray's private parts: red when Ray changes it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import ipaddress
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from ray._private import ray_constants, services
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+from rollflow.flows.services.ray_head import RayHead
+from tests.support.waiting import until
+
+PARAMETERS = {
+    "node_ip_address", "num_cpus", "num_gpus", "resources", "object_store_memory", "temp_dir", "include_dashboard",
+    "include_log_monitor", "no_monitor", "dashboard_agent_listen_port", "gcs_address", "gcs_server_port",
+}  # fmt: skip
+
+
+def test_a_node_is_made_of_what_we_give_it() -> None:
+    assert set(inspect.signature(RayParams).parameters) >= PARAMETERS
+    assert set(inspect.signature(Node).parameters) >= {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"}
+    left_out = inspect.signature(Node.start_api_server).parameters.values()
+    assert [(one.name, one.kind) for one in left_out][1:] == [
+        ("include_dashboard", inspect.Parameter.KEYWORD_ONLY),
+        ("raise_on_failure", inspect.Parameter.KEYWORD_ONLY),
+    ]
+
+
+def test_ray_looks_on_loopback_where_clusters_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    assert services.get_node_ip_address() == "127.0.0.1"
+    assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
+
+
+def named(head: RayHead) -> list[tuple[str, int]]:
+    """What runs in the node: what each process calls itself, and its id."""
+    found = []
+    for pid in head.processes:
+        with contextlib.suppress(psutil.Error, IndexError):  # it has just ended
+            found.append((Path(psutil.Process(pid).cmdline()[0]).name, pid))
+    return sorted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", ["gcs_server", "raylet"])
+def test_a_node_has_no_process_too_many_and_ends_with_any_of_them(tmp_path: Path, ended: str) -> None:
+    """Also one that ends in order: by itself Ray waits on."""
+    with RayHead(tmp_path, cpus=1) as head:
+        wanted = ["gcs_server", "python", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet"]
+        until(lambda: [name for name, _ in named(head)] == wanted)
+        here = [one.laddr.ip for pid in head.processes for one in psutil.Process(pid).net_connections("inet")]
+        assert [ip for ip in here if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback] == []
+        assert here
+        os.kill(dict(named(head))[ended], signal.SIGTERM)
+        until(lambda: not head.running)
