@@ -78,7 +78,7 @@ class WallWorld(World):
 
     def _snapshot(self) -> Snapshot:
         """What the engines did is their own affair."""
-        return Snapshot(asyncio.get_running_loop().time(), 0.0, 0.0, 0, 0.0, 0.0)
+        return Snapshot(asyncio.get_running_loop().time(), 0.0, 0.0, 0, 0.0)
 
     async def _close(self) -> None:
         """Let nothing more begin; the next world takes the actors over."""

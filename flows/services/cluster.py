@@ -4,17 +4,16 @@ Guarantees:
 - `attach` either attaches within its deadline or raises `Unreachable`; Ray by itself retries a wrong address for
   ever. It leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
   would end as crashed.
-- No wait for an actor is unbounded (`call`, `acall`); an error names what was waited for, on whom and how long.
+- No wait for an actor is unbounded (`call`); an error names what was waited for, on whom and how long.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from rollflow.flows.services.reachability import speaks_http2
@@ -164,23 +163,6 @@ def gpus() -> float:
     import ray
 
     return float(ray.cluster_resources().get("GPU", 0.0))
-
-
-async def acall(
-    reference: Awaitable[Any], deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable
-) -> Any:
-    """`call` for an event loop, which it does not block."""
-    import ray
-
-    async def value() -> Any:
-        return await reference
-
-    try:
-        return await asyncio.wait_for(value(), deadline_seconds)
-    except TimeoutError as error:
-        raise Unreachable(f"waited {deadline_seconds:g} s for {what}") from error
-    except ray.exceptions.RayError as error:
-        _translate(error, deadline_seconds, what, died)
 
 
 def _translate(error: Exception, deadline_seconds: float, what: str, died: type[RollflowError]) -> NoReturn:

@@ -29,7 +29,6 @@ class Counts:
     discarded_tokens: int = 0
     dropped_tokens: int = 0  # of these, because it was too slow or not needed
     trajectories: int = 0
-    reward_sum: float = 0.0
     discards: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)  # by what was wrong with the group
     held: Stopwatch = field(default_factory=Stopwatch)  # engines had free slots, and alpha allowed no more to start

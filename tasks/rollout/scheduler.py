@@ -306,6 +306,4 @@ class RolloutScheduler:
 
     def _count(self, group: TrajectoryGroup) -> None:
         self.counts.trajectories += len(group.trajectories)
-        rewards = [t.reward for t in group.trajectories]
-        self.counts.reward_sum += sum(rewards)
-        self.counts.recent_rewards.extend(rewards)
+        self.counts.recent_rewards.extend(t.reward for t in group.trajectories)

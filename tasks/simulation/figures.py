@@ -150,7 +150,7 @@ def figures_of(records: Records, config: RunConfig, hardware: Hardware, versions
 
 
 def _idle(records: Records, config: RunConfig, warm: int, versions: int) -> Idle:
-    nothing = Snapshot(0.0, 0.0, 0.0, 0, 0.0, 0.0)
+    nothing = Snapshot(0.0, 0.0, 0.0, 0, 0.0)
     first, last = records.snapshots.get(warm, nothing), records.snapshots[versions]
     lasted = max(last.at - first.at, 1e-12)
     engines = config.engine.replicas

@@ -75,7 +75,6 @@ class Snapshot:
     engine_slots: float
     engine_tokens: int  # but for those of evaluations
     reward_busy: float
-    reward_slots: float
 
 
 @dataclass(slots=True)

@@ -223,7 +223,6 @@ class World:
             engine_slots=sum(usage.slot_seconds for usage in usages),
             engine_tokens=sum(usage.tokens for usage in usages) - evaluated,
             reward_busy=rewards.busy_seconds,
-            reward_slots=rewards.slot_seconds,
         )
 
     def _usages(self) -> list[Usage]:

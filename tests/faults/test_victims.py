@@ -53,7 +53,7 @@ def test_everything_is_killed_with_what_is_started_meanwhile(tmp_path: Path, mon
             child.wait()
 
 
-def test_a_kill_that_was_not_survived_is_in_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kill_that_was_not_survived_is_in_the_table(tmp_path: Path) -> None:
     """Else the roles' rows would show only what went well."""
 
     class Stuck(Victim):
