@@ -24,15 +24,15 @@ def rewritten(text: str, tree: Mapping[str, Any]) -> str:
     without its comments: what is read back is always `tree`.
     """
     wanted = _without_none(tree)
-    document = tomlkit.parse(text)
     try:
+        document = tomlkit.parse(text)
         headings = _take_from_above(document)
         _become(document, wanted)
         for table, above in headings:
             table.trivia.indent = above + table.trivia.indent
         found = tomlkit.dumps(document)
         return found if tomllib.loads(found) == wanted else to_toml(wanted)
-    except (TOMLKitError, tomllib.TOMLDecodeError):  # a table below a dotted key
+    except (TOMLKitError, LookupError, tomllib.TOMLDecodeError):  # below a dotted key, in a section in two places
         return to_toml(wanted)
 
 
@@ -40,9 +40,8 @@ def _become(node: MutableMapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
         if not (key in node and _edited(node[key], value)):
             node[key] = value
-    for key in [
-        key for key in node if key not in wanted
-    ]:  # last: a section that loses all its keys may lose its heading
+    # Last: a section in two places loses its heading with its last key.
+    for key in [key for key in node if key not in wanted]:
         del node[key]
 
 

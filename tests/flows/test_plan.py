@@ -180,9 +180,10 @@ def test_a_section_that_is_removed_takes_what_stands_above_it_along() -> None:
         {"a": {"b": {"c": 1, "d": {"e": 1}}}},  # a section below a dotted key: tomlkit puts it amid the keys
         {"a": {"b": 7}, "list": []},
         {"list": [{"x": 1}, {"x": [2, 3]}, {"x": {"y": 4}}]},
+        {"z": {"new": 2}},  # a section in two places: tomlkit trips over what is removed from it
     ],
 )
 def test_whatever_changes_the_tree_is_what_is_read_back(change: dict[str, Any]) -> None:
-    text = "a.b.c = 1  # dotted\nlast = 3\n[[list]]\nx = 1\n[[list]]\nx = [2]\n[end]\n"
+    text = "a.b.c = 1  # dotted\nlast = 3\n[[list]]\nx = 1\n[[list]]\nx = [2]\n[z.y.x]\nk = 1\n[end]\n[z]\nj = 1\n"
     tree = tomllib.loads(text) | change
     assert tomllib.loads(rewritten(text, tree)) == tree
