@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.report import Row, arguments, at_most, publish
-from rollflow.flows.keepalive.stages import Stages
-from rollflow.flows.views.status import STATUS
+from rollflow.flows.views.status import STATUS, StageStatus
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import Conflict, Missing
+from rollflow.storage.journal.usage import Usage
 from rollflow.storage.log import audits
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.audits import Audited
@@ -60,6 +60,7 @@ from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.scheduler import ResumePoint
 from rollflow.tasks.run_context import FORMAT, RunContext
@@ -243,6 +244,15 @@ class Silent:
         return lambda *given: None
 
 
+class Seen:
+    """In the place of the stages: nothing runs."""
+
+    usage, rollout, learner = Usage(), RolloutStatus(), LearnerStatus()
+
+    def statuses(self) -> dict[str, StageStatus]:
+        return {}
+
+
 class Steps:
     """What is done with a run, over and over."""
 
@@ -293,7 +303,7 @@ class Steps:
         context = RunContext(self.run.uri, self.cache)
         context.__dict__["store"] = self.run
         context.log.claim("supervisor")
-        self.writer = StatusWriter(context, Stages(context, "", lambda _: None), cast(Tracker, Silent()))
+        self.writer = StatusWriter(context, Seen(), cast(Tracker, Silent()))
         self.writer.refresh()
 
     def tick(self) -> None:

@@ -16,10 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending, RecoveryReporter, first_line
+from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed
-from rollflow.storage.journal.recoveries import Recovery
 from rollflow.storage.log.state import Superseded
 from rollflow.tasks.actors.statuses import ActorStatus
 from rollflow.tasks.config import RunConfig
@@ -51,18 +50,19 @@ class ActorKeeper(Generic[Status]):
 
     def __init__(self, context: RunContext, watched: WatchedActor[Status], log: Callable[[str], None]) -> None:
         self.context, self.watched = context, watched
-        self.budget = Budget(context.config.recovery)
+        self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._last: Status | None = None
-        self._pending: Pending | None = None
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
         """The result of the actor's `run`; `tick` is called with the actor and its status at every look."""
         try:
             while True:
                 try:
-                    return self._watch(self.watched.start(), tick)
+                    actor = self.watched.start()
+                    self.restarts.launched(self.watched.name)
+                    return self._watch(actor, tick)
                 except (ConfigError, StoreFailed, GaveUp, Superseded):
                     raise  # a person must act first, or another supervisor does
                 except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
@@ -72,39 +72,29 @@ class ActorKeeper(Generic[Status]):
 
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running = actor.run.remote()
-        changed, before = time.monotonic(), None
-        while not cluster.done(running, POLL_SECONDS if self._pending else self.watched.poll):
-            status: Status = cluster.call(actor.status.remote(), self._answer, f"the status of {self.watched.name}")
+        changed, before, name = time.monotonic(), None, self.watched.name
+        while not cluster.done(running, POLL_SECONDS if self.restarts.outage(name) else self.watched.poll):
+            status: Status = cluster.call(actor.status.remote(), self._answer, f"the status of {name}")
             self._last = status
-            self._resumed(status)
+            self.reporter.write(self.restarts.seen(name, status.made))
             # A stage that waits for another by design says so; that other one's flow watches it.
             if status.progress != before or status.waits_for:
                 changed, before = time.monotonic(), status.progress
             if time.monotonic() - changed > self.watched.patience:
                 raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen: {before}")
             tick(actor, status)
-        result = cluster.call(running, self._answer, self.watched.name)
-        if self._pending:
-            self._write(self._pending.done())
+        result = cluster.call(running, self._answer, name)
+        self.reporter.write(self.restarts.back(name))
         return result
-
-    def _resumed(self, status: Status) -> None:
-        if self._pending and self._pending.seen(status.made):
-            self._write(self._pending.done())
-
-    def _write(self, recovery: Recovery) -> None:
-        self._pending = None
-        self.reporter.write(recovery)
 
     def _again(self, reason: str) -> None:
         """Make sure of its end, and wait as long as the budget says."""
-        pause = self.budget.spend(self.watched.name, reason)
         redone, trajectories = self.watched.redone(self._last) if self._last else ("its start", 0)
-        pending = Pending(self.watched.name, reason, self.budget.attempt(self.watched.name), redone, trajectories)
-        self._pending, self._last = pending.after(self._pending), None
-        self.reporter.noticed(pending)
+        outage = self.restarts.down(self.watched.name, reason, redone, trajectories)
+        self._last = None
+        self.reporter.noticed(outage)
         cluster.kill_named([self.watched.name])
-        time.sleep(pause)
+        time.sleep(outage.pause)
 
 
 def gpu_share(config: RunConfig) -> float:

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, GaveUp, Pending
+from rollflow.flows.keepalive.restarts import GaveUp, Pending, pause_after
 from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
 from rollflow.flows.services.prefect_api import api, emit, flow_state, supervisors
 from rollflow.flows.views.summary import SUMMARY
@@ -172,7 +172,7 @@ def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -
             f"the supervisor was started again {limits.restarts} times within {limits.window_seconds:g} s "
             "(recovery.restarts) and died once more"
         )
-    return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0 ** (recent - 2)) if recent > 1 else 0.0
+    return pause_after(max(0, recent - 1), limits)
 
 
 def crash_reason(crashed: FlowRun) -> str:

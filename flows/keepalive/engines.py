@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.flows.keepalive.actors import gpu_share
-from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending, RecoveryReporter, first_line
+from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
@@ -39,8 +39,6 @@ class _Engine:
     failure: str | None = None  # why the scheduler had given it up when it was asked
     began: float = 0.0  # monotonic: when `start` was called
     asked: float = 0.0
-    not_before: float = 0.0  # monotonic: when it may be started again
-    pending: Pending | None = None
 
     @property
     def name(self) -> str:
@@ -61,7 +59,7 @@ class Engines:
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         self.context, self._log = context, log
-        self._budget = Budget(context.config.recovery)
+        self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._gpus = gpu_share(context.config)
@@ -96,7 +94,7 @@ class Engines:
 
     def _step(self, engine: _Engine, scheduler: Any, status: RolloutStatus) -> None:
         if engine.actor is None:
-            if time.monotonic() >= engine.not_before:
+            if self.restarts.may_start(engine.name):
                 self._start(engine)
         elif engine.starting is not None:
             self._started(engine)
@@ -115,8 +113,7 @@ class Engines:
         starting, engine.starting = engine.starting, None
         cluster.call(starting, self._answer, f"{engine.name} to start")
         self._log(f"{engine.name} is ready")
-        if engine.pending:
-            engine.pending.seen(0.0)
+        self.restarts.seen(engine.name, 0.0)  # it serves once the scheduler has taken it
 
     def _joined(self, engine: _Engine) -> None:
         if not cluster.done(engine.joining, 0):
@@ -128,9 +125,7 @@ class Engines:
             self._log(f"{engine.name}: {first_line(error)}")
             return
         engine.joined = True
-        if engine.pending:
-            self.reporter.write(engine.pending.done())
-            engine.pending = None
+        self.reporter.write(self.restarts.back(engine.name))
 
     def _ask(self, engine: _Engine, failure: str | None) -> None:
         """Ask for its health, one question at a time; `failure`: why the scheduler has given it up."""
@@ -150,18 +145,15 @@ class Engines:
 
     def _again(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
         """Start it again when its pause is over: `within` its actor, or in a new one once the old one has ended."""
-        pause = self._budget.spend(engine.name, reason)
-        pending = Pending(engine.name, reason, self._budget.attempt(engine.name), "its start; requests go on")
-        engine.pending = pending.after(engine.pending)
-        self.reporter.noticed(engine.pending)
+        self.reporter.noticed(self.restarts.down(engine.name, reason, "its start; requests go on"))
         if not within:
             cluster.kill_named([engine.name])
         engine.forget()
-        engine.not_before = time.monotonic() + pause
 
     def _start(self, engine: _Engine) -> None:
         engine.actor = start_engine(self.context, engine.number, self._gpus)
         engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
+        self.restarts.launched(engine.name)
 
     def _find(self, engine: _Engine) -> None:
         """An engine that lives already, after a restart of this flow or of the scheduler; it may still be starting."""

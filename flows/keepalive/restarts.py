@@ -1,7 +1,16 @@
-"""Budget, pause and record of what is started again, for whoever keeps something alive.
+"""What all keepers share: who is down, when a successor may be started, and what is on record of it.
 
-Whatever is started again begins from storage, so a restart loses nothing that was committed. Each recovery is
-written down (`storage.journal.recoveries`), logged on the flow run's page and emitted as a Prefect event.
+    up --down()--> waits for its pause --launched()--> starts --seen(), back()--> up, and one `Recovery`
+                      ^                                  |
+                      +---------- down() again ----------+      over the budget: `GaveUp` with the reason
+
+- No role is started again more often within the window than its budget says; until then, each time it goes down.
+- The budget outlives the process that spends it: what an earlier keeper spent is told by the run's recoveries. They
+  tell a little too much rather than too little: see `keepalive.spent`.
+- One end after another, before there was any progress, is one recovery.
+
+`Restarts` only decides. Who watches, starts and asks: `keepalive`'s actors, engines, stages and services. Whatever is
+started again begins from storage, so a restart loses nothing that was committed.
 """
 
 from __future__ import annotations
@@ -11,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
+from rollflow.flows.keepalive.spent import Earlier
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.journal.recoveries import Notes, Recovery
 from rollflow.tasks.config import RecoveryConfig
@@ -23,11 +33,19 @@ class GaveUp(RollflowError):
     """What died is not started again; the message is the reason."""
 
 
+def pause_after(restarts: int, limits: RecoveryConfig) -> float:
+    """Seconds to wait before one more start, after so many within the window."""
+    return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0 ** (restarts - 1)) if restarts else 0.0
+
+
 class Budget:
     """Counts restarts by role. See `RecoveryConfig` for what is allowed."""
 
-    def __init__(self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._clock = limits, clock
+    def __init__(
+        self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: Earlier | None = None
+    ) -> None:
+        """`earlier`: what was spent before this process."""
+        self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()
 
@@ -38,19 +56,21 @@ class Budget:
             GaveUp: the budget is used up.
         """
         now, limits = self._clock(), self._limits
-        recent = [at for at in self._spent.get(role, []) if now - at < limits.window_seconds]
-        if len(recent) >= limits.restarts:
+        own = [at for at in self._spent.get(role, []) if now - at < limits.window_seconds]
+        before = self._earlier.times(role) if self._earlier else []
+        recent = len(own) + sum(now - at < limits.window_seconds for at in before)
+        if recent >= limits.restarts:
             raise GaveUp(
-                f"{role} was started again {len(recent)} times within {limits.window_seconds:g} s "
+                f"{role} was started again {recent} times within {limits.window_seconds:g} s "
                 f"(recovery.restarts) and ended once more: {reason}"
             )
-        self._spent[role] = [*recent, now]
+        self._spent[role] = [*own, now]
         self._attempts[role] += 1
-        return min(LONGEST_PAUSE, limits.backoff_seconds * 2 ** (len(recent) - 1)) if recent else 0.0
+        return pause_after(recent, limits)
 
     def attempt(self, role: str) -> int:
         """How often `role` was started again, within the window and before it."""
-        return self._attempts[role]
+        return self._attempts[role] + (self._earlier.attempt(role) if self._earlier else 0)
 
 
 @dataclass
@@ -66,10 +86,11 @@ class Pending:
     restored_at: float | None = None
     baseline: float = 0.0
     noticed: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic  # of `noticed`
 
     @property
     def _now(self) -> float:
-        return self.noticed_at + time.monotonic() - self.noticed
+        return self.noticed_at + self.clock() - self.noticed
 
     def seen(self, progress: float) -> bool:
         """Take note of the successor's progress; true once there is some."""
@@ -101,18 +122,85 @@ class Pending:
         )
 
 
+@dataclass
+class Outage:
+    """A role that is down. It may be started again from `due` on; `launched`: since when its successor starts."""
+
+    pending: Pending
+    reason: str  # of its last end
+    pause: float  # seconds
+    due: float  # monotonic
+    launched: float | None = None  # monotonic
+
+
+class Restarts:
+    """Who is down, by role. See the module's docstring."""
+
+    def __init__(
+        self, budget: Budget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
+        """`clock` is what is waited by, `wall` what is written down."""
+        self.budget, self._clock, self._wall = budget, clock, wall
+        self._outages: dict[str, Outage] = {}
+
+    @classmethod
+    def of_run(cls, context: RunContext) -> Restarts:
+        """With what the run's keepers before this process have left of the budget."""
+        limits = context.config.recovery
+        return cls(Budget(limits, earlier=Earlier(context.store, limits.window_seconds)))
+
+    def outage(self, role: str) -> Outage | None:
+        """What is known of a role that is down; None: it is up."""
+        return self._outages.get(role)
+
+    def down(self, role: str, reason: str, redone: str = "nothing", trajectories: int = 0) -> Outage:
+        """It has ended, or must be ended: what of its work is done again, in words and in trajectories.
+
+        Raises:
+            GaveUp: its budget is used up.
+        """
+        pause, now, known = self.budget.spend(role, reason), self._clock(), self._outages.get(role)
+        attempt, at = self.budget.attempt(role), self._wall()
+        pending = Pending(role, reason, attempt, redone, trajectories, at, noticed=now, clock=self._clock)
+        outage = Outage(pending.after(known.pending if known else None), reason, pause, now + pause)
+        self._outages[role] = outage
+        return outage
+
+    def may_start(self, role: str) -> bool:
+        """Whether it may be started now, as far as its pause goes."""
+        outage = self._outages.get(role)
+        return outage is None or self._clock() >= outage.due
+
+    def launched(self, role: str) -> None:
+        """It was started, for the first time or again."""
+        if outage := self._outages.get(role):
+            outage.launched = self._clock()
+
+    def seen(self, role: str, progress: float) -> Recovery | None:
+        """Its successor answers, and says how much it has made; the recovery, if that is complete with it."""
+        outage = self._outages.get(role)
+        return self.back(role) if outage and outage.pending.seen(progress) else None
+
+    def back(self, role: str) -> Recovery | None:
+        """It does its work; the recovery, if it was down."""
+        outage = self._outages.pop(role, None)
+        return outage.pending.done() if outage else None
+
+
 class RecoveryReporter:
     """Where recoveries are written down: storage, the flow run's log, Prefect's events; it holds up nobody."""
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         self._log, self.notes = log, Notes(context.store)
 
-    def noticed(self, pending: Pending) -> None:
+    def noticed(self, outage: Outage) -> None:
         """Something died and is started again."""
-        self._log(f"{pending.role} is started again (restart {pending.attempt}): {pending.reason}")
+        self._log(f"{outage.pending.role} is started again (restart {outage.pending.attempt}): {outage.reason}")
 
-    def write(self, recovery: Recovery) -> None:
-        """A recovery is complete."""
+    def write(self, recovery: Recovery | None) -> None:
+        """A recovery is complete; None: there was none."""
+        if recovery is None:
+            return
         from prefect.events import emit_event
         from prefect.runtime import flow_run
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending
+from rollflow.flows.keepalive.restarts import Budget, GaveUp, Outage, Restarts
 from rollflow.flows.services.prefect_api import crash_orphans
 from rollflow.flows.services.process import PrefectServer, Service
 from rollflow.flows.services.ray_head import RayHead
@@ -27,23 +26,12 @@ SERVER, RAY, RUNNER = "prefect server", "ray head", "runner"
 REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the start of its flows"}
 
 
-@dataclass
-class Outage:
-    """A service that is down: not to be started again before `due`; started again, and not up yet, since `launched`."""
-
-    pending: Pending
-    due: float  # monotonic
-    noticed: float  # monotonic
-    launched: float | None = None  # monotonic
-
-
 class ServiceKeeper:
     """Looks after the services of one session, in the order in which they need each other."""
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
-        self._budget = Budget(limits)
-        self._outages: dict[str, Outage] = {}
+        self.restarts = Restarts(Budget(limits))  # services end with their session, and what it spent with it
         self._answered: dict[str, float] = {}
         self.cluster_lost_at = 0.0  # monotonic: flows that were attached before have lost their actors
 
@@ -54,7 +42,7 @@ class ServiceKeeper:
             GaveUp: a service's budget of restarts is used up.
         """
         for role, service in self.services.items():
-            outage = self._outages.get(role)
+            outage = self.restarts.outage(role)
             if outage is None and (reason := self._what_is_wrong(role, service)):
                 outage = self._note(role, reason)
             if outage is None:
@@ -62,10 +50,10 @@ class ServiceKeeper:
             if outage.launched is None:
                 self._launch(role, service, outage)
             elif service.answers:
-                del self._outages[role]
-                record(outage.pending.done())
+                if recovery := self.restarts.back(role):
+                    record(recovery)
             elif not service.running or time.monotonic() - outage.launched > service.start_seconds:
-                self._put_off(role, outage, f"{service.what} does not start; see {service.log}")
+                self._down(role, f"{service.what} does not start; see {service.log}")
 
     def _what_is_wrong(self, role: str, service: Service) -> str:
         """Why the service has to be started again; "" where it does not."""
@@ -79,27 +67,25 @@ class ServiceKeeper:
         return f"it did not answer for {silent:.0f} s" if silent > self._limits.answer_seconds else ""
 
     def _note(self, role: str, reason: str) -> Outage:
-        pause = self._budget.spend(role, reason)
-        pending = Pending(role, reason, self._budget.attempt(role), REDONE.get(role, "nothing"))
-        now = time.monotonic()
-        self._outages[role] = Outage(pending, now + pause, now)
+        outage = self._down(role, reason)
         if role == RAY:
-            self.cluster_lost_at = now
+            self.cluster_lost_at = outage.pending.noticed
             self.services[RUNNER].kill()  # with the flows in it: they may wait long for what is gone
-        return self._outages[role]
+        return outage
+
+    def _down(self, role: str, reason: str) -> Outage:
+        return self.restarts.down(role, reason, REDONE.get(role, "nothing"))
 
     def _launch(self, role: str, service: Service, outage: Outage) -> None:
-        if time.monotonic() < outage.due:
+        if not self.restarts.may_start(role):
             return
         try:
             if role == RUNNER:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
         except Unreachable as error:  # the server is down, too: it comes first
-            if time.monotonic() - outage.noticed > self._limits.window_seconds:
+            if time.monotonic() - outage.pending.noticed > self._limits.window_seconds:
                 raise GaveUp(f"the {RUNNER} died and cannot be replaced: {error}") from error
             return
         service.relaunch()
-        outage.launched = self._answered[role] = time.monotonic()
-
-    def _put_off(self, role: str, outage: Outage, reason: str) -> None:
-        outage.due, outage.launched = time.monotonic() + self._budget.spend(role, reason), None
+        self.restarts.launched(role)
+        self._answered[role] = time.monotonic()

@@ -18,7 +18,7 @@ from uuid import UUID, uuid4
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 
-from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending, RecoveryReporter
+from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import api, going, start, states_of
 from rollflow.flows.views.status import StageStatus
@@ -58,10 +58,14 @@ class Stage:
     started: float = 0.0  # monotonic: when its flow run was asked for
     answered: float = 0.0  # monotonic: when its actor last gave its status
     asked: Any = None  # reference of the question under way
-    pending: Pending | None = None
     key: str = field(
         default_factory=lambda: uuid4().hex
     )  # of its next flow run; Prefect gives the same key the same one
+
+    @property
+    def name(self) -> str:
+        """As its recoveries are recorded: `role` alone is its actor's, perhaps."""
+        return f"{self.role} stage"
 
 
 class Stages:
@@ -70,12 +74,11 @@ class Stages:
     def __init__(self, context: RunContext, address: str, log: Callable[[str], None]) -> None:
         self.context, self.address, self._log = context, address, log
         self.all = {role: Stage(role) for role in ACTORS}
-        self._budget = Budget(context.config.recovery)
+        self.restarts = Restarts.of_run(context)
         self._reporter = RecoveryReporter(context, log)
         self.usage = Usage()  # of the actors
         self._looked = 0.0
         self._channel: Any = None
-        self._channel_lost: Pending | None = None
 
     def start(self) -> None:
         """Adopt the stages' flow runs that are under way, and start the others."""
@@ -104,6 +107,7 @@ class Stages:
         parameters = {"run": self.context.uri, "ray_address": self.address}
         stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=stage.key)
         stage.state, stage.running, stage.started = "Scheduled", False, time.monotonic()
+        self.restarts.launched(stage.name)
 
     def _name(self, stage: Stage) -> str:
         return f"{stage.role} of {self.context.run_id}"
@@ -153,11 +157,10 @@ class Stages:
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _again(self, stage: Stage, reason: str) -> None:
-        pause = self._budget.spend(stage.role, reason)
-        stage.pending = Pending(f"{stage.role} stage", reason, self._budget.attempt(stage.role))
-        self._reporter.noticed(stage.pending)
-        time.sleep(pause)
-        stage.run, stage.key = None, uuid4().hex  # asked for at the next look
+        outage = self.restarts.down(stage.name, reason)
+        self._reporter.noticed(outage)
+        time.sleep(outage.pause)
+        stage.run, stage.running, stage.key = None, False, uuid4().hex  # asked for at the next look
         self._looked = 0.0
 
     def _ask(self, stage: Stage) -> None:
@@ -173,39 +176,35 @@ class Stages:
             stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
             return  # not up yet, or dead; the stage's own flow sees to it
-        if stage.pending and stage.running:
-            self._reporter.write(stage.pending.done())
-            stage.pending = None
+        if stage.running:
+            self._reporter.write(self.restarts.back(stage.name))
 
     def _look_after_channel(self) -> None:
         """Start the channel if it does not live; its clients find the new one by its name."""
         try:
             if self._channel is None:
-                self._channel = cluster.actor(CHANNEL).ping.remote(0.0 if self._channel_lost else PING_SECONDS)
+                patient = self.restarts.outage(CHANNEL) is None
+                self._channel = cluster.actor(CHANNEL).ping.remote(PING_SECONDS if patient else 0.0)
             if cluster.done(self._channel, 0):
                 answered, self._channel = self._channel, None
                 cluster.call(answered, STATUS_SECONDS, "the channel to answer")
-                self._channel_back()
+                self._reporter.write(self.restarts.back(CHANNEL))
         except RollflowError as error:
             self._channel = None
             self._channel_again(str(error).splitlines()[0])
 
     def _channel_again(self, reason: str) -> None:
-        time.sleep(self._budget.spend(CHANNEL, reason))
-        self._channel_lost = Pending(CHANNEL, reason, self._budget.attempt(CHANNEL), "a refill from storage")
-        self._reporter.noticed(self._channel_lost)
+        outage = self.restarts.down(CHANNEL, reason, "a refill from storage")
+        time.sleep(outage.pause)
+        self._reporter.noticed(outage)
         cluster.kill_named([CHANNEL])
         self._start_channel()
+        self.restarts.launched(CHANNEL)
 
     def _start_channel(self) -> None:
         """Its own reads fail where storage does not answer: who asked for a batch asks again, and holds no call."""
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         start_channel(hasty.store, self.context.config.capacity, newest)
-
-    def _channel_back(self) -> None:
-        if self._channel_lost:
-            self._reporter.write(self._channel_lost.done())
-            self._channel_lost = None
 
     def ended(self, *roles: str) -> bool:
         """Whether these stages completed."""

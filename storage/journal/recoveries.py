@@ -1,7 +1,8 @@
 """What died and was brought back: one object for each recovery of a run, `recoveries/<n>.json`.
 
 Any process may append. It takes a number by an atomic create, and the next number if that one is taken. The records are
-for people, the summary and MLflow. Nothing that decides reads them, so nothing waits for them: see `Notes`.
+for people, the summary and MLflow, and for a keeper that follows another one and goes on with its budget. Nothing waits
+for them: see `Notes`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Recovery:
     resumed_at: float  # its successor had made progress
     redone: str = "nothing"  # the work that has to be done again
     trajectories: int = 0  # trajectories among that work: they are generated again
-    attempt: int = 1  # restarts of this role so far, this one among them
+    attempt: int = 1  # the number of this role's last restart, from 1
 
     @property
     def seconds(self) -> float:

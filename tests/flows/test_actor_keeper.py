@@ -124,9 +124,14 @@ class Worker:
 
 def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any]:
     """Keep a worker with these lives; returns what its run returned."""
-    (tmp_path / "lives").write_text(lives)
     config = RunConfig(recovery=RecoveryConfig(restarts=restarts, backoff_seconds=0.01))
     describe(open_store(str(tmp_path)), "kept", config)
+    return keep_on(tmp_path, lives)
+
+
+def keep_on(tmp_path: Path, lives: str) -> tuple[RunContext, Any]:
+    """The same of a run that is there already."""
+    (tmp_path / "lives").write_text(lives)
     context = RunContext(str(tmp_path), tmp_path / "cache")
     options = {"name": "worker", "lifetime": "detached", "get_if_exists": True, "max_concurrency": 4, "num_cpus": 0}
     watched = WatchedActor[RewardStatus](
@@ -171,6 +176,15 @@ def test_a_note_that_cannot_be_stored_costs_no_actor(tmp_path: Path, monkeypatch
 def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
     with pytest.raises(GaveUp, match=r"worker was started again 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
+
+
+def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path) -> None:
+    """As a stage's flow that is killed whenever its actor has come back."""
+    keep(tmp_path, "raise work", restarts=2)
+    keep_on(tmp_path, "raise work")
+    assert [one.attempt for one in RecoveryLog(open_store(str(tmp_path))).read()] == [1, 2]
+    with pytest.raises(GaveUp, match="worker was started again 2 times within 600 s"):
+        keep_on(tmp_path, "raise work")
 
 
 def test_what_a_person_must_mend_is_not_tried_again(tmp_path: Path) -> None:

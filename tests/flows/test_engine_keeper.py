@@ -139,7 +139,7 @@ def test_health_from_before_a_failure_tells_nothing(kept: Kept) -> None:
 
 
 def test_over_the_budget_the_reason_is_told_once(kept: Kept) -> None:
-    kept.engines._budget = Budget(RecoveryConfig(restarts=0))
+    kept.engines.restarts.budget = Budget(RecoveryConfig(restarts=0))
     actor = ray.get_actor(engine_name(1))
     die(actor)
     with pytest.raises(GaveUp) as caught:

@@ -122,7 +122,7 @@ def prefect(monkeypatch: pytest.MonkeyPatch) -> Prefect:
 
 def test_a_stage(context: RunContext, budget: Budget, days: Days, prefect: Prefect) -> None:
     kept = Stages(context, "a:1", print)
-    kept._budget = budget
+    kept.restarts.budget = budget
     stage = kept.all["train"]
     for _ in range(DAYS):
         with stages.api() as client:
@@ -159,7 +159,7 @@ def test_the_channel(context: RunContext, budget: Budget, days: Days, monkeypatc
     started = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
     kept = Stages(context, "a:1", print)
-    kept._budget = budget
+    kept.restarts.budget = budget
     monkeypatch.setattr(cluster, "actor", lambda *_: SimpleNamespace(ping=SimpleNamespace(remote=lambda *_: "asked")))
     monkeypatch.setattr(cluster, "done", lambda *_: True)
     answers: list[Callable[[], None]] = []
@@ -189,7 +189,7 @@ def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: 
 
     monkeypatch.setattr(ActorKeeper, "_watch", watch)
     keeper = ActorKeeper(context, WatchedActor[LearnerStatus]("learner", lambda: None, lambda _: ("", 0), 1.0), print)
-    keeper.budget = budget
+    keeper.restarts.budget = budget
     assert keeper.run() == "done"
 
 
@@ -197,7 +197,7 @@ def test_an_engine(context: RunContext, budget: Budget, days: Days, monkeypatch:
     monkeypatch.setattr(cluster, "gpus", lambda: 0.0)
     monkeypatch.setattr(engines, "start_engine", lambda *_: dies())
     kept = Engines(context, print)
-    kept._budget = budget
+    kept.restarts.budget = budget
     for _ in range(DAYS):
         kept.look(None, RolloutStatus())
         days.pass_one()
@@ -218,7 +218,7 @@ class Fragile:
 def test_a_service(budget: Budget, days: Days) -> None:
     service, recovered = Fragile(), list[Recovery]()
     services = ServiceKeeper("none", {SERVER: service}, RecoveryConfig())  # type: ignore[dict-item]
-    services._budget = budget
+    services.restarts.budget = budget
     for _ in range(DAYS):
         service.running = False
         services.look(recovered.append)

@@ -175,7 +175,7 @@ def test_a_stage_that_dies_once_a_day_gets_a_new_flow_run_each_time(
     name, now = f"d-{uuid.uuid4().hex[:6]}", [0.0]
     monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name)
     stages = Stages(run, "127.0.0.1:1", print)
-    stages._budget = Budget(run.config.recovery, lambda: now[0])
+    stages.restarts.budget = Budget(run.config.recovery, lambda: now[0])
     stage, seen = stages.all["train"], []
     with api() as client:
         client.create_deployment(flow_id=client.create_flow_from_name("train"), name=name)

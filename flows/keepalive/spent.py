@@ -1,0 +1,91 @@
+"""What a run's earlier keepers have spent of their budgets, as its journal of recoveries tells it.
+
+A keeper that is started again (its flow was killed, a supervisor took over) goes on with it. It is read in the
+background and waited for a moment at most, once: storage that does not answer holds up no restart, and until it does
+a keeper counts what it has seen itself.
+
+A restart is on record once its recovery is complete: who is killed with one under way takes that one along, and his
+own end counts for who keeps him. A recovery that took several restarts says when the first was; the others are taken
+to have been at its end, so that there are never more within the window than the budget allows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
+from rollflow.storage.objects.base import ObjectStore
+
+WAIT_SECONDS = 1.0  # for the journal, before the first restart
+AGAIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The restarts of one role: when, in seconds since the epoch, and the number of the last."""
+
+    times: tuple[float, ...] = ()
+    attempt: int = 0
+
+    def then(self, one: Recovery) -> Spent:
+        """With those of the recovery that followed. Where attempts were counted anew since, all of them are its own."""
+        count = one.attempt - self.attempt if one.attempt > self.attempt else one.attempt
+        return Spent((*self.times, one.noticed_at, *[one.resumed_at] * (count - 1)), one.attempt)
+
+
+def spent(recoveries: Iterable[Recovery], until: float) -> dict[str, Spent]:
+    """Restarts by role, of the recoveries (oldest first) that had begun by `until`."""
+    found: dict[str, Spent] = {}
+    for one in recoveries:
+        if one.noticed_at <= until:
+            found[one.role] = found.get(one.role, Spent()).then(one)
+    return found
+
+
+class Earlier:
+    """What was spent on a run before now; asked for by role, on `clock`."""
+
+    def __init__(
+        self,
+        run: ObjectStore,
+        window_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`run` may be one that waits long: nobody waits with it."""
+        self._window, self._wall, self._clock = window_seconds, wall, clock
+        self._began = wall()
+        self._found: dict[str, Spent] = {}
+        self._read, self._waited = threading.Event(), False
+        thread = threading.Thread(target=self._ask, args=(RecoveryLog(run),), name="spent earlier", daemon=True)
+        thread.start()
+
+    def times(self, role: str) -> list[float]:
+        """When the role was started again. A clock that has stepped by more than the window tells nothing."""
+        ages = [self._wall() - at for at in self._spent(role).times]
+        return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]
+
+    def attempt(self, role: str) -> int:
+        """How often the role had been started again."""
+        return self._spent(role).attempt
+
+    def _spent(self, role: str) -> Spent:
+        if not self._waited:
+            self._waited = True
+            self._read.wait(WAIT_SECONDS)
+        return self._found.get(role, Spent())
+
+    def _ask(self, recoveries: RecoveryLog) -> None:
+        while not self._read.is_set():
+            try:
+                self._found = spent(recoveries.read(), self._began)
+            except (Unreachable, OSError):
+                time.sleep(AGAIN_SECONDS)
+                continue
+            except RollflowError:
+                pass  # there is no reading it, now or later
+            self._read.set()

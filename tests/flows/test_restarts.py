@@ -1,0 +1,193 @@
+"""The one machine that says when what died is started again: any course of deaths, hangs, slow starts and takeovers."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.flows.keepalive import spent as spent_module
+from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, Budget, GaveUp, Restarts
+from rollflow.flows.keepalive.spent import Earlier, spent
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.tasks.config import RecoveryConfig
+from tests.support.waiting import until
+
+ROLE = "learner"
+LIMITS = RecoveryConfig(restarts=3, window_seconds=100.0, backoff_seconds=1.0)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["end", "look", "recover", "takeover"]), st.sampled_from([0.0, 0.5, 3.0, 20.0, 101.0])),
+    max_size=60,
+)
+
+
+def restarts_of(recovery: Recovery) -> int:
+    """How many it took."""
+    return len(recovery.reason.split("; then "))
+
+
+@dataclass
+class World:
+    """A role, its keepers one after another, and the clock of them all."""
+
+    now: float = 1_000_000.0
+    run: MemoryStore = field(default_factory=lambda: MemoryStore(uuid.uuid4().hex))
+    up: bool = True
+    progress: float = 0.0
+    ends: list[float] = field(default_factory=list)  # that were answered by a restart
+    counted: list[float] = field(default_factory=list)  # the same as the present keeper can know it
+    recoveries: list[Recovery] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.journal = RecoveryLog(self.run)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Another process keeps it from now on."""
+        earlier = Earlier(self.run, LIMITS.window_seconds, lambda: self.now, lambda: self.now)
+        self.counted = [
+            at
+            for one in self.recoveries
+            for at in (one.noticed_at, *[one.resumed_at] * (restarts_of(one) - 1))  # the others came until its end
+        ]
+        self.keeper = Restarts(Budget(LIMITS, lambda: self.now, earlier), lambda: self.now, lambda: self.now)
+
+    @property
+    def recent(self) -> int:
+        return sum(self.now - at < LIMITS.window_seconds for at in self.counted)
+
+    def end(self) -> None:
+        """It dies, hangs, or its successor does not start in time."""
+        left = LIMITS.restarts - self.recent
+        outage = self.keeper.down(ROLE, "gone", "a step", 2)
+        assert left > 0, "more restarts than the budget has"
+        assert sum(self.now - at < LIMITS.window_seconds for at in self.ends) < LIMITS.restarts
+        assert outage.pause == (2.0 ** (self.recent - 1) if self.recent else 0.0) <= LONGEST_PAUSE
+        assert self.keeper.may_start(ROLE) == (outage.pause == 0)
+        self.ends.append(self.now)
+        self.counted.append(self.now)
+        self.up = False
+
+    def recover(self) -> None:
+        """Its pause passes, it starts, and makes progress."""
+        if outage := self.keeper.outage(ROLE):
+            self.now = max(self.now, outage.due)
+        while not self.up:
+            self.look()
+
+    def look(self) -> None:
+        """What a keeper does now and then."""
+        outage = self.keeper.outage(ROLE)
+        if outage is None:
+            return
+        if outage.launched is None:
+            if self.keeper.may_start(ROLE):
+                self.keeper.launched(ROLE)
+            else:
+                assert self.now < outage.due <= self.now + LONGEST_PAUSE
+            return
+        recovery = self.keeper.seen(ROLE, self.progress)
+        self.progress += 1.0
+        if recovery:
+            self.up = True
+            self.recoveries.append(recovery)
+            self.journal.append(recovery)
+
+
+@settings(deadline=None, max_examples=150)
+@given(EVENTS)
+def test_any_course_of_ends_keeps_to_the_budget_and_leaves_one_record_for_each_recovery(
+    events: list[tuple[str, float]],
+) -> None:
+    world, episodes = World(), 0
+    for kind, passed in events:
+        world.now += passed
+        if kind == "end":
+            episodes += world.up
+            if world.recent == LIMITS.restarts:
+                with pytest.raises(GaveUp, match=r"learner was started again 3 times within 100 s .* once more: gone"):
+                    world.keeper.down(ROLE, "gone")
+                break
+            world.end()  # within the budget it is always started again
+        elif kind == "look":
+            world.look()
+        elif kind == "recover":
+            world.recover()
+        elif world.up:  # who is killed with an outage under way leaves no record of that one
+            world.take_over()
+    assert len(world.recoveries) in (episodes, episodes - 1)
+    assert world.recoveries == world.journal.read()
+    for one in world.recoveries:
+        assert one.noticed_at <= one.restored_at <= one.resumed_at
+        assert one.trajectories == 2 * restarts_of(one)
+        assert (one.redone, one.role) == ("a step", ROLE)
+
+
+def record(role: str, attempt: int, noticed: float, resumed: float) -> Recovery:
+    return Recovery(role, "gone", noticed, noticed, resumed, attempt=attempt)
+
+
+def test_what_was_spent_is_told_by_role_and_a_recovery_of_several_restarts_counts_them_all() -> None:
+    journal = [
+        record("engine-0", 4, 10.0, 20.0),
+        record("learner", 1, 900.0, 901.0),
+        record("engine-0", 7, 930.0, 940.0),  # three restarts, of which the first was at 930
+        record("learner", 2, 950.0, 951.0),
+        record("learner", 2, 960.0, 961.0),  # two, of a process that counted anew
+        record("learner", 3, 1001.0, 1002.0),  # its own
+    ]
+    found = spent(journal, until=1000.0)
+    assert found["learner"].times == (900.0, 950.0, 960.0, 961.0)
+    assert found["learner"].attempt == 2
+    assert found["engine-0"].times == (10.0, 20.0, 20.0, 20.0, 930.0, 940.0, 940.0)
+    assert found["engine-0"].attempt == 7
+    assert set(found) == {"learner", "engine-0"}
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_a_wall_clock_that_steps_takes_no_budget_away(step: float) -> None:
+    now = [5000.0]
+    run = MemoryStore(uuid.uuid4().hex)
+    for attempt in (1, 2, 3):
+        RecoveryLog(run).append(record(ROLE, attempt, 4990.0 + attempt, 4995.0))
+    earlier = Earlier(run, 100.0, lambda: 50.0, lambda: now[0])
+    assert sorted(earlier.times(ROLE)) == [41.0, 42.0, 43.0]
+    now[0] += step
+    assert earlier.times(ROLE) == []
+
+
+class Hanging(MemoryStore):
+    """Answers nobody until it is let go; then fails once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.go, self.failures = threading.Event(), 1
+
+    def exists(self, path: str) -> bool:
+        self.go.wait(60)
+        self.failures -= 1
+        if self.failures >= 0:
+            raise Unreachable("object storage did not answer")
+        return super().exists(path)
+
+
+def test_storage_that_is_away_holds_up_no_restart_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spent_module, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(spent_module, "AGAIN_SECONDS", 0.01)
+    run = Hanging(uuid.uuid4().hex)
+    RecoveryLog(MemoryStore(run.name)).append(record(ROLE, 1, 990.0, 991.0))
+    earlier = Earlier(run, 100.0, lambda: 1000.0, lambda: 1000.0)
+    budget = Budget(LIMITS, lambda: 1000.0, earlier)
+    assert budget.spend(ROLE, "gone") == 0.0  # from memory: nothing is known of what was before
+    assert not run.go.is_set()
+    run.go.set()
+    until(lambda: earlier.attempt(ROLE) == 1)
+    assert budget.spend(ROLE, "gone") == 2.0  # the third within the window
+    with pytest.raises(GaveUp):
+        budget.spend(ROLE, "gone")
