@@ -1,0 +1,66 @@
+"""What the supervisor shows of a run comes from what its actors say in types, never from their words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.flows.views.status import RunStatus, StageStatus, read_status
+from rollflow.flows.views.status_writer import StatusWriter
+from rollflow.storage.journal.usage import Usage
+from rollflow.storage.objects import open_store
+from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run_context import RunContext
+from tests.support.described import describe
+
+
+class Seen:
+    """Stages whose actors said this last."""
+
+    def __init__(self, rollout: RolloutStatus, learner: LearnerStatus) -> None:
+        self.rollout, self.learner, self.usage = rollout, learner, Usage()
+
+    def statuses(self) -> dict[str, StageStatus]:
+        return {"train": StageStatus("Running", self.learner.line, self.learner.idle)}
+
+
+class NoTracker:
+    """Takes everything."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: None
+
+
+def shown(folder: Path, rollout: RolloutStatus, learner: LearnerStatus) -> RunStatus:
+    """What stands in storage after the supervisor's first look at a run without a version."""
+    describe(open_store(str(folder)), "new", RunConfig(groups=4))
+    context = RunContext(str(folder), folder / "cache")
+    tracker: Any = NoTracker()
+    StatusWriter(context, Seen(rollout, learner), tracker).refresh()
+    status = read_status(context)
+    assert status is not None
+    return status
+
+
+@pytest.mark.parametrize(
+    ("learner", "phase"),
+    [
+        (LearnerStatus(), "starting"),
+        (LearnerStatus(phase=LearnerPhase.COLD_START, note="step 20"), "cold start"),
+        (LearnerStatus(phase=LearnerPhase.RESTORING, note="after a cold start: replaying version 1"), "starting"),
+    ],
+)
+def test_the_phase_is_what_the_learner_is_at_whatever_it_calls_it(
+    tmp_path: Path, learner: LearnerStatus, phase: str
+) -> None:
+    status = shown(tmp_path, RolloutStatus(), learner)
+    assert status.phase == phase
+    assert status.stages["train"].note == learner.note
+
+
+def test_groups_that_are_ready_count_with_those_of_batches_that_wait(tmp_path: Path) -> None:
+    status = shown(tmp_path, RolloutStatus(buffered=3, waiting=2, running=5), LearnerStatus())
+    assert (status.buffer_groups, status.in_flight_groups) == (3 + 2 * 4, 5)
