@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -33,4 +33,3 @@ class Counts:
     filtered: Counter[str] = field(default_factory=Counter)  # by what was wrong with the group
     held: Stopwatch = field(default_factory=Stopwatch)  # engines had free slots, and alpha allowed no more to start
     waited: Stopwatch = field(default_factory=Stopwatch)  # the learner was ready, and a full batch waited at the bound
-    recent_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=512))

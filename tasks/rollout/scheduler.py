@@ -221,7 +221,7 @@ class RolloutScheduler:
         else:
             self._filtered_in_a_row = 0
             self.buffer.add(self._ports.pack(group), rollout.number, awaited=rollout.awaited)
-            self._count(group)
+            self.counts.trajectories += len(group.trajectories)
 
     def _filtered(self, group: TrajectoryGroup, why: str) -> None:
         self.counts.filtered[why] += 1
@@ -303,7 +303,3 @@ class RolloutScheduler:
     def _too_slow(self) -> DiscardReason:
         """What a group is called that was left behind: by design, or by chance."""
         return DiscardReason.REDUNDANT if self.limits.extra_groups else DiscardReason.STALE
-
-    def _count(self, group: TrajectoryGroup) -> None:
-        self.counts.trajectories += len(group.trajectories)
-        self.counts.recent_rewards.extend(t.reward for t in group.trajectories)
