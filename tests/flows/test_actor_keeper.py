@@ -31,6 +31,7 @@ from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.batches import begin, train
 from tests.support.described import describe
+from tests.support.waiting import HANG_SECONDS
 
 
 def test_the_first_restart_is_at_once_then_pauses_double() -> None:
@@ -178,8 +179,9 @@ def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
         keep(tmp_path, "raise", restarts=2)
 
 
-def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path) -> None:
+def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stage's flow that is killed whenever its actor has come back."""
+    monkeypatch.setattr("rollflow.flows.keepalive.spent.WAIT_SECONDS", HANG_SECONDS)  # however busy the machine is
     keep(tmp_path, "raise work", restarts=2)
     keep_on(tmp_path, "raise work")
     assert [one.attempt for one in RecoveryLog(open_store(str(tmp_path))).read()] == [1, 2]

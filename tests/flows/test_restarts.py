@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,7 +18,7 @@ from rollflow.storage.errors import Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.config import RecoveryConfig
-from tests.support.waiting import until
+from tests.support.waiting import HANG_SECONDS, until
 
 ROLE = "learner"
 LIMITS = RecoveryConfig(restarts=3, window_seconds=100.0, backoff_seconds=1.0)
@@ -25,6 +26,14 @@ EVENTS = st.lists(
     st.tuples(st.sampled_from(["end", "look", "recover", "takeover"]), st.sampled_from([0.0, 0.5, 3.0, 20.0, 101.0])),
     max_size=60,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """However busy the machine is, what was spent earlier is known."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spent_module, "WAIT_SECONDS", HANG_SECONDS)
+        yield
 
 
 def restarts_of(recovery: Recovery) -> int:
