@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt
 from rollflow.flows.locations import await_run
 from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.engines import build_engine
+from rollflow.tasks.environments import build_environment
 from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_path, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
@@ -61,4 +62,5 @@ def evaluator(context: RunContext, pool: RewardPool) -> Evaluator:
         return (await pool.score([request]))[0]
 
     settings, longest = context.config.evaluation, context.config.engine.max_new_tokens
-    return Evaluator(context.prompts().held_out(), settings.samples, settings.temperature, longest, score)
+    held, environment = context.prompts().held_out(), build_environment(context.config.environment)
+    return Evaluator(held, settings.samples, settings.temperature, longest, score, environment)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from rollflow.tasks.engines.config import EngineBase, EngineConfig, TransformersEngineConfig, VllmEngineConfig
+from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
 from rollflow.tasks.learners.config import TrainConfig
 from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
@@ -93,6 +94,7 @@ class RunConfig(Section):
     prompts: tuple[PromptConfig, ...] = (ReasoningGymPrompts(family="basic_arithmetic", options=SUMS),)
     engine: EngineConfig = VllmEngineConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = SingleTurnEnvironment()
     reward: RewardConfig = ReasoningGymReward()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.environments import build_environment
+from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
 from rollflow.tasks.prompts.config import ImportPrompts
@@ -23,6 +25,8 @@ def check_own_parts(config: RunConfig) -> None:
         build_verifier(config.reward)
     if isinstance(config.train.objective, ImportObjective):
         build_objective(config.train.objective)
+    if isinstance(config.environment, ImportEnvironment):
+        build_environment(config.environment)
     for source in config.prompts:
         if isinstance(source, ImportPrompts):
             _check_source(source, config)

@@ -34,6 +34,7 @@ from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
+from rollflow.tasks.environments import build_environment
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.baselines import build_scheduler
 from rollflow.tasks.rollout.counts import Counts
@@ -180,20 +181,22 @@ class RolloutActor:
         """A scheduler that begins where the log says."""
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
-        ports = SchedulerPorts(self.prompts.prompt, self.reward.score, self._commit)
+        environment = build_environment(self.config.environment)
+        ports = SchedulerPorts(self.prompts.prompt, self.reward.score, self._commit, environment=environment)
         scheduler = build_scheduler(limits_of(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
         return scheduler
 
     def _evaluations(self) -> Evaluations:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
+        environment = build_environment(self.config.environment)
         held = self.prompts.held_out()
         means = Means(
             wanted=self.config.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
             engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._owned,
             fetch=self.feed.fetch_kept,
-            evaluator=Evaluator(held, settings.samples, settings.temperature, longest, self._judge),
+            evaluator=Evaluator(held, settings.samples, settings.temperature, longest, self._judge, environment),
             keep=lambda found: asyncio.to_thread(self._keep, found),
             slots=self.config.engine.slots,
             tries=max(1, self.config.recovery.restarts),

@@ -26,7 +26,10 @@ from rollflow.storage.errors import Corrupt, EngineFailed, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import Prompt
 from rollflow.tasks.engines.base import Engine, GenerationRequest
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.single_turn import SINGLE_TURN
+from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, Started
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -100,6 +103,7 @@ class Evaluator:
     temperature: float
     max_new_tokens: int
     score: Callable[[ScoreRequest], Awaitable[Score]]
+    environment: Environment = SINGLE_TURN
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
         """Ask every prompt; the caller keeps the engines at `version` meanwhile."""
@@ -117,15 +121,25 @@ class Evaluator:
     async def _one(
         self, proxy: InferenceProxy, version: int, prompt: Prompt, sample: int
     ) -> tuple[Score, tuple[int, ...]]:
-        request = GenerationRequest(
-            id=f"evaluation.{version}.{prompt.index}.{sample}",
-            prompt=prompt.tokens,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            seed=prompt.index * self.samples + sample,
-        )
-        made = (await proxy.generate(request)).generation
-        return await self.score(ScoreRequest(made.tokens, prompt.reference)), made.versions
+        async def ask(turn: Turn) -> Started:
+            request = GenerationRequest(
+                id=f"evaluation.{version}.{prompt.index}.{sample}" + (f".{turn.number}" if turn.number else ""),
+                prompt=turn.prompt,
+                max_new_tokens=turn.max_new_tokens,
+                temperature=self.temperature,
+                seed=prompt.index * self.samples + sample,
+            )
+            return await proxy.generate(request)
+
+        episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _wanted, self.score)
+        score = await episode.played(self.environment)
+        assert score is not None, "it is wanted"
+        return score, tuple(version for version in episode.versions if version >= 0)
+
+
+async def _wanted(_: PlayedEpisode) -> bool:
+    """Every episode of an evaluation is."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """One dispatch under way: from a prompt to a scored group, or to the reason why there is none.
 
     prompt --> G (+ extra) x ( queue --> engine --> verifier )  --> TrajectoryGroup
-                                                           `------> Discard: it was given up
+               = an episode, led by the environment         `-----> Discard: it was given up
 
-- Its responses are requests of their own; a reward starts as soon as its response ends.
+- Its episodes run on their own; a reward starts as soon as its response ends.
 - A request that no engine was left for is sent again, with its seed; what the others have is kept meanwhile.
 - Of responses beyond G the first G to end are kept, the others are aborted; their tokens are counted.
 - `give_up` aborts what still runs. The dispatch ends as a discard, with all tokens that were made for it.
@@ -21,7 +21,10 @@ from typing import TypeVar
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
-from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.single_turn import SINGLE_TURN
+from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Reservation, Started
 from rollflow.tasks.verifiers.base import Score
@@ -40,6 +43,7 @@ class GroupPorts:
     score: Callable[[ScoreRequest], Awaitable[Score]]
     generated: Callable[[int], Awaitable[None]]  # tokens
     started: Callable[[GroupRollout, int | None], None]  # its oldest start is known or has changed; with the former
+    environment: Environment = SINGLE_TURN
 
 
 @dataclass(eq=False)
@@ -55,6 +59,7 @@ class GroupRollout:
     _reason: DiscardReason | None = None
     _within: Reservation | None = None
     _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
+    _turns: Counter[int] = field(default_factory=Counter)  # sample -> the turn of its episode
     _tries: Counter[int] = field(default_factory=Counter)  # sample, or WHOLE -> times it failed
     _oldest: int | None = None
     _ended: int = 0  # responses that ended by themselves
@@ -79,8 +84,9 @@ class GroupRollout:
         await self.ports.proxy.abort([self._id(sample) for sample in range(self.responses)])
 
     def _id(self, sample: int) -> str:
-        """Another one for each try: an engine may still know the one before."""
-        return f"{self.key.prompt}.{self.key.attempt}.{sample}" + "'" * self._tries[sample]
+        """Another one for each turn and try: an engine may still know the one before."""
+        turn = f".{self._turns[sample]}" if self._turns[sample] else ""
+        return f"{self.key.prompt}.{self.key.attempt}.{sample}{turn}" + "'" * self._tries[sample]
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
         """Generate and score until there are G trajectories, or none are wanted any more.
@@ -109,48 +115,32 @@ class GroupRollout:
             self._within.release()
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
-        """One response and its reward; None if it is not among those that are kept."""
-        clock = asyncio.get_running_loop().time
+        """One episode to its reward; None if it is not among those that are kept."""
         if self._reason is not None:
             return None
-        began = clock()
-        started = await self._response(prompt, sample)
-        if started is None:
+        ask = functools.partial(self._generation, sample)
+        episode = PlayedEpisode(prompt, self.ports.limits.max_new_tokens, ask, self._closed, self.ports.score)
+        score = await episode.played(self.ports.environment)
+        if score is None:
             return None
-        made, generated = started.generation, clock()
-        self.unanswered -= 1
-        if self.unanswered == 0:
-            self._release()
-        await self.ports.generated(len(made.tokens))
-        if not await self._is_kept(made):
-            return None
-        score = await self.ports.score(ScoreRequest(made.tokens, prompt.reference))
-        given = len(prompt.tokens)
-        return Trajectory(
-            sample=sample,
-            started_version=self._age(started),
-            tokens=prompt.tokens + made.tokens,
-            loss_mask=(False,) * given + (True,) * len(made.tokens),
-            logprobs=(0.0,) * given + made.logprobs,
-            versions=(-1,) * given + made.versions,
-            reward=score.reward,
-            reason=score.reason,
-            ending=Ending(made.ending),
-            generation_seconds=generated - began,
-            reward_seconds=clock() - generated,
-        )
+        return episode.trajectory(sample, episode.started_version(self.ports.limits.staleness), score)
 
-    async def _response(self, prompt: Prompt, sample: int) -> Started | None:
+    async def _generation(self, sample: int, turn: Turn) -> Started | None:
+        """One generation of an episode. Its age is that of the first: the others' starts are nobody's concern."""
         limits = self.ports.limits
-        asked = RequestOptions(self.key.prompt, self.key, functools.partial(self._note_start, sample), self._within)
+        if turn.number and self._ended == limits.group_size:
+            return None  # it had no request that could be aborted: it was between two
+        on_start = None if turn.number else functools.partial(self._note_start, sample)
+        asked = RequestOptions(self.key.prompt, self.key, on_start, self._within)
+        self._turns[sample] = turn.number
 
         def generate() -> Awaitable[Started]:
             request = GenerationRequest(
                 id=self._id(sample),
-                prompt=prompt.tokens,
-                max_new_tokens=limits.max_new_tokens,
+                prompt=turn.prompt,
+                max_new_tokens=turn.max_new_tokens,
                 temperature=limits.temperature,
-                seed=sample_seed(limits.seed, self.key.prompt, sample),
+                seed=sample_seed(limits.seed, self.key.prompt, sample, turn.number),
             )
             return self.ports.proxy.generate(request, asked)
 
@@ -173,25 +163,27 @@ class GroupRollout:
         if former != self._oldest:
             self.ports.started(self, former)
 
-    async def _is_kept(self, made: Generation) -> bool:
+    async def _closed(self, episode: PlayedEpisode) -> bool:
+        """All of an episode is generated; whether it is kept."""
+        self.unanswered -= 1
+        if self.unanswered == 0:
+            self._release()
+        await self.ports.generated(episode.generated)
+        return await self._is_kept(episode)
+
+    async def _is_kept(self, episode: PlayedEpisode) -> bool:
         """Count a response; the G-th that ends makes the others surplus."""
-        self._tokens += len(made.tokens)
-        if made.ending is Ending.ABORTED or self._ended == self.ports.limits.group_size:
-            self._surplus += len(made.tokens)
+        self._tokens += episode.generated
+        if episode.ending is Ending.ABORTED or self._ended == self.ports.limits.group_size:
+            self._surplus += episode.generated
             return False
         self._ended += 1
         if self._ended == self.ports.limits.group_size < self.responses:
             await self._abort()
         return self._reason is None
 
-    def _age(self, started: Started) -> int:
-        """The version a response's staleness counts from."""
-        if self.ports.limits.staleness == "oldest-token":
-            return min(started.generation.versions, default=started.version)
-        return started.version
 
-
-def sample_seed(seed: int, prompt: int, sample: int) -> int:
-    """A 63-bit seed for one response. Every attempt has the same: a prompt that was too slow must not draw shorter."""
-    text = f"{seed}:{prompt}:{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0) -> int:
+    """A 63-bit seed for one generation. Every attempt has the same: what was too slow must not draw shorter."""
+    text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

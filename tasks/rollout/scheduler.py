@@ -32,6 +32,8 @@ from rollflow.storage.errors import RollflowError
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout import admission
 from rollflow.tasks.rollout.admission import Due, Room, Supply
 from rollflow.tasks.rollout.buffer import TrajectoryBuffer
@@ -72,7 +74,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPorts:
-    """What the scheduler calls: prompts, the verifier, the durable commit with the channel behind it.
+    """What the scheduler calls: prompts, the environment, the verifier, the durable commit with the channel behind it.
 
     `pack` gets a group ready for its batch as soon as it is complete; a simulation has nothing to write.
     """
@@ -81,6 +83,7 @@ class SchedulerPorts:
     score: Callable[[ScoreRequest], Awaitable[Score]]
     commit: Callable[[StagedBatch], Awaitable[None]]
     pack: Callable[[TrajectoryGroup], TrajectoryGroup] = packed
+    environment: Environment = SINGLE_TURN
 
 
 class RolloutScheduler:
@@ -97,7 +100,7 @@ class RolloutScheduler:
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
         self._starts = Starts()
         self._formation = Formation(limits, self.buffer, self._starts)
-        self._group_ports = GroupPorts(limits, proxy, ports.score, self._generated, self._started)
+        self._group_ports = GroupPorts(limits, proxy, ports.score, self._generated, self._started, ports.environment)
         self._running: dict[GroupKey, GroupRollout] = {}  # in the order they were started
         self._issued = 0
         self._left_behind: set[GroupRollout] = set()  # of the running ones: they were given up

@@ -25,6 +25,8 @@ from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.baselines import build_scheduler
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.config import RolloutConfig, Routing
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
@@ -88,6 +90,7 @@ class Pipeline:
     scheduler_type: Callable[..., RolloutScheduler] = build_scheduler
     choices: Mapping[str, Any] = field(default_factory=dict)  # of the `RolloutLimits`
     routing: Routing = "least-work"
+    environment: Environment = SINGLE_TURN
     evaluating: Callable[[Pipeline], Evaluations] | None = None
     scheduler: RolloutScheduler = field(init=False)
 
@@ -171,7 +174,7 @@ class Pipeline:
             shares=self.shares,
             **self.choices,
         )
-        ports = SchedulerPorts(self._prompt, self._score, self._commit)
+        ports = SchedulerPorts(self._prompt, self._score, self._commit, environment=self.environment)
         return self.scheduler_type(limits, ports, self.proxy, self._beginning())
 
     def _prompt(self, index: int) -> Prompt:

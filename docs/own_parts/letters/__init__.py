@@ -1,1 +1,1 @@
-"""Counting letters: a verifier, prompts and an objective of your own."""
+"""Counting letters: prompts, a verifier, an objective and an environment of your own."""

@@ -1,0 +1,34 @@
+"""An environment of your own: a class that derives from `Environment`, made with its options."""
+
+from __future__ import annotations
+
+import math
+
+from rollflow.storage.errors import RollflowError
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.imports import imported_class, made
+from rollflow.tasks.verifiers.base import Score
+
+KEY = "environment"
+
+
+class ImportedEnvironment(Environment):
+    """The one that `environment.path` names. What it raises is its episode's reason, and the end of no other."""
+
+    def __init__(self, config: ImportEnvironment) -> None:
+        """ConfigError: there is no such class, or it takes other options."""
+        own = imported_class(KEY, config, Environment)  # type: ignore[type-abstract]
+        self._own: Environment = made(KEY, config, lambda: own(**config.options))
+
+    async def play(self, episode: Episode) -> Score | None:
+        """See `Environment`."""
+        try:
+            score = await self._own.play(episode)
+            if score is not None and not math.isfinite(score.reward):
+                raise ValueError(f"its reward is {score.reward}")
+        except RollflowError:  # the run's own: an engine that failed
+            raise
+        except Exception as error:  # noqa: BLE001 - an environment may be foreign code
+            return Score(0.0, f"environment failed: {type(error).__name__}: {error}"[:200])
+        return score

@@ -1,0 +1,232 @@
+"""What every environment guarantees, on each kind. A new one is one line in CASES."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
+from rollflow.storage.log.audit import audit
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import Ending, Prompt, Trajectory
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.environments import build_environment
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
+from rollflow.tasks.verifiers.base import Score
+from tests.support.own_parts import FOLDER, put_in_reach
+from tests.support.pipeline import Pipeline
+from tests.tasks.test_scheduler import trained
+
+CASES: dict[str, EnvironmentConfig] = {
+    "single-turn": SingleTurnEnvironment(),
+    "import": ImportEnvironment(path="letters.environments:SecondThought", options={"hint": [32, 33]}),
+}
+PROMPT = Prompt("p", 0, "test", "How many?", (1, 2, 3), {"answer": "1"})
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    put_in_reach(monkeypatch, FOLDER)
+    return build_environment(request.param)
+
+
+@dataclass
+class Scripted:
+    """An `Episode` that is over after `turns` generations, with all that was asked of it."""
+
+    turns: int = 100
+    longest: int = 40
+    prompt: Prompt = PROMPT
+    response: tuple[int, ...] = ()
+    asked: list[str] = field(default_factory=list)
+
+    @property
+    def room(self) -> int:
+        return self.longest - len(self.response)
+
+    async def generate(self) -> Generation | None:
+        self.asked.append("generate")
+        await asyncio.sleep(0)
+        if self.asked.count("generate") > self.turns or self.room <= 0:
+            return None
+        tokens = tuple(range(100, 100 + min(5, self.room)))
+        self.response += tokens
+        return Generation("", tokens, (-1.0,) * len(tokens), (0,) * len(tokens), Ending.STOP)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        assert len(tokens) <= self.room
+        self.asked.append("add")
+        self.response += tuple(tokens)
+
+    async def judge(self, tokens: Sequence[int]) -> Score | None:
+        self.asked.append("judge")
+        return Score(float(sum(tokens) % 7), "judged")
+
+
+def test_there_is_a_case_for_every_kind() -> None:
+    kinds = EnvironmentConfig.__origin__.__args__  # type: ignore[attr-defined]
+    assert {type(config) for config in CASES.values()} == set(kinds)
+
+
+async def test_an_episode_has_a_generation_and_ends_with_a_finite_reward(environment: Environment) -> None:
+    episode = Scripted()
+    score = await environment.play(episode)
+    assert score is not None
+    assert math.isfinite(score.reward)
+    assert score.reason
+    assert "generate" in episode.asked
+
+
+@pytest.mark.parametrize("turns", range(3))
+async def test_one_that_is_over_is_left_at_once(environment: Environment, turns: int) -> None:
+    episode = Scripted(turns=turns)
+    score = await environment.play(episode)
+    if episode.asked.count("generate") > turns:
+        assert episode.asked[-1] == "generate"
+        assert score is None
+
+
+@pytest.mark.parametrize("longest", range(1, 12))
+async def test_no_response_is_too_short_for_it(environment: Environment, longest: int) -> None:
+    episode = Scripted(longest=longest)
+    assert await environment.play(episode) is not None
+    assert len(episode.response) <= longest
+
+
+async def test_episodes_that_are_played_together_are_those_that_are_played_alone(environment: Environment) -> None:
+    async def played(longest: int) -> tuple[Score | None, tuple[int, ...], list[str]]:
+        episode = Scripted(longest=longest)
+        return await environment.play(episode), episode.response, episode.asked
+
+    alone = [await played(longest) for longest in range(1, 30)]
+    assert await asyncio.gather(*(played(longest) for longest in range(1, 30))) == alone
+
+
+def test_a_run_that_it_leads_audits_clean(environment: Environment) -> None:
+    pipeline = Pipeline(MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment)
+    run_virtual(pipeline.run())
+    report = audit(pipeline.store)
+    assert report.clean, report.violations
+    assert report.versions == 4
+
+
+# --- several turns, by hand --------------------------------------------------------------------------------
+
+
+class Turns(Environment):
+    """As many answers as there is room for, with a word of its own between them."""
+
+    def __init__(self, most: int = 3) -> None:
+        self.most = most
+
+    async def play(self, episode: Episode) -> Score | None:
+        for turn in range(self.most):
+            if turn and episode.room > 2:
+                episode.add((7, 8))
+            made = await episode.generate()
+            if made is None:
+                return None
+        return Score(1.0, "it kept on")
+
+
+def trajectories(pipeline: Pipeline) -> list[Trajectory]:
+    """All that was trained on."""
+    groups = [group for _, batch in trained(pipeline.store) for group in batch.groups()]
+    return [one for group in groups for one in group.trajectories]
+
+
+def test_what_an_environment_adds_is_nobodys_token_and_the_rest_is_the_policys() -> None:
+    pipeline = Pipeline(MemoryStore("turns"), versions=3, async_ratio=1.0, environment=Turns())
+    run_virtual(pipeline.run())
+    assert audit(pipeline.store).clean
+    several = 0
+    for one in trajectories(pipeline):
+        given = one.loss_mask.index(True)
+        added = [at for at in range(given, len(one.tokens)) if not one.loss_mask[at]]
+        assert [one.tokens[at] for at in added] == [7, 8] * (len(added) // 2)
+        assert all(one.versions[at] == -1 and one.logprobs[at] == 0.0 for at in added)
+        assert all(
+            version >= one.started_version for version, mine in zip(one.versions, one.loss_mask, strict=True) if mine
+        )
+        assert len(one.tokens) - given <= 64
+        several += bool(added)
+    assert several
+
+
+def test_a_turn_is_drawn_anew_and_goes_on_where_the_one_before_ended() -> None:
+    """The same seed for each would say the same again."""
+    pipeline = Pipeline(MemoryStore("seeds"), versions=1, environment=Turns(2), sigma=0.0)
+    run_virtual(pipeline.run())
+    for one in trajectories(pipeline):
+        response = one.tokens[one.loss_mask.index(True) :]
+        assert response[16:18] == (7, 8)
+        assert response[:16] != response[18:34]
+
+
+def test_a_group_that_has_enough_lets_the_others_turns_go() -> None:
+    """They are counted as surplus, as if a request of theirs had been aborted."""
+    choices = {"extra_responses": 2, "at_bound": "drop"}
+    pipeline = Pipeline(MemoryStore("extra"), versions=4, environment=Turns(3), choices=choices)
+    run_virtual(pipeline.run())
+    assert audit(pipeline.store).clean
+    assert pipeline.scheduler.counts.surplus_tokens > 0
+    assert len(trajectories(pipeline)) == 4 * pipeline.groups * pipeline.group_size
+
+
+class Odd(Environment):
+    """It goes wrong as it is told to."""
+
+    def __init__(self, wrong: str) -> None:
+        self.wrong = wrong
+
+    async def play(self, episode: Episode) -> Score | None:
+        if self.wrong == "silent":
+            return Score(1.0, "without a word")
+        await episode.generate()
+        if self.wrong == "error":
+            raise LookupError("no such room")
+        if self.wrong == "full":
+            episode.add((1,) * 65)
+        if self.wrong == "engine":
+            raise EngineFailed("none is left")
+        return Score(math.nan, "?") if self.wrong == "nan" else None
+
+
+def own(wrong: str) -> Environment:
+    return build_environment(ImportEnvironment(path=f"{__name__}:Odd", options={"wrong": wrong}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("error", "environment failed: LookupError: no such room"),
+        ("full", "environment failed: ValueError: 65 tokens are more than the response has room for"),
+        ("nan", "environment failed: ValueError: its reward is nan"),
+        ("nothing", "the episode ended without a reward"),
+    ],
+)
+def test_what_goes_wrong_in_an_episode_is_its_reason(wrong: str, reason: str) -> None:
+    pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))
+    run_virtual(pipeline.run())
+    assert {one.reward for one in trajectories(pipeline)} == {0.0}
+    assert all(one.reason.startswith(reason) for one in trajectories(pipeline))
+
+
+@pytest.mark.parametrize(("wrong", "words"), [("silent", "without a generation"), ("engine", "none is left")])
+def test_what_no_episode_can_go_on_with_ends_the_run(wrong: str, words: str) -> None:
+    pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))
+    with pytest.raises(BaseExceptionGroup) as ended:
+        run_virtual(pipeline.run())
+    _, others = ended.value.split(lambda error: isinstance(error, RollflowError) and words in str(error))
+    assert others is None
+
+
+def test_a_class_that_is_no_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it is no class that derives from rollflow's Environment"):
+        build_environment(ImportEnvironment(path=f"{__name__}:Scripted"))
