@@ -9,8 +9,9 @@ from rollflow.tasks.verifiers.base import Score
 
 
 def near(response: str, reference: Mapping[str, Any], *, width: int = 1) -> Score:
-    """1 for the right number, falling to 0 where it is more than `width` off; what is no number gets 0."""
+    """1 for the right number, falling to 0.1 where it is more than `width` off; else 0.1 times its share of digits."""
     if not response.isdecimal():
-        return Score(0.0, "not a number")
-    off = abs(int(response) - int(reference["answer"]))
-    return Score(max(0.0, 1.0 - off / (width + 1)), "right" if off == 0 else f"{off} off")
+        digits = sum(character.isdecimal() for character in response)
+        return Score(0.1 * digits / max(len(response), 1), "not a number")
+    off = abs(int(response[:9]) - int(reference["answer"]))
+    return Score(max(0.1, 1.0 - off / (width + 1)), "right" if off == 0 else f"{off} off")
