@@ -7,11 +7,13 @@ import argparse
 from rollflow.flows.commands import run
 from rollflow.flows.locations import find_run
 from rollflow.flows.session import check_addresses
+from rollflow.tasks.own_parts import check_own_parts
 
 
 def command(options: argparse.Namespace) -> int:
     """See the run to its end, from where its storage says it is."""
     context = find_run(options.run, options.store)
     check_addresses(context.config, context.uri)
+    check_own_parts(context.config)
     context.prompts()  # what it asks must be what it asked
     return run.drive(context)

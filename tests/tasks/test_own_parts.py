@@ -6,6 +6,7 @@ The policy is random, the engine is timed, and versions are made in turns, in th
 from __future__ import annotations
 
 import asyncio
+import sys
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -152,6 +153,19 @@ def test_a_run_goes_through_each_of_its_parts(tmp_path: Path) -> None:
         assert row["tokens"][between] == 32
     first, last = (context.weights(version) for version in (0, VERSIONS))
     assert {file.read_bytes() for file in first.iterdir()} != {file.read_bytes() for file in last.iterdir()}
+
+
+def test_a_run_is_not_resumed_where_its_parts_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.flows.commands.run.drive", lambda context: 0)
+    prepare(parse(small(tmp_path)), "letters")
+    assert main(["resume", "letters"]) == 0
+    for name in [name for name in sys.modules if name.partition(".")[0] == "letters"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(FOLDER)])
+    assert main(["resume", "letters"]) == 2
+    assert "rollflow: reward.path = 'letters.rewards:near': there is no module letters" in capsys.readouterr().err
 
 
 def test_a_run_whose_source_asks_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
