@@ -36,7 +36,7 @@ from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.rollout.baselines import build_scheduler
+from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.counts import Counts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,

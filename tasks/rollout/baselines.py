@@ -1,4 +1,4 @@
-"""What asynchronous rollout is measured against, and who chooses it. None of it is in the way of what is used."""
+"""What asynchronous rollout is measured against. None of it is in the way of what is used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import math
 from dataclasses import replace
 
 from rollflow.tasks.rollout.admission import Supply
-from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.scheduler import RolloutScheduler
 
 
 class BatchScheduler(RolloutScheduler):
@@ -36,11 +34,3 @@ class BatchScheduler(RolloutScheduler):
         super()._freed(responses)
         if self._generating == 0:
             self._generated_all.set()
-
-
-def build_scheduler(
-    limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
-) -> RolloutScheduler:
-    """The scheduler that `rollout.mode` names."""
-    kind = BatchScheduler if limits.mode == "batch" else RolloutScheduler
-    return kind(limits, ports, proxy, resume)

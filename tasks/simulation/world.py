@@ -32,7 +32,7 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine, Usage
-from rollflow.tasks.rollout.baselines import build_scheduler
+from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts

@@ -24,9 +24,9 @@ from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.baselines import build_scheduler
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
+from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.config import RolloutConfig, Routing
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits

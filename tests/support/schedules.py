@@ -21,7 +21,7 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.baselines import build_scheduler
+from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.config import FilterConfig, Routing
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
