@@ -2,9 +2,9 @@
 
     restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> lease ...
 
-It begins from storage alone: by restoring the newest published version, or by making version 0. What it publishes
-is committed together with the batch it consumed; once another learner has claimed the run, it is `Deposed` and stops. A
-batch that is not what was committed is voided and waited for anew, never trained on.
+It begins from storage alone: it restores the newest published version, or makes version 0. A version is committed
+together with the batch it was trained on. Once another learner has claimed the run, this one is `Deposed` and stops. A
+batch that is not what was committed is voided and formed anew, never trained on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
 UNSAFE = re.compile(r"[^\w.-]")  # in the name of a metric
-MAKINGS = 8  # of one batch that may turn out damaged before the store is to blame
+MAKINGS = 8  # times that one batch may turn out damaged before the store is to blame
 CALLS = 32  # at a time: `run` of the stage's flow and of dead ones before it, `status` of whoever looks
 
 
@@ -84,7 +84,9 @@ class LearnerActor:
     learner: TorchLearner
 
     def __init__(self, context: RunContext, address: str = "", channel: BatchFeed | None = None) -> None:
-        """Reads nothing: while storage is waited for, `status` says so. `address`: of the cluster it is on."""
+        """Reads nothing, so that `status` can tell while storage is waited for. `address` is that of the actor's
+        cluster.
+        """
         self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
         self.version = -1
@@ -115,7 +117,7 @@ class LearnerActor:
         )
 
     def run(self) -> int:
-        """Train up to the last version; returns it. A second call joins the first and ends as it does."""
+        """Train up to the last version; returns it. A second call joins the first and ends with it."""
         with self._starting:
             if self._work is None:
                 self._work = self._worker.submit(self._train_all)
@@ -184,7 +186,9 @@ class LearnerActor:
         cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
 
     def _keep_weights(self) -> None:
-        """The cold start's result completes the run's policy folder: it can be the `policy.path` of another run."""
+        """Complete the run's policy folder with the result of the cold start, so that it can be the `policy.path` of
+        another run.
+        """
         for name, data in self.learner.weights().items():
             self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
 
@@ -212,14 +216,16 @@ class LearnerActor:
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times: {reason}; check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Batch `number`; waits as long as the rollout stage is given for progress, and for storage besides."""
+        """Batch `number`; waits as long as the rollout stage may take to make progress, plus the time that storage is
+        away.
+        """
         patience, waited, why = self.config.rollout.patience_seconds, 0.0, ""
         while waited < patience:
             try:
                 return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
-            self.writer.check()  # returns once storage answers: that time is nobody's
+            self.writer.check()  # returns once storage answers: the deadline does not count that time
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
@@ -259,7 +265,7 @@ class LearnerActor:
         self.trained += 1
 
     def _prune(self) -> None:
-        """What retention releases; what a failure leaves of it is for the next time, or for `rollflow gc`."""
+        """Prune what retention releases; what a failure leaves is removed the next time, or by `rollflow gc`."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 

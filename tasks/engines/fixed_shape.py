@@ -61,7 +61,7 @@ class Row:
         return self.fed < len(self.request.prompt) or self.pending > 1
 
     def take(self, token: int, logprob: float, version: int) -> int:
-        """The next token: the prefix's while it lasts, then this one. `versions` grows last."""
+        """Take the next token: that of the prefix while it lasts, then this one. `versions` grows last."""
         position, prefix = len(self.versions), self.request.prefix
         if position < len(prefix):
             token, logprob, version = prefix.tokens[position], prefix.logprobs[position], prefix.versions[position]
@@ -77,13 +77,13 @@ class Row:
             self.take(0, 0.0, 0)
 
     def said(self, count: int) -> Partial:
-        """Its first `count` tokens."""
+        """The row's first `count` tokens."""
         start = len(self.request.prompt)
         known = self.known[start : start + count]
         return Partial(tuple(known), tuple(self.logprobs[:count]), tuple(self.versions[:count]))
 
     def progress(self) -> Partial:
-        """What there is but for the newest token, which may be the last. For any thread: the lists only grow."""
+        """All tokens but the newest, which may be the last. Any thread may ask: the lists only grow."""
         return self.said(max(0, len(self.versions) - 1))
 
     def generation(self, ending: Ending) -> Generation:
@@ -107,7 +107,7 @@ class Group:
 
 
 class Writes:
-    """What the model takes for its cache: stores new keys and values, and shows it the rows it is to attend to."""
+    """The model takes this for its cache: it stores new keys and values, and shows the rows to attend to."""
 
     def __init__(self, group: Group, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
         """Rows `into` get the first N of the new states; `read` are the rows attended to (None: all R)."""
@@ -290,7 +290,7 @@ class FixedShapeSampler:
 
 
 class _DecodeWrites(Writes):
-    """One new key per row: new states are those of all R rows, of which some are stored."""
+    """One new key per row: the new states are those of all R rows; some of them are stored."""
 
     def __init__(self, group: Group, into_N: Tensor, positions_N1: Tensor) -> None:
         super().__init__(group, into_N, positions_N1[:, 0], None)

@@ -2,9 +2,9 @@
 
     length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
 
-with two standard normal numbers, one drawn from the prompt's tokens and one from the request's seed: responses to one
-prompt have the correlation rho (of z; of the log-lengths, where they are lognormal). The quantile is lognormal around
-a median, or that of measured lengths.
+with two standard normal numbers, one drawn from the prompt's tokens and one from the request's seed. So responses to
+one prompt have the correlation rho (of z, which is that of the log-lengths if they are lognormal). The quantile is
+lognormal around a median, or that of measured lengths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How busy an engine is; every change is told, so that nothing has to look at the clock in between."""
+"""How busy an engine is. The engine reports every change, so nothing has to look at the clock in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineStats:
 
 
 class Meter:
-    """Adds up `EngineStats`; told of every change."""
+    """Adds up `EngineStats` from the changes that the engine reports."""
 
     def __init__(self) -> None:
         self._running = 0

@@ -1,4 +1,4 @@
-"""A latency model in place of a language model: what schedulers see of an engine, without the arithmetic.
+"""A latency model in place of a language model: a scheduler sees an engine, and nothing is computed.
 
 Guarantees, beyond the contract in `base`:
 
@@ -6,20 +6,21 @@ Guarantees, beyond the contract in `base`:
 - Time passes only through the event loop's own clock, so the engine runs under a virtual-time loop as it is.
 - One timer per engine, none per token; an event costs O(log n) with n requests running, an update O(1).
 
-All running requests share the engine: with n of them, and t tokens resident in its KV cache, each goes at
-`speed / (1 + slowing * (n - 1) + reading * t)`. So one number, the *work* (seconds at full speed) that a request that
-runs since the beginning would have had, tells of all of them: a request that needs w ends when the work has grown by w,
-and the one that ends next stands at the top of a heap. Between two events n is constant and t a straight line in the
-work, so time is a parabola in it: exact, with nothing to do in between.
+All running requests share the engine: with n of them, and t tokens resident in its KV cache, each goes at `speed / (1 +
+slowing * (n - 1) + reading * t)`. So one number is enough for all of them: the *work* (seconds at full speed) of a
+request that has run since the beginning. A request that needs w ends when the work has grown by w. The one that ends
+next stands at the top of a heap. Between two events n is constant and t is a straight line in the work, so time is a
+parabola in it: exact, with nothing to do in between.
 
-Where `kv_tokens` is a bound, requests start while their tokens fit, with a block to spare for each; when the cache is
-full the one that started last makes room: it goes to the head of the queue with the tokens it has (vLLM's preemption).
+With `kv_tokens`, requests start while their tokens fit, with a spare block for each. When the cache is full, the
+request that started last makes room: it goes to the head of the queue with the tokens it has (vLLM's preemption).
 
-An update in the middle of a response costs it `prefill_seconds` again, as an engine that recomputes its attention state
-would; that is the work set back once, for all. `prefill_seconds_per_token` is by length: the whole engine is held up
-for every token that comes into the cache without being sampled there (a prompt, a prefix, all of it after an update).
+An update in the middle of a response costs it `prefill_seconds` again, like an engine that recomputes its attention
+state. So an update sets the work back once, for all requests. `prefill_seconds_per_token` is by length: the whole
+engine is held up for every token that comes into the cache without being sampled there (a prompt, a prefix, everything
+after an update).
 
-With a `grain` g one simulated token stands for g real ones: lengths, work and time are those of the real tokens, only
+With a `grain` g one simulated token stands for g real ones. Lengths, work and time are those of the real tokens; only
 the tuples are shorter.
 """
 
@@ -49,7 +50,7 @@ TOKEN_SLACK = 1e-6  # of a token: a sum of rounded times is not exact
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """One request under way: what it will say, and where the engine's work stands when it has said it."""
+    """One running request: its tokens to come, and the engine's work at which it has made them all."""
 
     request: GenerationRequest
     tokens: tuple[int, ...]
@@ -108,7 +109,7 @@ class TimedEngine:
 
     @property
     def usage(self) -> Usage:
-        """What it has done up to now."""
+        """What the engine has done up to now."""
         self._advance()
         return self._usage
 
@@ -178,7 +179,7 @@ class TimedEngine:
         self.kill("the timed engine is closed")
 
     def kill(self, why: str = "the timed engine was killed") -> None:
-        """Die as a process would: every call, also the waiting ones, raises `EngineFailed`. For fault tests."""
+        """Die as a process would: every call raises `EngineFailed`, also those that wait. For fault tests."""
         if self._dead is not None:
             return
         self._advance()
@@ -201,7 +202,7 @@ class TimedEngine:
         return {id: self._spoken(run).after(since) for id, run, since in found if run is not None}
 
     def _run(self, request: GenerationRequest) -> _Run:
-        """What will be said (bytes), and the work it takes; a prefix is said already."""
+        """The tokens that the response will have (bytes), and the work they take; a prefix is there already."""
         config = self._config
         draw = random.Random(request.id if request.seed is None else request.seed)
         wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.grain
@@ -234,7 +235,7 @@ class TimedEngine:
 
     @property
     def _bend(self) -> float:
-        """Half of what the load grows by with each second's work."""
+        """Half of what the load grows by with each second of work."""
         reading = self._config.reading
         return 0.5 * reading * self._active * self._growth if reading else 0.0
 
@@ -254,8 +255,8 @@ class TimedEngine:
             self._work += self._work_in(passed * self._config.speed)
 
     def _pace(self) -> None:
-        """Wake up when the next response ends or the cache is full, or before: a timer that fires too early sets the
-        next one."""
+        """Set a timer for the moment when the next response ends or the cache is full. One that fires too early sets
+        the next one."""
         heap = self._heap
         while heap and heap[0][2].finish != heap[0][0]:
             heapq.heappop(heap)
@@ -365,7 +366,7 @@ class TimedEngine:
     # --- what has been said ------------------------------------------------------------------------------------
 
     def _said(self, run: _Run) -> int:
-        """Tokens up to now; the last one is said only with the end."""
+        """Tokens up to now. The last one comes only with the end."""
         return self._said_at(run, self._work) if run.running else len(run.request.prefix)
 
     def _said_at(self, run: _Run, work: float) -> int:

@@ -59,12 +59,12 @@ def skipped_path(version: int) -> str:
 
 
 def evaluated(run: ObjectStore, version: int) -> bool:
-    """Whether `version` needs no evaluation any more."""
+    """Whether `version` was evaluated or skipped."""
     return run.exists(evaluation_path(version)) or run.exists(skipped_path(version))
 
 
 def evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
-    """The evaluations of a run, by version: of those behind `after`, up to `last` if it is given."""
+    """The evaluations of a run, by version: of the versions above `after`, up to `last` if it is given."""
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
     wanted = takewhile(lambda path: not end or path <= end, paths)
@@ -90,7 +90,7 @@ def store_skipped(run: ObjectStore, one: Skipped) -> None:
 
 
 def skipped(run: ObjectStore) -> list[Skipped]:
-    """What could not be evaluated, by version."""
+    """The versions that could not be evaluated, and why."""
     return [Skipped(**json.loads(run.get(path))) for path in run.list("evaluations_skipped")]
 
 
@@ -144,11 +144,12 @@ async def _wanted(_: PlayedEpisode) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What evaluations are made with.
+    """What `Evaluations` works with.
 
-    `wanted`: the versions to evaluate, `evaluated`: those that need it no more. `engine` lends one for the length of a
-    block; `fetch` gives a version's weights and probe (`Missing` or `Corrupt`: they are gone); `keep` stores what came
-    of it. After `tries` with an engine that lived a version is given up: each may have cost the run a restart.
+    `wanted`: the versions to evaluate; `evaluated`: those that were. `engine` lends an engine for the length of a
+    block. `fetch` gives a version's weights and probe (`Missing` or `Corrupt`: they are gone). `keep` stores the
+    result. After `tries` failures of living engines a version is given up, because each may have cost the run a
+    restart.
     """
 
     wanted: Callable[[int], bool]
@@ -176,7 +177,7 @@ class Evaluations:
         return len(self._due)
 
     def published(self, version: int) -> None:
-        """There are versions up to this one."""
+        """Say that versions up to this one are published."""
         self._due.extend(filter(self._means.wanted, range(self._seen + 1, version + 1)))
         self._seen = max(self._seen, version)
         self._news.set()
@@ -203,9 +204,9 @@ class Evaluations:
                         failures.append(error)
             except (Missing, Corrupt) as error:
                 return Skipped(version, f"its weights are gone: {error}")
-            except EngineFailed:  # there is none to be had; another one comes, and who starts it knows how often
+            except EngineFailed:  # no engine is free; another one comes, and its keeper counts the restarts
                 if (task := asyncio.current_task()) and task.cancelling():
-                    raise  # a lent one died, and its failure came in the place of the end of all this
+                    raise  # cancelled, while a lent engine died: its failure hid the cancellation
             await asyncio.sleep(AGAIN_SECONDS)
         return Skipped(version, f"engines failed at it {len(failures)} times, the last time: {failures[-1]}")
 
