@@ -23,7 +23,7 @@ class EnginesHardware(Section):
 
     count: int | None = Field(None, gt=0, description="engines; default: the recipe's engine.replicas")
     slots: int | None = Field(None, gt=0, description="requests on one engine; default: the recipe's engine.slots")
-    gpus_per_engine: float = Field(1.0, gt=0)
+    gpus_per_engine: float = Field(1.0, gt=0, description="GPUs that one engine takes")
     seconds_per_token: float = Field(0.01, gt=0, description="of a request that runs alone")
     prefill_seconds: float = Field(0.0, ge=0, description="of a prompt; again after each update")
     prefill_seconds_per_token: float = Field(
@@ -70,9 +70,9 @@ class RewardHardware(Section):
 class LearnerHardware(Section):
     """What a train step takes: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
 
-    gpus: float = Field(1.0, gt=0)
+    gpus: float = Field(1.0, gt=0, description="GPUs that train")
     colocated: bool = Field(False, description="on the engines' own GPUs, taking turns: only at async_ratio = 0")
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(1.0, gt=0, description="times that a batch is trained on")
     seconds_per_version: float = Field(0.0, ge=0, description="whatever the batch: publishing, the optimizer")
     seconds_per_trajectory: float = Field(0.0, ge=0, description="of one GPU")
     seconds_per_token: float = Field(0.0, ge=0, description="of one GPU, per response token")
@@ -89,8 +89,8 @@ class UpdateHardware(Section):
 class Death(Section):
     """An engine's end."""
 
-    at_seconds: float = Field(ge=0)
-    engine: int = Field(ge=0)
+    at_seconds: float = Field(ge=0, description="when it dies, from the beginning of the run")
+    engine: int = Field(ge=0, description="its number, from 0")
 
 
 class FaultsHardware(Section):
@@ -106,7 +106,7 @@ class FaultsHardware(Section):
 class Hardware(Section):
     """One hardware file."""
 
-    title: str = ""
+    title: str = Field("", description="what figures and timelines are headed with")
     engines: EnginesHardware = EnginesHardware()
     responses: ResponsesHardware = ResponsesHardware()
     reward: RewardHardware = RewardHardware()
