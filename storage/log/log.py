@@ -48,7 +48,7 @@ from rollflow.storage.log.snapshots import (
     keep_snapshot,
     newest_snapshot,
 )
-from rollflow.storage.log.state import Refused, RunState, apply, decide, deposed
+from rollflow.storage.log.state import Refused, RunState, apply, decide, deposed, with_file
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.records import StoredObject
 
@@ -186,16 +186,22 @@ class Log:
         """Create entry `n`, after all that it names."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
-            entry, encoded = self._encoded(draft, n, draft.stored)
+            entry, encoded = self._encoded(self._proposed(draft, n, draft.stored))
             self.run.create(entry_path(n), encoded.data)
-            draft.written = Written(entry, encoded.sha256)
-            return draft.written
-        self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))  # what is refused is not written
+        else:
+            entry, encoded = self._write_both(draft, n, attached)
+        draft.written = Written(entry, encoded.sha256)
+        return draft.written
+
+    def _write_both(self, draft: _Draft, n: int, attached: Attached) -> tuple[Entry, Encoded]:
+        """Write what is attached, and entry `n` that names it. What is refused is not written."""
+        unhashed = self._proposed(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, Encoded]] = []
 
         def content(sha256: str) -> bytes:
             stored = StoredObject(attached.path, attached.size, sha256)
-            made[:] = [(stored, *self._encoded(draft, n, stored))]
+            draft.after, body = with_file(draft.after, unhashed.body, stored)
+            made[:] = [(stored, *self._encoded(replace(unhashed, at=time.time(), body=body)))]
             return made[0][2].data
 
         try:
@@ -204,13 +210,10 @@ class Log:
             if made and (isinstance(error, Conflict) or not self._is_near):  # a disk that failed may not have it yet
                 draft.stored = made[0][0]
             raise
-        _, entry, encoded = made[0]
-        draft.written = Written(entry, encoded.sha256)
-        return draft.written
+        return made[0][1:]
 
-    def _encoded(self, draft: _Draft, n: int, stored: StoredObject | None) -> tuple[Entry, Encoded]:
-        """Entry `n` and its bytes; its index object is there."""
-        entry = self._proposed(draft, n, stored)
+    def _encoded(self, entry: Entry) -> tuple[Entry, Encoded]:
+        """An entry and its bytes; its index object is there."""
         encoded = encode(entry)
         if encoded.index is not None:
             self.run.put(encoded.index.path, encoded.index_data)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollflow.storage.errors import Conflict, Stale
 from rollflow.storage.log.entries import (
@@ -214,6 +214,13 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
     return after
 
 
+def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState, Body]:
+    """A batch that was decided before its file was hashed, and its state, now that it is: no rule asks for the hash."""
+    assert isinstance(body, BatchCommitted), "only a batch has a file"
+    waiting = after.waiting | {body.number: replace(after.waiting[body.number], file=file)}
+    return replace(after, waiting=waiting), replace(body, file=file)
+
+
 def deposed(state: RunState, role: Role) -> Deposed:
     """What a writer is told whose claim is not the newest."""
     return Deposed(f"this run has another {role} now ({_who(state, role)}); this one stops")
@@ -252,12 +259,12 @@ def _commit(s: RunState, body: BatchCommitted) -> None:
     for prompt in body.issued:
         _issue(s, prompt)
     for discard in body.discards:
-        _close(s, discard.key)
+        _close(s, *discard.key)
         s.totals.count(discard.reason, discard.response_tokens)
         _after_discard(s, discard)
     for group in body.groups:
         _check_fresh(s, number, group)
-        _close(s, group.key)
+        _close(s, group.prompt, group.attempt)
     behind = {group.prompt: s.behind.pop(group.prompt) for group in body.groups if group.prompt in s.behind}
     s.waiting[number] = Waiting(s.n, body.file, body.rows, body.groups, body.surplus_tokens, behind)
     if number in s.holes:
@@ -327,11 +334,11 @@ def _issue(s: RunState, prompt: int) -> None:
     s.open[prompt] = 0
 
 
-def _close(s: RunState, key: GroupKey) -> None:
+def _close(s: RunState, prompt: int, attempt: int) -> None:
     """A dispatch has its fate."""
-    if s.open.get(key.prompt) != key.attempt:
-        raise Refused(f"dispatch {key} is not open")
-    del s.open[key.prompt]
+    if s.open.get(prompt) != attempt:
+        raise Refused(f"dispatch {GroupKey(prompt, attempt)} is not open")
+    del s.open[prompt]
 
 
 def _after_discard(s: RunState, discard: Discard) -> None:
