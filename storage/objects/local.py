@@ -17,7 +17,7 @@ import hashlib
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class LocalStore(ObjectStore):
 
     root: Path
     scratch: Path | None = field(default=None, compare=False)  # a child shares its parent's
+    _synced: set[Path] = field(default_factory=set, init=False, compare=False, repr=False)  # folders, by name
 
     @property
     def uri(self) -> str:
@@ -64,7 +65,8 @@ class LocalStore(ObjectStore):
             os.fsync(file)
             self._make_room(target)
             os.replace(temporary, target)
-            _sync_all(self._above(target))
+            self._sync_above(target)
+            _sync_folder(target.parent)
             return sha256()
 
     def create(self, path: str, data: Data) -> None:
@@ -72,8 +74,9 @@ class LocalStore(ObjectStore):
         with explained(target), self._written(pieces(data)) as (temporary, file):
             os.fsync(file)
             self._make_room(target)
+            self._sync_above(target)
             self._name_once(temporary, target)
-            _sync_all(self._above(target))
+            _sync_folder(target.parent)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
         """See the contract. `file` gets its name before it is synced; nobody looks for it yet: one sync serves both."""
@@ -85,10 +88,11 @@ class LocalStore(ObjectStore):
             with self._written(pieces(content(sha256()))) as (naming, naming_file):
                 os.fsync(body_file)
                 os.fsync(naming_file)
-                above = self._above(named)
-                _sync_all(above)
+                self._sync_above(named)
+                self._sync_above(target)
+                _sync_folder(named.parent)
                 self._name_once(naming, target)
-                _sync_all(folder for folder in self._above(target) if folder == target.parent or folder not in above)
+                _sync_folder(target.parent)
             return sha256()
 
     def get(self, path: str) -> bytes:
@@ -162,14 +166,19 @@ class LocalStore(ObjectStore):
         return self.scratch or self.root / SCRATCH
 
     def _make_room(self, target: Path) -> None:
-        """The folders above `target`; those below the root are synced with what comes into them."""
+        """The folders above `target`, still to be synced."""
         _make_folder(self.root)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.is_dir():
+            self._synced.difference_update(target.parents)
+            target.parent.mkdir(parents=True, exist_ok=True)
 
-    def _above(self, target: Path) -> Sequence[Path]:
-        """The folders above `target`, up to the root. All are synced, whoever made them: cheap where nothing is new."""
-        depth = len(target.relative_to(self.root).parts)
-        return target.parents[:depth]
+    def _sync_above(self, target: Path) -> None:
+        """Sync the names of the folders above `target`, up to the root: of each once, whoever made it."""
+        folder = target.parent
+        if folder != self.root and folder not in self._synced:
+            self._sync_above(folder)
+            _sync_folder(folder.parent)
+            self._synced.add(folder)
 
     def _free(self, path: str) -> Path:
         """Where `path` lies, if nothing is there."""
@@ -255,11 +264,6 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         return  # a racing writer made it
     _sync_folder(folder.parent)
-
-
-def _sync_all(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        _sync_folder(folder)
 
 
 def _sync_folder(folder: Path) -> None:

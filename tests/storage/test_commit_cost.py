@@ -1,7 +1,10 @@
-"""What a commit costs, counted: how often it is decided."""
+"""What a commit costs, counted: how often it is decided, and what waits for the disk."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ from rollflow.storage.log import log as log_module
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import ObjectStore
+from rollflow.storage.objects import local as local_backend
+from rollflow.storage.objects.local import LocalStore
 from tests.support.batches import ready, staged
 
 
@@ -31,3 +36,42 @@ def test_a_commit_is_decided_once_and_is_what_its_readers_fold(
     assert batches.log.state.waiting[0].file == entry.body.file
     assert len(entry.body.file.sha256) == 64
     assert batches.log.state == Log(run).state
+
+
+def synced_by(work: Callable[[], object], root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What `work` waited for, in order, as names below `root`."""
+    synced, fsync = list[str](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), root))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_backend.os, "fsync", noted)
+        work()
+    return synced
+
+
+def test_a_commit_waits_for_both_files_and_the_folder_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LocalStore(tmp_path / "run")
+    batches, writer = ready(run, async_ratio=1.0)
+    batches.commit(writer, staged())
+    synced = synced_by(lambda: batches.commit(writer, staged(1)), run.root, monkeypatch)
+    file, entry, *folders = synced
+    assert file.startswith("trajectories/00000001-")
+    assert entry.startswith(".tmp/")
+    assert folders == ["trajectories", "log"]
+
+
+def test_the_name_of_a_folder_is_synced_once_whoever_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = LocalStore(tmp_path / "run")
+    (run.root / "a/b").mkdir(parents=True)  # by somebody who was killed then
+    folders = [name for name in synced_by(lambda: run.put("a/b/c", b"1"), run.root, monkeypatch) if ".tmp" not in name]
+    assert {".", "a", "a/b"} <= {*folders}
+    again = synced_by(lambda: run.put("a/b/d", b"2"), run.root, monkeypatch)
+    assert [name for name in again if not name.startswith(("a/b/d", ".tmp"))] == ["a/b"]
+    (run.root / "a/b/c").unlink()
+    (run.root / "a/b/d").unlink()
+    (run.root / "a/b").rmdir()
+    anew = synced_by(lambda: run.create("a/b/e", b"3"), run.root, monkeypatch)
+    assert {"a", "a/b"} <= {*anew}
