@@ -98,6 +98,7 @@ class ObjectStore(ABC):
         Raises:
             Conflict: an object of that name exists (and was not written by this very call).
             StoreFailed: the store takes no more writes; there is no such object.
+            Unreachable: it is not known whether this call has written it.
         """
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
@@ -110,8 +111,8 @@ class ObjectStore(ABC):
             file: a name that was never used before; a call that fails may leave a part of the file behind.
 
         Raises:
-            Conflict, StoreFailed: as `create`. Once `content` was called, a Conflict leaves the whole `file`
-                there for good.
+            Conflict, StoreFailed, Unreachable: as `create`. Where `content` has answered, a Conflict leaves the whole
+                `file` there for good.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))

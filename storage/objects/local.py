@@ -76,7 +76,7 @@ class LocalStore(ObjectStore):
             self._make_room(target)
             self._sync_above(target)
             self._name_once(temporary, target)
-            _sync_folder(target.parent)
+            _sync_name(target)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
         """See the contract. `file` gets its name before it is synced; nobody looks for it yet: one sync serves both."""
@@ -92,7 +92,7 @@ class LocalStore(ObjectStore):
                 self._sync_above(target)
                 _sync_folder(named.parent)
                 self._name_once(naming, target)
-                _sync_folder(target.parent)
+                _sync_name(target)
             return sha256()
 
     def get(self, path: str) -> bytes:
@@ -198,7 +198,8 @@ class LocalStore(ObjectStore):
                 write_out(file.fileno(), parts)
                 yield temporary, file.fileno()
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it may have another name; what is left here is swept
+                temporary.unlink()
 
     def _name_once(self, temporary: Path, target: Path) -> None:
         try:
@@ -264,6 +265,16 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         return  # a racing writer made it
     _sync_folder(folder.parent)
+
+
+def _sync_name(created: Path) -> None:
+    """Others may have read it already: where this fails, nobody can say that nothing was written."""
+    try:
+        _sync_folder(created.parent)
+    except OSError as error:
+        raise Unreachable(
+            f"{created} is there, and is not known to outlast a power cut ({error.strerror or error}): read it again"
+        ) from error
 
 
 def _sync_folder(folder: Path) -> None:
