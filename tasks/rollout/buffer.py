@@ -48,11 +48,6 @@ class TrajectoryBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
-    @property
-    def keys(self) -> tuple[GroupKey, ...]:
-        """What is waiting, in the order of rank."""
-        return tuple(waiting.group.key for waiting in self._groups)
-
     def add(self, group: TrajectoryGroup, issue: int = 0, *, awaited: bool = False) -> None:
         """Put a scored group in line; it was the `issue`-th to be started."""
         waiting = Waiting(Rank(group.started_version, not awaited, group.key), issue, group)

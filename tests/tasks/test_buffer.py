@@ -14,6 +14,11 @@ def group(prompt: int, started: int) -> TrajectoryGroup:
     return TrajectoryGroup(GroupKey(prompt, 0), f"p{prompt}", "d", (one,))
 
 
+def keys(buffer: TrajectoryBuffer) -> list[GroupKey]:
+    """What waits, in the order of rank."""
+    return [waiting.group.key for waiting in buffer._groups]
+
+
 STARTS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12)
 
 
@@ -25,7 +30,7 @@ def test_how_many_go_before(starts: list[tuple[int, bool]], bound: float, order:
     for prompt, (started, awaited) in places:
         buffer.add(group(prompt, started), prompt, awaited=awaited)
         ranks.append(Rank(started, not awaited, GroupKey(prompt, 0)))
-    assert list(buffer.keys) == [rank.key for rank in sorted(ranks)]
+    assert keys(buffer) == [rank.key for rank in sorted(ranks)]
     assert buffer.older(bound) == sum(rank.started_version < bound for rank in ranks)
     for rank in [*ranks, Rank(2, True, GroupKey(-1, -1)), Rank(2, False, GroupKey(3, 0))]:
         assert buffer.ahead_of(rank) == sum(other < rank for other in ranks)
@@ -45,5 +50,5 @@ def test_what_is_taken(starts: list[tuple[int, bool]], count: int, oldest: int, 
     assert [(g.started_version, g.key.prompt) for g in taken.groups] == wanted
     assert {g.key.prompt for g in taken.stale} == {prompt for started, _, prompt in ranked if started < oldest}
     left = {one[2] for one in ranked if one[0] >= oldest} - {prompt for _, prompt in wanted}
-    assert {key.prompt for key in buffer.keys} == left
-    assert list(buffer.keys) == [GroupKey(prompt, 0) for _, _, prompt in ranked if prompt in left]
+    assert {key.prompt for key in keys(buffer)} == left
+    assert keys(buffer) == [GroupKey(prompt, 0) for _, _, prompt in ranked if prompt in left]
