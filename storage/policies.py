@@ -179,11 +179,6 @@ class PolicyStore:
         _check(stored, len(data), hashlib.sha256(data).hexdigest())
         return data
 
-    def read_all(self, objects: Iterable[StoredObject]) -> dict[str, memoryview]:
-        """`read` of several objects at a time, by path."""
-        listed = list(objects)
-        return dict(zip([stored.path for stored in listed], each(self.read, listed), strict=True))
-
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
         """A local folder with the version's safetensors files, checked once on each node: the store's own folder, or a
         fetched copy.
@@ -201,7 +196,7 @@ class PolicyStore:
         return self._held.folder
 
     def _check_all(self, version: PolicyVersion) -> None:
-        self.read_all(version.weights)
+        each(self.read, version.weights)
 
     def check_kept(self, version: PolicyVersion) -> None:
         """Raise `Missing` unless all weights of the version are in storage; reads none of them."""
