@@ -33,10 +33,6 @@ class Retention:
         """Whether `version` is published with the learner's state."""
         return version % self.state_every == 0
 
-    def base(self, version: int) -> int:
-        """The newest version at or before `version` that has the learner's state."""
-        return version - version % self.state_every
-
     def needed(self, kind: Kind, version: int, latest: int) -> bool:
         """Whether these objects of `version` must be there. Once false it stays false as `latest` grows."""
         if kind == "weights" and self.keeps(version, latest):
