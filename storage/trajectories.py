@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -50,8 +51,8 @@ class TrajectoryStore:
     def __init__(self, log: Log) -> None:
         self.log, self.run = log, log.run
 
-    def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, pa.Buffer]:
-        """Make a staged batch durable; returns its entry and the bytes of its file.
+    def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, Path | pa.Buffer]:
+        """Make a staged batch durable; returns its entry, and where its file lies on this machine, or else its bytes.
 
         Raises:
             Deposed: the run has another scheduler now.
@@ -75,7 +76,8 @@ class TrajectoryStore:
                 surplus_tokens=sum(group.surplus_tokens for group in staged.groups),
             )
 
-        return writer.append(body, attached), self._bytes(attached)
+        entry = writer.append(body, attached)
+        return entry, self.run.local_path(attached.path) or pa.py_buffer(b"".join(attached.data))
 
     def waiting(self, number: int) -> Waiting | None:
         """Batch `number`, committed and not trained on; None if there is none. Reads what is new."""
@@ -148,11 +150,6 @@ class TrajectoryStore:
         except Corrupt:
             return False
         return True
-
-    def _bytes(self, attached: Attached) -> pa.Buffer:
-        """What was just written: mapped where it lies on this machine, else joined."""
-        local = self.run.local_path(attached.path)
-        return pa.memory_map(str(local)).read_buffer() if local else pa.py_buffer(b"".join(attached.data))
 
 
 def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:

@@ -15,6 +15,7 @@ import functools
 import math
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +23,6 @@ import ray
 
 from rollflow.storage.errors import EngineFailed, StoreFailed, Unreachable
 from rollflow.storage.journal.updates import Update, store_update
-from rollflow.storage.log.entries import BatchCommitted, Entry
 from rollflow.storage.log.log import Writer
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
@@ -348,17 +348,15 @@ class RolloutActor:
         """Make a batch durable, then hand it to the learner."""
         # Shielded: a scheduler that begins again must not overlook a commit that is still being written.
         self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
-        entry, data = await asyncio.shield(self._committing)
-        await self._hand_over(staged.number, data, entry)
+        entry, payload = await asyncio.shield(self._committing)
+        await self._hand_over(staged.number, payload, entry.n)
 
-    async def _hand_over(self, number: int, data: pa.Buffer, entry: Entry) -> None:
+    async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
         """Put a batch into the channel. Time in which storage does not answer is not the learner's."""
-        assert isinstance(entry.body, BatchCommitted), "it is the entry of a commit"
-        payload = self.context.store.local_path(entry.body.file.path) or data
         waited, why = 0.0, ""
         while waited < self.patience:
             try:
-                return await self.channel.put(number, payload, PUT_SECONDS, entry.n)
+                return await self.channel.put(number, payload, PUT_SECONDS, entry)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
             await asyncio.to_thread(self.feed.ask)  # returns once storage answers
