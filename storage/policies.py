@@ -56,18 +56,8 @@ class PolicyVersion:
         """From the entry that published it."""
         body = entry.body
         assert isinstance(body, VersionPublished)
-        return cls(
-            body.number,
-            entry.n,
-            entry.claim,
-            entry.at,
-            body.batch_entry,
-            body.weights,
-            body.state,
-            body.probe,
-            body.metrics,
-            body.code_version,
-        )
+        told = (body.batch_entry, body.weights, body.state, body.probe, body.metrics, body.code_version)
+        return cls(body.number, entry.n, entry.claim, entry.at, *told)
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
