@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -125,7 +126,7 @@ def hashed(parts: Sequence[memoryview]) -> Iterator[Callable[[], str]]:
     Hashing and writing both leave Python's lock to others.
     """
     if sum(map(len, parts)) < CHUNK:
-        yield lambda: digest(parts)
+        yield cache(partial(digest, parts))
         return
     with ThreadPoolExecutor(1, "sha256") as pool:
         yield pool.submit(digest, parts).result

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.log import Log
-from rollflow.storage.objects import ObjectStore
+from rollflow.storage.objects import ObjectStore, disk
 from rollflow.storage.objects import local as local_backend
 from rollflow.storage.objects.local import LocalStore
 from tests.support.batches import ready, staged
@@ -36,6 +37,21 @@ def test_a_commit_is_decided_once_and_is_what_its_readers_fold(
     assert batches.log.state.waiting[0].file == entry.body.file
     assert len(entry.body.file.sha256) == 64
     assert batches.log.state == Log(run).state
+
+
+def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, digest = list[int](), disk.digest
+
+    def counted(parts: Sequence[memoryview]) -> str:
+        hashed.append(sum(map(len, parts)))
+        return digest(parts)
+
+    monkeypatch.setattr(disk, "digest", counted)
+    for size in (5, 3_000_000):
+        data = os.urandom(size)
+        named = LocalStore(tmp_path).create_naming(f"a/{size}", str.encode, f"b/{size}", data)
+        assert named == hashlib.sha256(data).hexdigest()
+    assert hashed == [5, 3_000_000]
 
 
 def synced_by(work: Callable[[], object], root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
