@@ -58,8 +58,8 @@ class Scheduler:
 
     def commit(self, number: int, attempt: int = 0) -> tuple[int, pa.Buffer]:
         """Batch `number`; returns its entry and its bytes."""
-        entry, data = self.batches.commit(self.writer, staged(number, attempt=attempt))
-        return entry.n, data
+        entry, _ = self.batches.commit(self.writer, staged(number, attempt=attempt))
+        return entry.n, self.batches.read(file_of(self.batches, number))
 
 
 async def ordinary(channel: RayChannel, scheduler: Scheduler) -> None:
