@@ -15,8 +15,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
 import random
 import threading
@@ -42,7 +40,7 @@ from rollflow.storage.log.entries import (
     entry_path,
 )
 from rollflow.storage.log.snapshots import (
-    from_segment,
+    healed,
     is_due,
     keep_segments,
     keep_snapshot,
@@ -249,13 +247,11 @@ class Log:
             raise Corrupt(f"{entry_path(written.entry.n)} cannot stand where it stands: {error}") from error
 
     def _healed(self, n: int, why: str) -> Written:
-        """Entry `n` from its segment, if its hash is the one that the next entry names."""
-        with contextlib.suppress(Missing):
-            data = from_segment(self.run, n)
-            after = self._decoded(self.run.get(entry_path(n + 1)), n + 1)
-            if hashlib.sha256(data).hexdigest() == after.entry.prev:
-                return self._decoded(data, n)
-        raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
+        """Entry `n` from its segment, if the entry after it says that it is the one."""
+        found = healed(self.run, n, n + 1)
+        if found is None:
+            raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
+        return self._decoded(found[0], n)
 
     def _listed(self) -> list[int]:
         """The entries that follow the snapshot, where each read is a request."""

@@ -8,17 +8,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.entries import FOLDER, Written, entry_number, entry_path, opened
+from rollflow.storage.log.entries import FOLDER, Written, entry_number, entry_path
 from rollflow.storage.log.log import AHEAD, Log
-from rollflow.storage.log.snapshots import from_segment
 from rollflow.storage.objects.base import ObjectStore
 
 AT_ONCE = 32  # reads at a time; fewer at first, so that little is asked for beyond the end of a log
@@ -102,21 +99,6 @@ def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
         return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)
     numbers = map(entry_number, run.list(FOLDER, after=entry_path(n)))
     return next((number for number in numbers if number is not None), None)
-
-
-def healed(run: ObjectStore, hole: Hole) -> list[bytes] | None:
-    """The entries of a hole from their segments, if their hashes lead to the entry behind it."""
-    found: list[bytes] = []
-    with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
-        prev = opened(run.get(entry_path(hole.end)))["prev"]
-        for n in reversed(range(hole.first, hole.end)):
-            data = from_segment(run, n)
-            if hashlib.sha256(data).hexdigest() != prev:
-                return None
-            found.append(data)
-            prev = opened(data)["prev"]
-        return found[::-1]
-    return None
 
 
 def _read(run: ObjectStore, n: int) -> bytes | Missing | Corrupt:

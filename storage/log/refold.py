@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished, Written, decode, entry_path
-from rollflow.storage.log.reading import Hole, healed
+from rollflow.storage.log.reading import Hole
 from rollflow.storage.log.report import ViolationKind
+from rollflow.storage.log.snapshots import healed
 from rollflow.storage.log.state import Refused, RunState, TooOld, apply, decide
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
@@ -84,7 +85,7 @@ class Refold:
         return decode(found, n, self.run.get)
 
     def _heal(self, hole: Hole) -> Iterator[tuple[Written, bytes, bool]]:
-        found = healed(self.run, hole)
+        found = healed(self.run, hole.first, hole.end)
         if found is None:
             self._lose(hole)
             return

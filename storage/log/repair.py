@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.audits import AUDITS
 from rollflow.storage.log.entries import FOLDER, Written, decode, entry_number, entry_path
-from rollflow.storage.log.snapshots import SNAPSHOTS, from_segment
+from rollflow.storage.log.snapshots import SNAPSHOTS, healed
 from rollflow.storage.log.state import Refused, RunState, apply
 from rollflow.storage.objects.base import ObjectStore
 
@@ -94,11 +94,7 @@ def _entry(run: ObjectStore, n: int, last: int) -> tuple[Written | None, Cure | 
         what = str(error)
     if n == last:
         return None, Cure(n, what)
-    try:
-        data = from_segment(run, n)
-        written, after = decode(data, n, run.get), decode(run.get(entry_path(n + 1)), n + 1, run.get)
-    except (Missing, Corrupt) as error:
-        raise Corrupt(f"{what}, and {last - n} entries follow it: there is no cure ({error})") from error
-    if written.sha256 != after.entry.prev:
-        raise Corrupt(f"{what}, and its segment has another one: there is no cure")
-    return written, Cure(n, what, data)
+    found = healed(run, n, n + 1)
+    if found is None:
+        raise Corrupt(f"{what}, no segment has it, and {last - n} entries follow it: there is no cure")
+    return decode(found[0], n, run.get), Cure(n, what, found[0])

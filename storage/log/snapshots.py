@@ -93,6 +93,21 @@ def _write_segment(run: ObjectStore, last: int) -> None:
         run.put(segment_path(last), b"\n".join(run.get(entry_path(m)) for m in range(last + 1 - EVERY, last + 1)))
 
 
+def healed(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
+    """Entries `first` to `end - 1` as their segments have them, if entry `end` says that they are the ones."""
+    found: list[bytes] = []
+    with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
+        prev = opened(run.get(entry_path(end)))["prev"]
+        for n in reversed(range(first, end)):
+            data = from_segment(run, n)
+            if hashlib.sha256(data).hexdigest() != prev:
+                return None
+            found.append(data)
+            prev = opened(data)["prev"]
+        return found[::-1]
+    return None
+
+
 def from_segment(run: ObjectStore, n: int) -> bytes:
     """Entry `n` as its segment has it; `Missing` if there is none."""
     lines = run.get(segment_path(n)).split(b"\n")
