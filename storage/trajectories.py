@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt, Missing, Stale
+from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, Body, Entry, Group
 from rollflow.storage.log.log import Attached, Log, Writer
 from rollflow.storage.log.reading import there
@@ -34,15 +34,6 @@ class StagedBatch:
     groups: tuple[TrajectoryGroup, ...]
     issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in order
     discards: tuple[Discard, ...] = ()
-
-    def check_fresh(self, async_ratio: float) -> None:
-        """Raise `Stale` if any group is older than version `number` - alpha (invariant 1)."""
-        for group in self.groups:
-            if group.started_version < self.number - async_ratio:
-                raise Stale(
-                    f"group {group.key} was started under version {group.started_version}, batch {self.number} "
-                    f"allows {self.number - async_ratio:g} at async_ratio {async_ratio:g}"
-                )
 
 
 class TrajectoryStore:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 
 from rollflow.storage.channel import Channel
-from rollflow.storage.errors import EngineFailed
+from rollflow.storage.errors import EngineFailed, Stale
 from rollflow.storage.records import Prompt
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.config import RunConfig
@@ -96,6 +96,16 @@ class Memory:
     async def read(self, number: int) -> StagedBatch:
         """See `Source`."""
         return self.batches[number]
+
+
+def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
+    """Raise `Stale` if any group is older than version `number` - alpha: what a run's log refuses."""
+    oldest = min(group.started_version for group in staged.groups)
+    if oldest < staged.number - async_ratio:
+        raise Stale(
+            f"a group was started under version {oldest}, batch {staged.number} allows "
+            f"{staged.number - async_ratio:g} at async_ratio {async_ratio:g}"
+        )
 
 
 class TimedLearner:

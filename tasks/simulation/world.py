@@ -40,7 +40,7 @@ from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
 from rollflow.tasks.simulation.figures import Figures, figures_of
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.parts import FOREVER, Faults, Memory, Prompts, TimedLearner, TimedRewards
+from rollflow.tasks.simulation.parts import FOREVER, Faults, Memory, Prompts, TimedLearner, TimedRewards, check_fresh
 from rollflow.tasks.simulation.records import Records, Snapshot, Span
 from rollflow.tasks.simulation.timeline import Sampler, Timeline
 
@@ -190,7 +190,7 @@ class World:
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Keep the batch where the channel finds it, and hand it over."""
-        staged.check_fresh(self.config.async_ratio)
+        check_fresh(staged, self.config.async_ratio)
         self.records.form(staged)
         self.memory.batches[staged.number] = staged
         await self.channel.put(staged.number, staged, FOREVER)

@@ -100,11 +100,8 @@ def test_stale_groups_are_refused_before_anything_is_written(run: ObjectStore) -
     files = list(run.list("trajectories"))
     stale, fresh = staged(2, 0), staged(2, 1)
     with pytest.raises(Stale, match="started under version 0, batch 2 allows 1 at async_ratio 1"):
-        stale.check_fresh(1.0)
-    with pytest.raises(Stale, match="started under version 0, batch 2 allows 1 at async_ratio 1"):
         batches.commit(writer, stale)
     assert list(run.list("trajectories")) == files
-    fresh.check_fresh(1.0)
     batches.commit(writer, fresh)
     assert batches.waiting(2) is not None
 

@@ -40,6 +40,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.simulation.parts import check_fresh
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.described import describe
 from tests.support.ledger import check_log
@@ -432,7 +433,7 @@ def test_a_stale_group_cannot_be_committed() -> None:
     unused = GroupKey(pipeline.state.issued[0], 0)
     batch = StagedBatch(6, (replace(first, key=unused),), (unused.prompt,))
     with pytest.raises(Stale, match="started under version 0, batch 6 allows 4"):
-        batch.check_fresh(2.0)
+        check_fresh(batch, 2.0)
     writer = Log(pipeline.store).claim("scheduler")
     with pytest.raises(TooOld, match="started under version 0, batch 6 allows 6"):
         TrajectoryStore(writer.log).commit(writer, batch)
