@@ -19,7 +19,7 @@ from rollflow.flows.commands.inspect import published
 from rollflow.flows.locations import find_run
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
 from rollflow.storage.policies import PolicyVersion
-from rollflow.tasks.policies.folder import COPIED, with_dtype
+from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.policies.tokenizer import other_reading
 from rollflow.tasks.run_context import RunContext
 
@@ -95,9 +95,9 @@ def _are_in(stored: Set[str], version: PolicyVersion) -> bool:
 
 
 def _described(context: RunContext) -> dict[str, bytes]:
-    """All files but the weights. (A run that an older rollflow prepared may name another type than it trained in.)"""
+    """All files but the weights."""
     names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
-    return with_dtype({Path(path).name: context.store.get(path) for path in names}, context.config.policy.dtype)
+    return {Path(path).name: context.store.get(path) for path in names}
 
 
 def _texts(context: RunContext) -> list[str]:
@@ -112,6 +112,6 @@ def _texts(context: RunContext) -> list[str]:
 def _check_reading(context: RunContext, folder: Path) -> None:
     if (what := other_reading(folder, _texts(context))) is not None:
         raise ConfigError(
-            f"run {context.run_id!r} cannot be exported for other tools: {what}; it was prepared by an older rollflow, "
-            "which did not see that: train it again, or read its weights with that tokenizer.json only"
+            f"run {context.run_id!r} cannot be exported for other tools: {what}; with the libraries that the run was "
+            "prepared with they were alike: install those, or read its weights with that tokenizer.json only"
         )

@@ -235,10 +235,10 @@ def test_how_others_read_a_folder(file: str, change: dict[str, object], words: s
     assert (words or "None") in str(other_reading(folder))
 
 
-def test_a_run_from_before_goes_on_but_is_not_exported_for_others(
+def test_a_run_that_others_came_to_read_otherwise_goes_on_but_is_not_exported_for_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older versions prepared small Qwen2 policies with a tokenizer that is not Qwen2's."""
+    """With the libraries of then, say, the two tokenizers were one."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     make_policy(tmp_path / "policy")
     as_qwen2(tmp_path / "policy")

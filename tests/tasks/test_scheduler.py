@@ -39,8 +39,8 @@ from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.simulation.parts import check_fresh
+from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.described import describe
 from tests.support.ledger import check_log
