@@ -27,6 +27,7 @@ NUMBERS: dict[pa.DataType, np.dtype[Any]] = {
     pa.float32(): np.dtype(np.float32),
 }
 CODES = {pa.int32(): "i", pa.float32(): "f"}  # format of `struct`
+LONG = 1 << 20  # bytes
 MOST = np.iinfo(LENGTH).max  # the most that one column may hold: Arrow's offsets have 32 bits
 
 
@@ -74,11 +75,21 @@ def joined(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
     Raises:
         OverflowError: a column holds more than Arrow's 32-bit offsets reach.
     """
-    parts = map(b"".join, zip(*packed, strict=True))
+    parts = map(_whole, zip(*packed, strict=True))
     return pa.table([_column(field.type, parts) for field in schema], schema=schema)
 
 
-def _column(kind: pa.DataType, parts: Iterator[bytes]) -> pa.Array:
+def _whole(parts: Sequence[bytes]) -> bytes | pa.Buffer:
+    """The parts as one, the long ones in memory of Arrow's: it keeps that, and new pages take longer than a copy."""
+    size = sum(map(len, parts))
+    if size < LONG:
+        return b"".join(parts)
+    whole = pa.allocate_buffer(size)
+    np.concatenate([np.frombuffer(part, np.uint8) for part in parts], out=np.frombuffer(whole, np.uint8))
+    return whole
+
+
+def _column(kind: pa.DataType, parts: Iterator[bytes | pa.Buffer]) -> pa.Array:
     """The next column of `parts`."""
     if kind in NUMBERS:
         return _numbers(kind, next(parts))
@@ -90,11 +101,11 @@ def _column(kind: pa.DataType, parts: Iterator[bytes]) -> pa.Array:
     return pa.Array.from_buffers(kind, len(lengths), [None, offsets], children=[values])
 
 
-def _numbers(kind: pa.DataType, data: bytes) -> pa.Array:
+def _numbers(kind: pa.DataType, data: bytes | pa.Buffer) -> pa.Array:
     return pa.Array.from_buffers(kind, len(data) // NUMBERS[kind].itemsize, [None, pa.py_buffer(data)])
 
 
-def _truths(data: bytes) -> pa.Array:
+def _truths(data: bytes | pa.Buffer) -> pa.Array:
     bits = np.packbits(np.frombuffer(data, np.uint8), bitorder="little")
     return pa.Array.from_buffers(pa.bool_(), len(data), [None, pa.py_buffer(bits)])
 

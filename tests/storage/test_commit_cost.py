@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollflow.storage import columns
+from rollflow.storage.batch import TrajectoryBatch, packed
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import ObjectStore, disk
 from rollflow.storage.objects import local as local_backend
 from rollflow.storage.objects.local import LocalStore
-from tests.support.batches import ready, staged
+from tests.support.batches import group, ready, staged
 
 
 def test_a_commit_is_decided_once_and_is_what_its_readers_fold(
@@ -52,6 +55,25 @@ def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         named = LocalStore(tmp_path).create_naming(f"a/{size}", str.encode, f"b/{size}", data)
         assert named == hashlib.sha256(data).hexdigest()
     assert hashed == [5, 3_000_000]
+
+
+def test_long_columns_are_those_of_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined in Arrow's memory or in Python's, a batch is the same file; some groups add nothing to a column."""
+    one = group(0).trajectories[0]
+    silent = replace(one, tokens=(), loss_mask=(), logprobs=(), versions=(), reason="")
+    long = replace(one, tokens=(7,) * 3000, loss_mask=(True,) * 3000, logprobs=(-1.0,) * 3000, versions=(0,) * 3000)
+    groups = [replace(group(n), trajectories=(each, each)) for n, each in enumerate((silent, long, one, silent))]
+    expected = TrajectoryBatch.from_groups(groups).to_bytes()
+    made = list(map(packed, groups))
+    allocated, allocate = list[int](), columns.pa.allocate_buffer
+    monkeypatch.setattr(columns.pa, "allocate_buffer", lambda size: allocated.append(size) or allocate(size))
+    for least, joined in ((1 << 20, 0), (24_000, 3), (1, 19)):
+        monkeypatch.setattr(columns, "LONG", least)
+        assert TrajectoryBatch.from_groups(made).to_bytes() == expected
+        assert len(allocated) >= joined
+        assert min(allocated, default=least) >= least
+        allocated.clear()
+    assert TrajectoryBatch.from_bytes(expected).groups() == groups
 
 
 def synced_by(work: Callable[[], object], root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
