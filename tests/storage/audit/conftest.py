@@ -1,0 +1,39 @@
+"""Runs to be audited, in memory."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from rollflow.storage.log import snapshots
+from rollflow.storage.log.audit import audit
+from rollflow.storage.objects.memory import MemoryStore
+from tests.support.audited import WATCHING, Watched, lagging
+from tests.support.log_runs import forget
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot after every fourth entry."""
+    monkeypatch.setattr(snapshots, "EVERY", 4)
+
+
+@pytest.fixture
+def run(store: MemoryStore) -> MemoryStore:
+    """As `lagging`; nothing but its entries tells what its log was."""
+    lagging(store)
+    assert audit(store).clean
+    forget(store)
+    return store
+
+
+@pytest.fixture
+def watched(store: MemoryStore) -> Watched:
+    WATCHING[store.name] = lambda path: None
+    return Watched(store.name)

@@ -1,0 +1,149 @@
+"""What an audit leaves, what the next one reads, and how it is told of its progress."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from rollflow.storage.log import audits, objects
+from rollflow.storage.log.audit import Progress, audit
+from rollflow.storage.log.rows import Rules
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import StoredObject
+from tests.support.audited import WATCHING, Watched, file_of
+from tests.support.log_runs import Actors, G, read
+
+
+class Counted:
+    """Reads of a store, by folder."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.name = watched.name
+        self.reads: Counter[str] = Counter()
+
+    def __enter__(self) -> Counted:
+        WATCHING[self.name] = lambda path: self.reads.update([path.split("/")[0]])
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        WATCHING[self.name] = lambda path: None
+
+
+@pytest.mark.parametrize("length", [5, 50])
+def test_a_second_audit_reads_only_what_is_new(store: MemoryStore, watched: Watched, length: int) -> None:
+    """The same reads after fifty versions as after five."""
+    actors = Actors.begin(store).train(length)
+    first = audit(watched)
+    known = len(read(store))
+    actors.train(2, prune=False)
+    new = len(read(store)) - known
+    assert new == 4
+    with Counted(watched) as second:
+        report = audit(watched)
+    assert report.clean
+    assert (report.since, report.entries) == (known, known + 4)
+    assert second.reads["log"] <= 1 + 4 + 8  # the one it goes on from, the new ones, and free numbers behind them
+    assert second.reads["trajectories"] == 2
+    assert second.reads["policies"] == 4  # weights and state of two versions
+    assert second.reads["audits"] == 1
+    assert second.reads.total() - second.reads["log"] - second.reads["audits"] == 6
+    assert report.objects == first.objects + 6
+    fresh = audit(watched, deep=True)
+    assert replace(report, since=0, bytes=0, objects=0) == replace(fresh, bytes=0, objects=0)
+    with Counted(watched) as third:
+        assert audit(watched) == replace(report, since=known + 4, bytes=0)
+    assert third.reads == {"log": third.reads["log"], "audits": 1}
+    assert third.reads["log"] <= 1 + 3
+
+
+def test_a_batch_that_waited_is_counted_when_it_is_trained_on_and_not_read_again(
+    store: MemoryStore, watched: Watched
+) -> None:
+    actors = Actors.begin(store)
+    actors.ahead(2)
+    assert audit(watched).trajectories == 0
+    actors.learner.log.follow()
+    actors.learner.publish()
+    with Counted(watched) as second:
+        assert audit(watched).trajectories == 2 * G
+    assert second.reads["trajectories"] == 0
+    assert audit(watched, deep=True).staleness == {0: 2 * G}
+
+
+def test_an_audit_that_found_something_leaves_nothing(store: MemoryStore, watched: Watched) -> None:
+    Actors.begin(store).train(2)
+    path = file_of(store, 1)
+    data = store.get(path)
+    store.put(path, b"damaged")
+    assert not audit(store).clean
+    assert list(store.list("audits")) == []
+    assert not audit(store).clean
+    store.put(path, data)
+    assert audit(store).clean
+    assert len(list(store.list("audits"))) == 1
+
+
+def test_a_deep_audit_reads_what_an_earlier_one_has_read(store: MemoryStore) -> None:
+    Actors.begin(store).train(3)
+    assert audit(store).clean
+    path = file_of(store, 1)
+    data = store.get(path)
+    store.put(path, b"damaged")
+    assert audit(store).clean
+    assert [(v.kind, v.where) for v in audit(store, deep=True).violations] == [("altered", path)]
+    assert [(v.kind, v.where) for v in audit(store).violations] == [("altered", path)]  # nobody vouches for it now
+    store.put(path, data)
+    assert audit(store).clean
+
+
+@pytest.mark.parametrize("how", ["altered", "other rules", "other fold", "of another entry"])
+def test_an_audit_that_cannot_be_trusted_is_none(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    actors = Actors.begin(store).train(3)
+    if how.startswith("other "):
+        monkeypatch.setattr(audits, "RULES" if how == "other rules" else "FOLD", 0)
+    assert audit(store).clean
+    monkeypatch.undo()
+    [path] = store.list("audits")
+    if how == "altered":
+        store.put(path, store.get(path).replace(b'"run":"test"', b'"run":"tent"'))
+    if how == "of another entry":
+        store.put(audits.audit_path(3), store.get(path))
+        store.delete(path)
+    actors.train(1)
+    report = audit(store)
+    assert (report.clean, report.since, report.run) == (True, 0, "test")
+
+
+def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
+    actors = Actors.begin(store)
+    for _ in range(audits.KEPT + 2):
+        assert audit(actors.train(1).learner.store).clean
+    assert len(list(store.list("audits"))) == audits.KEPT
+
+
+def test_only_so_many_bytes_are_read_at_once(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before one more is begun as many have ended as there is no room for beside it; one alone may be larger."""
+    monkeypatch.setattr(objects, "MOST_BYTES", 10)
+    ended: list[objects.Looked] = []
+    before = []
+    with objects.Looking(store, ended.append) as looking:
+        for size in (6, 4, 1, 20, 3):
+            stored = StoredObject(f"of-{size}", size, store.put(f"of-{size}", b"x" * size))
+            looking.add(objects.Named(stored, 0, "run"), Rules(0.0, 1, 1))
+            before.append(len(ended))
+        looking.finish()
+    assert before == [0, 0, 1, 3, 4]
+    assert [looked.size for looked in ended] == [6, 4, 1, 20, 3]
+
+
+def test_progress(run: MemoryStore) -> None:
+    told: list[Progress] = []
+    report = audit(run, deep=True, progress=told.append)
+    assert told[-1] == Progress(report.entries, report.entries, report.objects, report.objects, report.bytes)
+    assert [one.entries for one in told] == sorted(one.entries for one in told)
+    assert [one.bytes for one in told] == sorted(one.bytes for one in told)
+    assert report.bytes == sum(
+        run.stat(path).size for path in run.list() if path.startswith(("policies", "trajectories"))
+    )

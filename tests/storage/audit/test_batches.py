@@ -1,0 +1,181 @@
+"""Each fault in a batch is named, by kind and path: in its file, in its entry, or between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchCommitted, Group, entry_path
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import StoredObject, TrajectoryGroup
+from tests.support.audited import file_of, found
+from tests.support.log_runs import Actors, changed, committed, rebatched
+
+
+def test_a_group_with_one_of_its_four_samples(run: MemoryStore) -> None:
+    path = rebatched(run, 3, lambda groups: [replace(groups[0], trajectories=groups[0].trajectories[:1]), groups[1]])
+    assert found(run) == {("missing", path)}
+    assert "has 1 of 4 samples: [0]" in audit(run).violations[0].what
+
+
+def test_one_sample_four_times(run: MemoryStore) -> None:
+    path = rebatched(
+        run, 3, lambda groups: [groups[0], replace(groups[1], trajectories=groups[1].trajectories[:1] * 4)]
+    )
+    assert found(run) == {("duplicate", path)}
+    assert "(sample: times): {0: 4}" in audit(run).violations[0].what
+
+
+@pytest.mark.parametrize("sample", [-1, 4])
+def test_a_sample_that_was_not_asked_for(run: MemoryStore, sample: int) -> None:
+    path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=sample), groups[1]])
+    assert found(run) == {("altered", path)}
+
+
+def test_one_sample_more(run: MemoryStore) -> None:
+    def more(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        made = groups[0].trajectories
+        return [replace(groups[0], trajectories=(*made, replace(made[0], sample=4))), groups[1]]
+
+    path = rebatched(run, 3, more)
+    assert found(run) == {("altered", path)}
+
+
+def test_of_surplus_responses_any_four_are_a_group(store: MemoryStore) -> None:
+    Actors.begin(store, rollout={"extra_responses": 1}).train(2)
+    rebatched(store, 1, lambda groups: [of_first(group, sample=4) for group in groups])
+    assert found(store) == set()
+    path = rebatched(store, 1, lambda groups: [of_first(group, sample=5) for group in groups])
+    assert found(store) == {("altered", path)}
+
+
+def of_first(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
+    """The group with its first trajectory changed."""
+    first = replace(group.trajectories[0], **change)  # type: ignore[arg-type]
+    return replace(group, trajectories=(first, *group.trajectories[1:]))
+
+
+@pytest.mark.parametrize(
+    "false",
+    [
+        lambda group: group._replace(tokens=group.tokens + 1),
+        lambda group: group._replace(started=group.started + 1),
+        lambda group: group._replace(started=group.started - 1),
+        lambda group: group._replace(newest=group.newest - 1),
+    ],
+    ids=["tokens", "started later", "started earlier", "newest"],
+)
+def test_false_counts_and_versions_in_an_entry(run: MemoryStore, false: Callable[[Group], Group]) -> None:
+    entry = committed(run, 3)
+    changed(run, entry.n, lambda body: replace(body, groups=(body.groups[0], false(body.groups[1]))))
+    assert found(run) == {("lineage", file_of(run, 3))}
+
+
+def test_a_false_started_version_in_a_file(run: MemoryStore) -> None:
+    """Later than its tokens, and than its entry says; then earlier than that."""
+    path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
+    assert found(run) == {("lineage", path), ("stale", path)}
+    path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=0)])
+    assert found(run) == {("lineage", path)}
+
+
+def test_a_false_started_version_in_file_and_entry(run: MemoryStore) -> None:
+    """Both say the same; the tokens are older."""
+    path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
+    changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
+    assert found(run) == {("stale", path)}
+
+
+def said(body: BatchCommitted, **change: int) -> Group:
+    """The second group of a commit, with something else said of it."""
+    return body.groups[1]._replace(**change)
+
+
+def of_all(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
+    """The group with all its trajectories changed."""
+    return replace(group, trajectories=tuple(replace(t, **change) for t in group.trajectories))  # type: ignore[arg-type]
+
+
+def test_tokens_of_a_version_that_did_not_exist(run: MemoryStore) -> None:
+    """In the file; then in the entry, too."""
+
+    def later(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        return [groups[0], of_first(groups[1], versions=(-1, 2, 4))]
+
+    assert committed(run, 3).version == 2
+    path = rebatched(run, 3, later)
+    assert found(run) == {("lineage", path), ("stale", path)}
+    changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, newest=4))))
+    assert found(run) == {("stale", path), ("stale", entry_path(committed(run, 3).n))}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"reward": float("nan")}, "lineage"),
+        ({"reward": float("inf")}, "lineage"),
+        ({"logprobs": (0.0, 0.5, -1.0)}, "lineage"),
+        ({"logprobs": (0.0, float("-inf"), -1.0)}, "lineage"),
+        ({"logprobs": (0.0, -0.5)}, "altered"),
+        ({"versions": (-1, 2, 2, 2)}, "altered"),
+        ({"loss_mask": (False, True)}, "altered"),
+    ],
+)
+def test_values_that_cannot_be(run: MemoryStore, change: dict[str, object], kind: str) -> None:
+    path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **change)])
+    assert found(run) == {(kind, path)}
+
+
+def test_a_trajectory_without_a_token_that_was_started_too_late(run: MemoryStore) -> None:
+    late = {"started_version": 3, "loss_mask": (False, False, False)}
+    path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **late)])
+    assert found(run) == {("lineage", path), ("stale", path)}
+    assert "a trajectory was started under version 3, the newest of then was 2" in {
+        v.what for v in audit(run).violations
+    }
+
+
+def test_a_mask_that_is_false_where_the_entry_counts(run: MemoryStore) -> None:
+    path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], loss_mask=(False, False, True))])
+    assert found(run) == {("lineage", path)}
+
+
+def test_a_batch_file_swapped_with_anothers(run: MemoryStore) -> None:
+    one, other = file_of(run, 2), file_of(run, 3)
+    first, second = run.get(one), run.get(other)
+    run.put(one, second)
+    run.put(other, first)
+    assert found(run) == {("altered", one), ("altered", other)}
+
+
+def test_entries_that_name_each_others_files(run: MemoryStore) -> None:
+    """Size and hash are right; what is in them is not what the entries say."""
+    second, third = committed(run, 2), committed(run, 3)
+    assert isinstance(second.body, BatchCommitted)
+    assert isinstance(third.body, BatchCommitted)
+    files = second.body.file, third.body.file
+    changed(run, second.n, lambda body: replace(body, file=files[1]))
+    changed(run, third.n, lambda body: replace(body, file=files[0]))
+    assert found(run) >= {("altered", files[0].path), ("altered", files[1].path)}
+
+
+@pytest.mark.parametrize(("how", "kind"), [("flipped", "altered"), ("cut", "altered"), ("gone", "missing")])
+def test_a_damaged_batch_file(run: MemoryStore, how: str, kind: str) -> None:
+    path = file_of(run, 4)
+    data = bytearray(run.get(path))
+    if how == "flipped":
+        data[len(data) // 2] ^= 1
+    run.put(path, bytes(data[:-9] if how == "cut" else data))
+    if how == "gone":
+        run.delete(path)
+    assert found(run) == {(kind, path)}
+
+
+def test_bytes_that_were_never_a_batch(run: MemoryStore) -> None:
+    entry = committed(run, 3)
+    file = StoredObject(file_of(run, 3), 5, run.put(file_of(run, 3), b"words"))
+    changed(run, entry.n, lambda body: replace(body, file=file))
+    assert found(run) == {("altered", file.path)}

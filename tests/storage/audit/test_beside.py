@@ -1,0 +1,198 @@
+"""An audit beside a run that goes on accuses nobody."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rollflow.storage.errors import Corrupt, Missing, Unreachable
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchVoided, entry_path
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.report import AuditReport
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.tasks.clock import run_virtual
+from tests.support.audited import WATCHING, Watched, file_of, weights_of
+from tests.support.log_actors import Supervisor
+from tests.support.log_runs import Actors, G, RealScheduler, committed, forget, of_kind
+from tests.support.pipeline import Damage, Pipeline
+
+
+def test_a_run_in_the_middle(store: MemoryStore) -> None:
+    actors = Actors.begin(store)
+    assert audit(store).violations == []
+    actors.ahead(2)
+    actors.scheduler.dispatch(0)
+    assert audit(store).violations == []
+    actors.train(1)
+    report = audit(store)
+    assert report.violations == []
+    assert (report.versions, report.fates) == (1, {"trained": 2, "committed, waiting": 4})
+
+
+def test_a_batch_that_was_voided_and_made_again(store: MemoryStore) -> None:
+    actors = Actors.begin(store).train(2)
+    actors.ahead()
+    path = file_of(store, 2)
+    store.put(path, b"damaged")
+    assert {("altered", path)} == {(v.kind, v.where) for v in audit(store).violations}
+    actors.learner.log.follow()
+    actors.learner.void(2)
+    report = audit(store)
+    assert (report.violations, report.fates["discarded: corrupt"]) == ([], 2)
+    assert report.quarantined == [f"{entry_path(committed(store, 2).n)}: damaged"]
+    actors.scheduler.log.follow()
+    actors.scheduler.begin()
+    actors.train(1)
+    assert audit(store).violations == []
+    report = audit(store, deep=True)
+    assert (report.violations, report.fates) == ([], {"trained": 6, "discarded: corrupt": 2})
+
+
+@pytest.mark.parametrize(("damage", "corrupt"), [({(2, 0): "cut", (2, 1): "gone"}, 8), ({(0, 0): "flipped"}, 4)])
+def test_what_the_pipeline_quarantines_is_named_and_no_violation(
+    store: MemoryStore, damage: dict[tuple[int, int], Damage], corrupt: int
+) -> None:
+    run_virtual(Pipeline(store, async_ratio=2.0, damage=damage).run())
+    report = audit(store, deep=True)
+    assert report.violations == []
+    voids = [entry.body for entry in of_kind(store, BatchVoided)]
+    assert [body.number for body in voids if isinstance(body, BatchVoided)] == [number for number, _ in damage]
+    named = [entry_path(body.entry) for body in voids if isinstance(body, BatchVoided)]
+    assert [line.split(":")[0] for line in report.quarantined] == named
+    assert report.fates["discarded: corrupt"] == corrupt
+    assert report.fates["trained"] == 6 * 4
+
+
+def test_what_deposed_writers_left(store: MemoryStore) -> None:
+    actors = Actors.begin(store).train(2)
+    store.put(f"policies/00000003/{actors.learner.writer.claim}/weights.safetensors", b"half")
+    Supervisor(store)
+    store.put(f"trajectories/00000002-{actors.scheduler.writer.claim}-ab.arrow", b"lost")
+    again = RealScheduler(store, Log(store).state.newest_claim("supervisor"))
+    again.commit()
+    assert audit(store).violations == []
+
+
+def test_a_run_that_prunes_while_it_is_read(store: MemoryStore, watched: Watched) -> None:
+    """What was needed when the log was read is pruned and gone when it is looked for."""
+    actors = Actors.begin(store).train(3)
+    gone = weights_of(store, 2)
+
+    def before(path: str) -> None:
+        if path == gone and store.exists(gone):
+            WATCHING[watched.name] = lambda path: None
+            actors.train(4)
+            assert not store.exists(gone)
+
+    WATCHING[watched.name] = before
+    assert Log(store).state.retention.needed("weights", 2, 3)
+    report = audit(watched)
+    assert (report.violations, report.versions) == ([], 3)
+    report = audit(watched)
+    assert (report.violations, report.versions) == ([], 7)
+    store.delete(weights_of(store, 6))  # and now nobody has pruned it
+    assert {(v.kind, v.where) for v in audit(watched, deep=True).violations} == {("missing", weights_of(store, 6))}
+
+
+def test_a_batch_that_is_voided_while_it_is_read(store: MemoryStore, watched: Watched) -> None:
+    actors = Actors.begin(store).train(2)
+    actors.ahead()
+    path = file_of(store, 2)
+    store.put(path, b"damaged")
+
+    def before(found: str) -> None:
+        if found == path:
+            WATCHING[watched.name] = lambda path: None
+            actors.learner.log.follow()
+            actors.learner.void(2)
+
+    WATCHING[watched.name] = before
+    report = audit(watched)
+    assert (report.violations, report.entries) == ([], committed(store, 2).n + 1)
+    assert audit(watched).violations == []
+
+
+def test_an_object_that_is_put_back_while_the_audit_runs(store: MemoryStore, watched: Watched) -> None:
+    """Who holds bytes with the committed hash puts them back: looked at again, the batch counts."""
+    Actors.begin(store).train(2)
+    path = file_of(store, 1)
+    data, reads = store.get(path), 0
+    store.delete(path)
+
+    def before(found: str) -> None:
+        nonlocal reads
+        if found == path:
+            reads += 1
+            if reads == 2:
+                store.put(path, data)
+
+    WATCHING[watched.name] = before
+    report = audit(watched)
+    assert (report.violations, report.trajectories) == ([], 2 * 2 * G)
+
+
+def test_an_entry_that_is_written_while_its_neighbours_are_read_is_no_gap(store: MemoryStore, watched: Watched) -> None:
+    """It was not there when it was asked for, the one behind it was: it is asked for again."""
+    Actors.begin(store).train(4)
+    forget(store)
+    missed: list[str] = []
+
+    def before(path: str) -> None:
+        if path == entry_path(7) and not missed:
+            missed.append(path)
+            raise Missing(path)
+
+    WATCHING[watched.name] = before
+    report = audit(watched)
+    assert (report.violations, report.versions, len(missed)) == ([], 4, 1)
+
+
+@pytest.mark.parametrize("what", ["weights", "entry"])
+def test_what_cannot_be_read_now_is_no_violation(store: MemoryStore, watched: Watched, what: str) -> None:
+    Actors.begin(store).train(2)
+    path = entry_path(5) if what == "entry" else weights_of(store, 2)
+
+    def before(found: str) -> None:
+        if found == path:
+            raise Unreachable(path)
+
+    WATCHING[watched.name] = before
+    with pytest.raises(Unreachable):
+        audit(watched)
+    assert list(store.list("audits")) == []
+
+
+@pytest.mark.parametrize("what", ["weights", "entry", "batch"])
+def test_what_a_store_reads_wrong_time_and_again_is_altered(store: MemoryStore, watched: Watched, what: str) -> None:
+    Actors.begin(store).train(2)
+    path = {"entry": entry_path(5), "weights": weights_of(store, 2), "batch": file_of(store, 1)}[what]
+
+    def before(found: str) -> None:
+        if found == path:
+            raise Corrupt(f"{path}: its bytes are not those that were written")
+
+    WATCHING[watched.name] = before
+    assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
+
+
+def test_audits_beside_a_run_that_goes_on_accuse_nobody(store: MemoryStore) -> None:
+    actors, stop = Actors.begin(store), threading.Event()
+    reports: list[AuditReport] = []
+
+    def look() -> None:
+        while not stop.is_set():
+            reports.append(audit(store, deep=len(reports) % 2 == 0))
+
+    auditor = threading.Thread(target=look)
+    auditor.start()
+    try:
+        while len(reports) < 12 and auditor.is_alive():
+            actors.train(3)
+    finally:
+        stop.set()
+        auditor.join()
+    assert len(reports) >= 12
+    assert [report.violations for report in reports if not report.clean] == []
+    assert len({report.versions for report in reports}) > 2

@@ -1,0 +1,226 @@
+"""What an audit counts; the run's config, the objects of its versions, and what others have seen of its log."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.views.audit_table import print_report
+from rollflow.storage.errors import Missing
+from rollflow.storage.log import audits, snapshots
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import Pruned, RunCreated, entry_path
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.report import SPANS, AuditReport, Rows
+from rollflow.storage.objects import ObjectStore
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import DiscardReason, StoredObject
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.prompts.config import ReasoningGymPrompts
+from tests.support.audited import ALPHA, VERSIONS, file_of, found, lagging, other_alpha, weights_of
+from tests.support.log_runs import (
+    DOMAINS,
+    Actors,
+    G,
+    changed,
+    committed,
+    forget,
+    inserted,
+    published,
+    read,
+    resealed,
+    rewritten,
+    sha256_of,
+)
+
+# --- what is counted -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_a_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_path: Path) -> None:
+    run: ObjectStore = store if where == "memory" else LocalStore(tmp_path)
+    actors = lagging(run)
+    actors.scheduler.dispatch(VERSIONS)
+    actors.scheduler.discard(2, DiscardReason.FILTERED)
+    actors.ahead()
+    report = audit(run)
+    assert report.violations == []
+    assert (report.run, report.async_ratio, report.versions, report.entries) == ("test", ALPHA, 6, len(read(run)))
+    assert report.trajectories == VERSIONS * 2 * G
+    # batch 0 is trained on at 0, batch 1 at 1, of batches 2 to 5 three samples of four at 2, and the fourth at 1
+    assert report.staleness == {0: 8, 1: 8 + 4 * 2, 2: 4 * 6}
+    assert report.staleness_by_version[1] == {0: 8}
+    assert report.domains == {DOMAINS[0]: 8, DOMAINS[1]: 4}
+    assert report.fates == {"trained": 12, "committed, waiting": 4, "discarded: filtered": 1}
+    assert (report.trained_tokens, report.discarded_tokens, report.surplus_tokens) == (12 * 10, 5, VERSIONS * 3)
+    kept = sum(path.startswith(("policies", "trajectories")) for path in run.list())
+    assert report.objects == kept
+
+
+def test_the_table_for_a_person_shows_it(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+    run.delete(file_of(run, 3))
+    print_report(audit(run), dict.fromkeys(DOMAINS, 0.5))
+    shown = capsys.readouterr().out
+    assert "run test: 6 versions, 40 trajectories" in shown
+    assert "missing trajectories/00000003-" in shown.replace("\n", " ")
+
+
+def test_a_long_run_is_counted_by_spans_of_versions() -> None:
+    report = AuditReport()
+    for version in range(1, 4 * SPANS + 2):
+        report.trained(version, Rows(Counter({version % 2: 3}), Counter({"sums": 1})))
+    assert report.span == 8
+    assert sorted(report.staleness_by_version) == list(range(1, 4 * SPANS + 2, 8))
+    assert report.staleness_by_version[9] == {0: 12, 1: 12}
+    assert report.trajectories == 3 * (4 * SPANS + 1) == report.staleness.total()
+
+
+def test_no_run_there(store: MemoryStore) -> None:
+    with pytest.raises(Missing, match="there is no run at memory://"):
+        audit(store)
+
+
+def test_the_hash_of_a_real_config_is_that_of_what_the_log_holds(store: MemoryStore) -> None:
+    """As JSON comes back, the config has the hash that the settings gave it."""
+    options = {"min_digits": 2, "rate": 1e-30, "names": ["ä", "b"]}
+    prompts = (ReasoningGymPrompts(share=1 / 3), ReasoningGymPrompts(family="basic_arithmetic", options=options))
+    config = RunConfig(async_ratio=0.1 + 0.2, prompts=prompts)
+    Log(store).create(RunCreated("real", config.model_dump(mode="json"), config.sha256(), 1))
+    assert audit(store).violations == []
+
+
+# --- the run's config ------------------------------------------------------------------------------------------
+
+
+def test_alpha_edited_in_the_config(run: MemoryStore) -> None:
+    body = read(run)[0].body
+    assert isinstance(body, RunCreated)
+    resealed(run, 0, body=other_alpha(body, 3.5))
+    assert found(run) == {("altered", entry_path(0))}
+    whats = [violation.what for violation in audit(run).violations]
+    assert whats == [
+        "the config is not the one whose hash stands beside it",
+        "entry 1 follows another entry 0 than the one that is there: this one",
+    ]
+
+
+def test_alpha_edited_and_chained_anew(run: MemoryStore) -> None:
+    changed(run, 0, lambda body: other_alpha(body, 3.5))
+    assert found(run) == {("altered", entry_path(0))}
+
+
+def test_alpha_edited_and_hashed_and_chained_anew(run: MemoryStore) -> None:
+    """The fold and the rows tell: the bound comes from storage, and the trajectories are older than it allows."""
+
+    def stricter(body: RunCreated) -> RunCreated:
+        body = other_alpha(body, 0.0)
+        return replace(body, config_sha256=sha256_of(body.config))
+
+    changed(run, 0, stricter)
+    older = [number for number in range(VERSIONS + 1) if committed(run, number).version < number]
+    assert older
+    wrong = {("stale", file_of(run, n)) for n in older} | {("stale", entry_path(committed(run, n).n)) for n in older}
+    assert found(run) == wrong
+
+
+def test_a_prepared_object_that_is_not_there(store: MemoryStore) -> None:
+    kept = StoredObject("prompts/ab.jsonl", 3, store.put("prompts/ab.jsonl", b"abc"))
+    policy = StoredObject("policy/config.json", 2, store.put("policy/config.json", b"{}"))
+    Actors.begin(store).train(1)
+    pin = {"kept": kept.path, "size": kept.size, "sha256": kept.sha256}
+    changed(store, 0, lambda body: replace(body, prompts=(pin, {"kept": ""}), policy=(policy,)))
+    assert found(store) == set()
+    forget(store)
+    store.delete(kept.path)
+    store.put(policy.path, b"[]")
+    assert found(store) == {("missing", kept.path), ("altered", policy.path)}
+
+
+# --- objects of versions ---------------------------------------------------------------------------------------
+
+
+def test_a_newest_version_whose_weights_are_gone(run: MemoryStore) -> None:
+    path = weights_of(run, VERSIONS)
+    run.delete(path)
+    assert found(run) == {("missing", path)}
+
+
+def test_a_newest_version_without_weights(run: MemoryStore) -> None:
+    entry = published(run, VERSIONS)
+    changed(run, entry.n, lambda body: replace(body, weights=()))
+    kinds = {(kind, where) for kind, where in found(run) if where == entry_path(entry.n)}
+    assert kinds == {("missing", entry_path(entry.n))}
+
+
+def test_altered_weights(run: MemoryStore) -> None:
+    path = weights_of(run, 4)
+    run.put(path, run.get(path)[:-1] + b"?")
+    assert found(run) == {("altered", path)}
+
+
+def test_what_retention_needs_is_gone_and_nobody_has_pruned_it(store: MemoryStore) -> None:
+    Actors.begin(store).train(9, prune=False)
+    forget(store)
+    state = Log(store).state
+    assert [v for v in range(10) if not state.retention.needed("weights", v, 9)] == [1, 2, 5]
+    store.delete(weights_of(store, 1))  # not needed: it may be gone
+    assert found(store) == set()
+    forget(store)
+    kept = [path for path in store.list() if path.startswith(("policies", "trajectories"))]
+    report = audit(store, deep=True)
+    assert (report.objects, report.bytes) == (len(kept), sum(len(store.get(path)) for path in kept))
+    forget(store)
+    store.put(weights_of(store, 5), b"something else")  # not needed, but there
+    store.delete(weights_of(store, 4))  # kept for good
+    assert found(store) == {("altered", weights_of(store, 5)), ("missing", weights_of(store, 4))}
+
+
+def test_a_pruned_object_that_is_needed(run: MemoryStore) -> None:
+    entries = read(run)
+    last = entries[-1]
+    learner = max(entry.claim for entry in entries if entry.role == "learner")
+    pruned = replace(last, role="learner", claim=learner, body=Pruned(((VERSIONS, "weights"),)))
+    inserted(run, len(entries), pruned)
+    run.delete(weights_of(run, VERSIONS))
+    assert found(run) == {("lineage", entry_path(len(entries))), ("missing", weights_of(run, VERSIONS))}
+
+
+# --- a log that others have seen otherwise ---------------------------------------------------------------------
+
+
+def test_a_log_that_was_cut_after_an_audit(run: MemoryStore) -> None:
+    assert audit(run).clean
+    end = len(read(run)) - 1
+    run.delete(entry_path(end))
+    assert found(run) == {("gap", entry_path(end))}
+
+
+@pytest.mark.parametrize("seen_by", ["audits", "log_snapshots"])
+def test_a_log_that_was_written_anew_since(run: MemoryStore, seen_by: str) -> None:
+    """Every hash is right, and the fold finds nothing: but for those who have seen it before."""
+    if seen_by == "audits":
+        assert audit(run).clean
+    else:
+        run.delete(entry_path(len(read(run)) - 1))
+        Log(run).settle()
+    seen = {path: run.get(path) for path in run.list(seen_by)}
+    assert seen
+    entries = read(run)
+    entries[4] = replace(entries[4], at=0.0)
+    rewritten(run, entries)
+    assert found(run) == set()
+    forget(run)
+    for path, data in seen.items():
+        run.put(path, data)
+    assert {kind for kind, _ in found(run)} == {"altered"}
+
+
+def test_a_witness_that_cannot_be_read_says_nothing(run: MemoryStore) -> None:
+    run.put(snapshots.snapshot_path(7, "f" * 64), b"[]")
+    run.put(snapshots.snapshot_path(9_000, "f" * 64), b"[]")
+    run.put(audits.audit_path(8), b"[]")
+    assert found(run) == set()
