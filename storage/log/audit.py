@@ -129,17 +129,16 @@ class _Audit:
         """Note the objects that an entry names; `counts` is false if the entry itself is not to be believed."""
         entry, n = written.entry, written.entry.n
         self._hear(n, written.sha256)
-        self.latest = max(self.latest, entry.version)
+        newest = entry.version if self.fold.missed and counts else self.fold.state.version
+        self.latest = max(self.latest, newest)
         match entry.body:
             case RunCreated():
                 self._begin(entry.body, looking)
             case BatchCommitted():
-                named = Named(entry.body.file, n, "batch", entry.version, batch=entry.body)
+                named = Named(entry.body.file, n, "batch", newest, batch=entry.body)
                 self._ask(named, looking)
-            case VersionPublished(number, batch, weights, state):
-                self.objects |= {(number, "weights"): (n, weights), (number, "state"): (n, state)}
-                if batch is not None and counts:
-                    self._settle(batch, number)
+            case VersionPublished():
+                self._note_version(entry.body, n, counts)
             case BatchVoided() if counts:
                 self.report.quarantined.append(f"{entry_path(entry.body.entry)}: {entry.body.why}")
                 self._settle(entry.body.entry, None)
@@ -156,6 +155,14 @@ class _Audit:
         kept = [StoredObject(pin["kept"], pin["size"], pin["sha256"]) for pin in body.prompts if pin.get("kept")]
         for stored in (*kept, *body.policy):
             self._ask(Named(stored, 0, "run"), looking)
+
+    def _note_version(self, body: VersionPublished, n: int, counts: bool) -> None:
+        own: dict[Kind, tuple[StoredObject, ...]] = {"weights": body.weights, "state": body.state}
+        for kind, objects in own.items():
+            if counts or (body.number, kind) not in self.objects:  # else it is told of a version that is there
+                self.objects[body.number, kind] = n, objects
+        if body.batch_entry is not None and counts:
+            self._settle(body.batch_entry, body.number)
 
     def _settle(self, batch: int, version: int | None) -> None:
         """The batch of entry `batch` was trained on, or (None) voided."""

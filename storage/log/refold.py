@@ -47,6 +47,11 @@ class Refold:
     _broken: list[int] = field(default_factory=list)  # entries that name another one before them
     _unlinked: bool = False  # nothing is known of the hash that the next entry must name
 
+    @property
+    def missed(self) -> bool:
+        """Whether an entry is lost or was passed over, so that the state is not the one that others were written by."""
+        return self.lost or bool(self._refused)
+
     def over(self, found: Iterable[tuple[int, bytes | Hole | Corrupt]]) -> Iterator[tuple[Written, bytes, bool]]:
         """Entries that can be read, as parsed and as bytes, and whether they are to be believed.
 

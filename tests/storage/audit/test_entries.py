@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -202,7 +203,8 @@ def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
         "gap",
     ]  # the first one is not passed over
     assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
-    assert {violation.where[:4] for violation in violations} == {"log/"}  # what was pruned is not missed
+    elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}
+    assert elsewhere == {("stale", file_of(run, 2))}  # as its entry is; and what was pruned is not missed
 
 
 def test_each_commit_that_is_too_old_is_named(store: MemoryStore) -> None:
@@ -223,18 +225,47 @@ def test_an_inserted_version(run: MemoryStore) -> None:
     assert ("gap", entry_path(at)) in found(run)
 
 
+def test_a_version_that_is_published_again_stands_for_no_other_one(run: MemoryStore) -> None:
+    """The weights of the one that counts are gone; another entry names some that are there."""
+    entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
+    inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
+    assert found(run) == {("lineage", entry_path(entry.n + 1))}
+    run.delete(lost)
+    assert found(run) == {("lineage", entry_path(entry.n + 1)), ("missing", lost)}
+
+
+def stored(run: ObjectStore, path: str) -> StoredObject:
+    """What is there, as an entry names it."""
+    data = run.get(path)
+    return StoredObject(path, len(data), hashlib.sha256(data).hexdigest())
+
+
 def test_an_inserted_void_of_a_batch_that_was_trained_on(run: MemoryStore) -> None:
-    entry = committed(run, 2)
+    """It excuses nothing of the batch, which is counted as ever."""
+    entry, path = committed(run, 2), file_of(run, 2)
+    whole, at = audit(run), published(run, 3).n + 1
     body = BatchVoided(2, entry.n, "never")
-    inserted(run, published(run, 3).n + 1, replace(entry, body=body, version=3, batch=4))
-    assert found(run) == {("lineage", entry_path(published(run, 3).n + 1))}
+    inserted(run, at, replace(entry, body=body, version=3, batch=4))
+    assert found(run) == {("lineage", entry_path(at))}
+    report = audit(run)
+    assert (report.trajectories, report.quarantined) == (whole.trajectories, [])
+    run.put(path, b"damaged")
+    assert found(run) == {("lineage", entry_path(at)), ("altered", path)}
 
 
-def test_an_entry_that_says_another_head(run: MemoryStore) -> None:
-    entries = read(run)
-    entries[7] = replace(entries[7], version=99)
+@pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
+def test_whatever_entry_says_another_head_all_else_is_judged_as_ever(run: MemoryStore, head: dict[str, int]) -> None:
+    """What is needed, too: a version that is not there makes none superfluous."""
+    entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
+    run.delete(lost)
+    run.put(damaged, b"damaged")
     rewritten(run, entries)
-    assert found(run) == {("lineage", entry_path(7))}
+    fair = audit(run)
+    for n in range(1, len(entries)):
+        if getattr(entries[n], *head) != head[next(iter(head))]:
+            rewritten(run, [*entries[:n], replace(entries[n], **head), *entries[n + 1 :]])
+            assert found(run) == {("lineage", entry_path(n)), ("missing", lost), ("altered", damaged)}
+            assert replace(audit(run), violations=[]) == replace(fair, violations=[])
 
 
 def test_a_role_that_was_deposed_goes_on(run: MemoryStore) -> None:
