@@ -150,9 +150,7 @@ def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
     lifted = state.copy()
     lifted.alpha = math.inf
     assert isinstance(entry.body, BatchCommitted)
-    groups = tuple(
-        g._replace(started=min(max(g.started, 0), state.version), newest=state.version) for g in entry.body.groups
-    )
+    groups = tuple(group._replace(started=state.version, newest=state.version) for group in entry.body.groups)
     try:
         after = decide(lifted, entry.n, entry.role, entry.claim, replace(entry.body, groups=groups))
     except Refused:

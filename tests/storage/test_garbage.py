@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import Pruned, VersionPublished, entry_path
+from rollflow.storage.log.entries import Claimed, Entry, Pruned, VersionPublished, encode, entry_path
 from rollflow.storage.log.garbage import abandoned, collect, orphans, store_clock, sweep
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.retention import KINDS
@@ -245,6 +245,22 @@ def test_a_refused_entry_makes_no_garbage(run: LocalStore) -> None:
     run.put(entry_path(learner.writer.claim + 1), data.replace(b"learner", b"student"))
     with pytest.raises(Corrupt):
         orphans(run, store_clock(run))
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_an_entry_that_is_whole_and_cannot_follow_makes_no_garbage(run: LocalStore, follows: bool) -> None:
+    """Under its supervisor a learner's claim deposes the one before it; under none it is refused."""
+    actors = Actors.begin(run).train(2)
+    left_by(actors, run)
+    state, at = Log(run).state, store_clock(run)
+    body = Claimed(under=state.newest_claim("supervisor") if follows else None)
+    n, head = state.n + 1, (state.version, state.next_batch)
+    run.put(entry_path(n), encode(Entry(n, state.sha256, "late", "learner", n, *head, at, body)).data)
+    if follows:
+        assert [orphan.path for orphan in orphans(run, at)] != []
+    else:
+        with pytest.raises(Corrupt, match=f"does not fold: {entry_path(n)}"):
+            orphans(run, at)
 
 
 class Listed(MemoryStore):

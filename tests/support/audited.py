@@ -9,6 +9,7 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, RunCreated, VersionPublished
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import TrajectoryGroup
 from tests.support.log_actors import GROUPS
 from tests.support.log_runs import Actors, committed, published
 
@@ -56,6 +57,12 @@ def weights_of(run: ObjectStore, version: int) -> str:
 def other_alpha(body: RunCreated, alpha: float) -> RunCreated:
     """The run's first entry, with another bound of staleness than the one that is hashed."""
     return replace(body, config={**body.config, "async_ratio": alpha})
+
+
+def of_first(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
+    """The group with its first trajectory changed."""
+    first = replace(group.trajectories[0], **change)  # type: ignore[arg-type]
+    return replace(group, trajectories=(first, *group.trajectories[1:]))
 
 
 class Watched(MemoryStore):

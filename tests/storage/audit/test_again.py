@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import audits, objects
 from rollflow.storage.log.audit import Progress, audit
+from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.rows import Rules
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import StoredObject
@@ -83,6 +85,48 @@ def test_an_audit_that_found_something_leaves_nothing(store: MemoryStore, watche
     store.put(path, data)
     assert audit(store).clean
     assert len(list(store.list("audits"))) == 1
+
+
+def test_what_a_plain_audit_finds_takes_back_no_other_one(store: MemoryStore) -> None:
+    """It is new: what was audited before was found whole. The next one begins there again."""
+    actors = Actors.begin(store).train(2)
+    assert audit(store).clean
+    kept, end = list(store.list("audits")), len(read(store))
+    actors.train(1)
+    store.put(file_of(store, 2), b"damaged")
+    for _ in range(2):
+        report = audit(store)
+        assert (report.clean, report.since, list(store.list("audits"))) == (False, end, kept)
+
+
+def test_a_deep_audit_that_finds_nothing_takes_back_no_other_one(store: MemoryStore) -> None:
+    actors = Actors.begin(store).train(1)
+    assert audit(store).clean
+    kept = list(store.list("audits"))
+    assert audit(actors.train(1).learner.store, deep=True).clean
+    assert list(store.list("audits"))[:-1] == kept
+
+
+@pytest.mark.parametrize("how", ["cannot be read", "its entry cannot"])
+def test_where_the_newest_audit_cannot_be_trusted_the_one_before_it_is(
+    store: MemoryStore, watched: Watched, how: str
+) -> None:
+    actors = Actors.begin(store).train(1)
+    assert audit(store).clean
+    first = len(read(store))
+    assert audit(actors.train(1).learner.store).clean
+    [_, newest], end = store.list("audits"), entry_path(len(read(store)) - 1)
+    if how == "cannot be read":
+        store.put(newest, b"[]")
+
+    def before(path: str) -> None:
+        if path == end and how != "cannot be read":
+            raise Corrupt(f"{path}: its bytes are not those that were written")
+
+    WATCHING[watched.name] = before
+    report = audit(watched)
+    wrong = set() if how == "cannot be read" else {("altered", end)}
+    assert (report.since, {(v.kind, v.where) for v in report.violations}) == (first, wrong)
 
 
 def test_a_deep_audit_reads_what_an_earlier_one_has_read(store: MemoryStore) -> None:

@@ -11,14 +11,16 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, Group, entry_path
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import StoredObject, TrajectoryGroup
-from tests.support.audited import file_of, found
-from tests.support.log_runs import Actors, changed, committed, rebatched
+from tests.support.audited import VERSIONS, file_of, found, of_first
+from tests.support.log_runs import Actors, G, changed, committed, rebatched
 
 
 def test_a_group_with_one_of_its_four_samples(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [replace(groups[0], trajectories=groups[0].trajectories[:1]), groups[1]])
     assert found(run) == {("missing", path)}
-    assert "has 1 of 4 samples: [0]" in audit(run).violations[0].what
+    report = audit(run)
+    assert "has 1 of 4 samples: [0]" in report.violations[0].what
+    assert report.trajectories == (VERSIONS - 1) * 2 * G  # those of a batch that is wrong are not counted
 
 
 def test_one_sample_four_times(run: MemoryStore) -> None:
@@ -30,9 +32,11 @@ def test_one_sample_four_times(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("sample", [-1, 4])
-def test_a_sample_that_was_not_asked_for(run: MemoryStore, sample: int) -> None:
-    path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=sample), groups[1]])
-    assert found(run) == {("altered", path)}
+@pytest.mark.parametrize("rollout", [{"extra_responses": 0}, {}])
+def test_a_sample_that_was_not_asked_for(store: MemoryStore, sample: int, rollout: dict[str, int]) -> None:
+    Actors.begin(store, rollout=rollout).train(2)
+    path = rebatched(store, 1, lambda groups: [of_first(groups[0], sample=sample), groups[1]])
+    assert found(store) == {("altered", path)}
 
 
 def test_one_sample_more(run: MemoryStore) -> None:
@@ -50,12 +54,6 @@ def test_of_surplus_responses_any_four_are_a_group(store: MemoryStore) -> None:
     assert found(store) == set()
     path = rebatched(store, 1, lambda groups: [of_first(group, sample=5) for group in groups])
     assert found(store) == {("altered", path)}
-
-
-def of_first(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
-    """The group with its first trajectory changed."""
-    first = replace(group.trajectories[0], **change)  # type: ignore[arg-type]
-    return replace(group, trajectories=(first, *group.trajectories[1:]))
 
 
 @pytest.mark.parametrize(

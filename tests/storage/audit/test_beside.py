@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from rollflow.storage.errors import Corrupt, Missing, Unreachable
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import BatchVoided, entry_path
+from rollflow.storage.log.entries import BatchVoided, Entry, Pruned, encode, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.clock import run_virtual
 from tests.support.audited import WATCHING, Watched, file_of, weights_of
 from tests.support.log_actors import Supervisor
-from tests.support.log_runs import Actors, G, RealScheduler, committed, forget, of_kind
+from tests.support.log_runs import Actors, G, RealScheduler, committed, forget, of_kind, published, read
 from tests.support.pipeline import Damage, Pipeline
 
 
@@ -114,6 +115,65 @@ def test_a_batch_that_is_voided_while_it_is_read(store: MemoryStore, watched: Wa
     assert audit(watched).violations == []
 
 
+def appended(store: MemoryStore, entry: Entry) -> None:
+    """One entry more, whatever the rules say of it."""
+    entries = read(store)
+    state = Log(store).state
+    one = replace(entry, n=len(entries), prev=state.sha256, version=state.version, batch=state.next_batch)
+    store.put(entry_path(one.n), encode(one).data)
+
+
+@pytest.mark.parametrize("of", ["batch", "weights"])
+def test_an_entry_that_comes_meanwhile_and_is_refused_excuses_nothing(
+    store: MemoryStore, watched: Watched, of: str
+) -> None:
+    """Neither a void of a batch that was trained on, nor a pruning of what is needed."""
+    Actors.begin(store).train(2)
+    last, batch = published(store, 2), committed(store, 1).n
+    path = file_of(store, 1) if of == "batch" else weights_of(store, 2)
+    store.put(path, b"damaged")
+
+    def before(found: str) -> None:
+        if found == path:
+            WATCHING[watched.name] = lambda path: None
+            body = BatchVoided(1, batch, "late") if of == "batch" else Pruned(((2, "weights"),))
+            appended(store, replace(last, body=body))
+
+    WATCHING[watched.name] = before
+    assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
+
+
+def test_what_is_pruned_meanwhile_is_excused_behind_a_lost_entry_too(store: MemoryStore, watched: Watched) -> None:
+    actors = Actors.begin(store).train(3)
+    forget(store)
+    gap, gone = entry_path(committed(store, 0).n), weights_of(store, 2)
+    data = store.get(gap)
+    store.delete(gap)
+
+    def before(path: str) -> None:
+        if path == gone and store.exists(gone):
+            WATCHING[watched.name] = lambda path: None
+            store.put(gap, data)
+            actors.train(4)
+            forget(store)
+            store.delete(gap)
+            assert not store.exists(gone)
+
+    WATCHING[watched.name] = before
+    assert {(v.kind, v.where) for v in audit(watched).violations} == {("gap", gap)}
+
+
+def test_a_batch_that_was_voided_although_it_is_whole_counts_for_nothing(store: MemoryStore) -> None:
+    """Who voided it could not read it then."""
+    actors = Actors.begin(store).train(2)
+    actors.ahead()
+    actors.learner.log.follow()
+    actors.learner.void(2)
+    report = audit(store)
+    assert (report.violations, report.trajectories) == ([], 2 * 2 * G)
+    assert report.staleness.total() == report.trajectories
+
+
 def test_an_object_that_is_put_back_while_the_audit_runs(store: MemoryStore, watched: Watched) -> None:
     """Who holds bytes with the committed hash puts them back: looked at again, the batch counts."""
     Actors.begin(store).train(2)
@@ -174,7 +234,9 @@ def test_what_a_store_reads_wrong_time_and_again_is_altered(store: MemoryStore, 
             raise Corrupt(f"{path}: its bytes are not those that were written")
 
     WATCHING[watched.name] = before
-    assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
+    [violation] = audit(watched).violations
+    assert (violation.kind, violation.where) == ("altered", path)
+    assert "its bytes are not those that were written" in violation.what
 
 
 def test_audits_beside_a_run_that_goes_on_accuse_nobody(store: MemoryStore) -> None:

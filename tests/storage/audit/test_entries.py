@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt
+from rollflow.storage.log import snapshots
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import BatchCommitted, BatchVoided, entry_path
+from rollflow.storage.log.entries import Pruned, entry_path
 from rollflow.storage.log.log import Log
-from rollflow.storage.log.refold import MOST
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Discard, DiscardReason, StoredObject
-from tests.support.audited import VERSIONS, file_of, found, lagging, other_alpha, weights_of
-from tests.support.log_actors import Scheduler
-from tests.support.log_runs import Actors, changed, committed, forget, inserted, published, read, resealed, rewritten
+from rollflow.storage.records import DiscardReason
+from tests.support.audited import VERSIONS, found, lagging, weights_of
+from tests.support.log_runs import Actors, changed, committed, forget, of_kind, published, read, resealed, rewritten
 
 
 @pytest.mark.parametrize("segments", [True, False])
@@ -105,6 +101,7 @@ def test_a_newest_entry_that_follows_another_one(run: MemoryStore) -> None:
     n = len(read(run)) - 1
     resealed(run, n, prev="0" * 64)
     assert found(run) == {("altered", entry_path(n))}
+    assert audit(run).violations[0].what == f"entry {n} follows another entry {n - 1} than the one that is there"
 
 
 def test_an_entry_altered_with_what_it_follows(run: MemoryStore) -> None:
@@ -134,147 +131,6 @@ def test_swapped_entries_in_a_new_chain(run: MemoryStore) -> None:
     entries[n], entries[after] = entries[after], entries[n]
     rewritten(run, entries)
     assert ("gap", entry_path(n)) in found(run)
-
-
-def test_an_inserted_commit_of_groups_that_have_their_fates(run: MemoryStore) -> None:
-    again = committed(run, VERSIONS)
-    assert isinstance(again.body, BatchCommitted)
-    at = len(read(run))
-    state = Log(run).state
-    body = replace(again.body, number=state.next_batch, issued=())
-    inserted(run, at, replace(again, body=body, version=state.version, batch=state.next_batch + 1))
-    assert ("duplicate", entry_path(at)) in found(run)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda body: {"groups": body.groups[:1] * 2},
-        lambda body: {"issued": (*body.issued, 0)},
-        lambda body: {"discards": (Discard(body.groups[0].key, DiscardReason.STALE, 0, 5),)},
-    ],
-    ids=["a group twice", "a prompt issued twice", "trained on and discarded"],
-)
-def test_a_commit_that_gives_a_dispatch_two_fates(
-    run: MemoryStore, change: Callable[[BatchCommitted], dict[str, object]]
-) -> None:
-    entry = committed(run, VERSIONS)
-    changed(run, entry.n, lambda body: replace(body, **change(body)))
-    assert {(kind, where) for kind, where in found(run) if where.startswith("log/")} == {
-        ("duplicate", entry_path(entry.n))
-    }
-
-
-def test_an_inserted_commit_in_the_middle(run: MemoryStore) -> None:
-    """The very same commit once more: its number is taken. What follows folds as ever."""
-    again = committed(run, 2)
-    inserted(run, again.n + 1, again)
-    assert found(run) == {("duplicate", entry_path(again.n + 1))}
-
-
-def test_an_inserted_commit_that_skips_a_prompt_or_a_number(run: MemoryStore) -> None:
-    state, last = Log(run).state, committed(run, VERSIONS)
-    assert isinstance(last.body, BatchCommitted)
-    keys = [group._replace(prompt=state.cursor.upcoming[0] + 2) for group in last.body.groups[:1] * 2]
-    body = replace(last.body, number=state.next_batch, groups=tuple(keys), issued=(keys[0].prompt,))
-    skipping = replace(last, body=body, version=state.version, batch=state.next_batch + 1)
-    at = len(read(run))
-    inserted(run, at, replace(skipping, body=replace(body, groups=(keys[0], keys[1]._replace(attempt=1)))))
-    assert ("missing", entry_path(at)) in found(run)
-    rewritten(run, read(run)[:at])
-    inserted(run, at, replace(skipping, body=replace(body, number=state.next_batch + 1)))
-    assert ("gap", entry_path(at)) in found(run)
-
-
-def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
-    run: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without version 1 there is none that can follow."""
-    monkeypatch.setattr("rollflow.storage.log.refold.MOST", 3)
-    n = published(run, 1).n
-    rewritten(run, [one for one in read(run) if one.n != n])
-    violations = audit(run).violations
-    named = [violation for violation in violations if violation.what.startswith("it cannot stand where it stands")]
-    [last] = [violation for violation in violations if "refused entries, of which 3 are named" in violation.what]
-    assert [violation.kind for violation in named] == [
-        "stale",
-        "gap",
-        "stale",
-        "gap",
-    ]  # the first one is not passed over
-    assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
-    elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}
-    assert elsewhere == {("stale", file_of(run, 2))}  # as its entry is; and what was pruned is not missed
-
-
-def test_each_commit_that_is_too_old_is_named(store: MemoryStore) -> None:
-    """They stop nothing that follows."""
-    lagging(store)
-    changed(store, 0, lambda body: other_alpha(body, 0.5))
-    stale = {where for kind, where in found(store) if (kind, where[:4]) == ("stale", "log/")}
-    assert stale == {entry_path(committed(store, number).n) for number in range(1, VERSIONS + 1)}
-    assert len(stale) > MOST
-
-
-def test_an_inserted_version(run: MemoryStore) -> None:
-    entry, at = published(run, VERSIONS), published(run, VERSIONS).n + 1
-    inserted(run, at, replace(entry, version=VERSIONS + 1, body=replace(entry.body, number=VERSIONS + 1)))  # type: ignore[arg-type]
-    assert found(run) == {("lineage", entry_path(at))}
-    rewritten(run, [one for one in read(run) if one.n != at])
-    inserted(run, at, replace(entry, body=replace(entry.body, number=VERSIONS + 2)))  # type: ignore[arg-type]
-    assert ("gap", entry_path(at)) in found(run)
-
-
-def test_a_version_that_is_published_again_stands_for_no_other_one(run: MemoryStore) -> None:
-    """The weights of the one that counts are gone; another entry names some that are there."""
-    entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
-    inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
-    assert found(run) == {("lineage", entry_path(entry.n + 1))}
-    run.delete(lost)
-    assert found(run) == {("lineage", entry_path(entry.n + 1)), ("missing", lost)}
-
-
-def stored(run: ObjectStore, path: str) -> StoredObject:
-    """What is there, as an entry names it."""
-    data = run.get(path)
-    return StoredObject(path, len(data), hashlib.sha256(data).hexdigest())
-
-
-def test_an_inserted_void_of_a_batch_that_was_trained_on(run: MemoryStore) -> None:
-    """It excuses nothing of the batch, which is counted as ever."""
-    entry, path = committed(run, 2), file_of(run, 2)
-    whole, at = audit(run), published(run, 3).n + 1
-    body = BatchVoided(2, entry.n, "never")
-    inserted(run, at, replace(entry, body=body, version=3, batch=4))
-    assert found(run) == {("lineage", entry_path(at))}
-    report = audit(run)
-    assert (report.trajectories, report.quarantined) == (whole.trajectories, [])
-    run.put(path, b"damaged")
-    assert found(run) == {("lineage", entry_path(at)), ("altered", path)}
-
-
-@pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
-def test_whatever_entry_says_another_head_all_else_is_judged_as_ever(run: MemoryStore, head: dict[str, int]) -> None:
-    """What is needed, too: a version that is not there makes none superfluous."""
-    entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
-    run.delete(lost)
-    run.put(damaged, b"damaged")
-    rewritten(run, entries)
-    fair = audit(run)
-    for n in range(1, len(entries)):
-        if getattr(entries[n], *head) != head[next(iter(head))]:
-            rewritten(run, [*entries[:n], replace(entries[n], **head), *entries[n + 1 :]])
-            assert found(run) == {("lineage", entry_path(n)), ("missing", lost), ("altered", damaged)}
-            assert replace(audit(run), violations=[]) == replace(fair, violations=[])
-
-
-def test_a_role_that_was_deposed_goes_on(run: MemoryStore) -> None:
-    """Whole, chained, and by a claim that holds no more."""
-    Scheduler(run, Log(run).state.newest_claim("supervisor"))
-    forget(run)
-    last, at = committed(run, VERSIONS), len(read(run))
-    inserted(run, at, replace(last, body=BatchVoided(VERSIONS, last.n, "late"), version=VERSIONS))
-    assert found(run) == {("lineage", entry_path(at))}
 
 
 def test_a_first_entry_that_is_lost_says_nothing_of_the_run(run: MemoryStore) -> None:
@@ -310,21 +166,33 @@ def test_an_index_object(store: MemoryStore, how: str, kind: str) -> None:
     assert found(store) == {(kind, path)}
 
 
+def test_behind_a_lost_entry_nothing_is_folded_that_could_be(store: MemoryStore) -> None:
+    """Without a pruning all that follows can follow; it is not known that it is right."""
+    Actors.begin(store).train(9)
+    forget(store)
+    lost = of_kind(store, Pruned)[0]
+    store.delete(entry_path(lost.n))
+    assert ("gap", entry_path(lost.n)) in found(store)
+    assert audit(store).versions == lost.version < 9
+
+
+def test_a_newest_entry_that_is_damaged_is_there_for_who_has_seen_it(store: MemoryStore) -> None:
+    """It is damaged, and not gone besides."""
+    actors = Actors.begin(store).train(1)
+    actors.ahead()
+    actors.scheduler.log.settle()
+    [*_, seen], n = store.list("log_snapshots"), len(read(store)) - 1
+    assert snapshots.from_bytes(store.get(seen)).n == n
+    store.put(entry_path(n), store.get(entry_path(n))[:-9])
+    assert found(store) == {("altered", entry_path(n))}
+    assert audit(store).entries == n + 1
+
+
 def test_behind_a_lost_entry_it_is_still_known_what_retention_needs(run: MemoryStore) -> None:
     gap, newest = entry_path(published(run, 1).n), weights_of(run, VERSIONS)
     run.delete(gap)
     run.delete(newest)
     assert found(run) == {("gap", gap), ("missing", newest)}
-
-
-def test_an_empty_batch(run: MemoryStore) -> None:
-    """Its entry and its file agree; the fold refuses it."""
-    entry = committed(run, VERSIONS)
-    path = file_of(run, VERSIONS)
-    data = TrajectoryBatch.from_groups([]).to_bytes().to_pybytes()
-    file = StoredObject(path, len(data), run.put(path, data))
-    changed(run, entry.n, lambda body: replace(body, file=file, groups=(), rows=0))
-    assert found(run) == {("lineage", entry_path(entry.n))}
 
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])

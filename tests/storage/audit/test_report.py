@@ -138,6 +138,7 @@ def test_a_prepared_object_that_is_not_there(store: MemoryStore) -> None:
     store.delete(kept.path)
     store.put(policy.path, b"[]")
     assert found(store) == {("missing", kept.path), ("altered", policy.path)}
+    assert audit(store).violations[0].what == "it is missing, entry 0 names it"
 
 
 # --- objects of versions ---------------------------------------------------------------------------------------
@@ -199,6 +200,18 @@ def test_a_log_that_was_cut_after_an_audit(run: MemoryStore) -> None:
     assert found(run) == {("gap", entry_path(end))}
 
 
+def test_of_those_who_have_seen_a_log_that_was_cut_the_one_who_saw_most_of_it_is_named(store: MemoryStore) -> None:
+    Actors.begin(store).train(VERSIONS)
+    seen = list(store.list("log_snapshots"))
+    assert [int(path[14:24]) for path in seen] == [7, 11, 15]
+    for n in range(6, len(read(store))):
+        store.delete(entry_path(n))
+    assert found(store) == {("gap", entry_path(6))}
+    assert audit(store).violations[0].what == (
+        f"the log ends with entry 5, {seen[-1]} was made when there was an entry 15"
+    )
+
+
 @pytest.mark.parametrize("seen_by", ["audits", "log_snapshots"])
 def test_a_log_that_was_written_anew_since(run: MemoryStore, seen_by: str) -> None:
     """Every hash is right, and the fold finds nothing: but for those who have seen it before."""
@@ -224,3 +237,14 @@ def test_a_witness_that_cannot_be_read_says_nothing(run: MemoryStore) -> None:
     run.put(snapshots.snapshot_path(9_000, "f" * 64), b"[]")
     run.put(audits.audit_path(8), b"[]")
     assert found(run) == set()
+
+
+def test_a_witness_under_anothers_name_says_nothing(store: MemoryStore) -> None:
+    """Neither one of a later entry, nor one of another hash."""
+    Actors.begin(store).train(2)
+    [*_, path] = store.list("log_snapshots")
+    state = snapshots.from_bytes(store.get(path))
+    assert state.n == 7
+    store.put(snapshots.snapshot_path(9_000, state.sha256), store.get(path))
+    store.put(snapshots.snapshot_path(7, "f" * 64), store.get(path))
+    assert found(store) == set()

@@ -1,0 +1,253 @@
+"""Each entry that cannot follow is named, by kind and path, and all else is judged as ever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, entry_path
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.refold import MOST
+from rollflow.storage.objects import ObjectStore
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import Discard, DiscardReason, StoredObject
+from tests.support.audited import VERSIONS, file_of, found, lagging, other_alpha, weights_of
+from tests.support.log_actors import Scheduler
+from tests.support.log_runs import (
+    Actors,
+    changed,
+    committed,
+    forget,
+    inserted,
+    published,
+    read,
+    rewritten,
+)
+
+
+def test_an_inserted_commit_of_groups_that_have_their_fates(run: MemoryStore) -> None:
+    again = committed(run, VERSIONS)
+    assert isinstance(again.body, BatchCommitted)
+    at = len(read(run))
+    state = Log(run).state
+    body = replace(again.body, number=state.next_batch, issued=())
+    inserted(run, at, replace(again, body=body, version=state.version, batch=state.next_batch + 1))
+    assert ("duplicate", entry_path(at)) in found(run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: {"groups": body.groups[:1] * 2},
+        lambda body: {"issued": (*body.issued, 0)},
+        lambda body: {"discards": (Discard(body.groups[0].key, DiscardReason.STALE, 0, 5),)},
+    ],
+    ids=["a group twice", "a prompt issued twice", "trained on and discarded"],
+)
+def test_a_commit_that_gives_a_dispatch_two_fates(
+    run: MemoryStore, change: Callable[[BatchCommitted], dict[str, object]]
+) -> None:
+    entry = committed(run, VERSIONS)
+    changed(run, entry.n, lambda body: replace(body, **change(body)))
+    assert {(kind, where) for kind, where in found(run) if where.startswith("log/")} == {
+        ("duplicate", entry_path(entry.n))
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, {"started": -1}),
+        (3, {"started": -1}),
+        (3, {"newest": 0}),  # which is before its start
+        (3, {"started": 4, "newest": 4}),
+    ],
+)
+def test_a_commit_of_versions_that_were_not_there_is_folded_as_if_it_were_fresh(
+    run: MemoryStore, number: int, said: dict[str, int]
+) -> None:
+    """Its entry is named, and its file, which has others; nothing that follows is."""
+    n, whole = committed(run, number).n, audit(run)
+    changed(run, n, lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(**said))))
+    assert found(run) == {("stale", entry_path(n)), ("lineage", file_of(run, number))}
+    assert audit(run).fates == whole.fates
+
+
+def test_a_commit_with_a_wrong_count_is_not_taken_for_a_stale_one(run: MemoryStore) -> None:
+    """Its groups were begun and ended under version 0, the newest of then."""
+    n = committed(run, 0).n
+    changed(run, n, lambda body: replace(body, rows=body.rows + 1))
+    assert audit(run).violations[0].kind == "lineage"
+    assert {kind for kind, where in found(run) if where == entry_path(n)} == {"lineage"}
+
+
+def test_a_batch_that_is_committed_again_with_other_groups(run: MemoryStore) -> None:
+    """Its number is taken, though every dispatch in it is a new one."""
+    last, at, state = committed(run, VERSIONS), len(read(run)), Log(run).state
+    assert isinstance(last.body, BatchCommitted)
+    prompts = [state.cursor.upcoming[0], state.cursor.upcoming[1]]
+    groups = tuple(group._replace(prompt=prompt) for group, prompt in zip(last.body.groups, prompts, strict=True))
+    inserted(run, at, replace(last, body=replace(last.body, groups=groups, issued=tuple(prompts), discards=())))
+    assert ("duplicate", entry_path(at)) in found(run)
+
+
+def test_a_batch_that_is_formed_again_with_a_wrong_count_is_no_duplicate(store: MemoryStore) -> None:
+    actors = Actors.begin(store)
+    actors.ahead(2)
+    actors.learner.log.follow()
+    actors.learner.void(0)
+    actors.scheduler.log.follow()
+    actors.scheduler.begin()
+    actors.ahead()
+    n = committed(store, 0).n
+    assert found(store) == set()
+    changed(store, n, lambda body: replace(body, rows=body.rows + 1))
+    assert found(store) == {("lineage", entry_path(n))}
+
+
+def test_a_second_attempt_that_is_trained_on_twice(store: MemoryStore) -> None:
+    actors = Actors.begin(store)
+    actors.scheduler.dispatch(0)
+    actors.scheduler.discard(0, DiscardReason.FAILED)
+    actors.train(1)
+    forget(store)
+    entry, at = committed(store, 0), len(read(store))
+    assert isinstance(entry.body, BatchCommitted)
+    [again] = [group for group in entry.body.groups if group.attempt == 1]
+    body = replace(entry.body, number=1, groups=(again, again._replace(prompt=90)), issued=(), discards=())
+    inserted(store, at, replace(entry, body=body, version=1, batch=2))
+    assert ("duplicate", entry_path(at)) in found(store)
+
+
+def test_an_inserted_commit_in_the_middle(run: MemoryStore) -> None:
+    """The very same commit once more: its number is taken. What follows folds as ever."""
+    again = committed(run, 2)
+    inserted(run, again.n + 1, again)
+    assert found(run) == {("duplicate", entry_path(again.n + 1))}
+
+
+def test_an_inserted_commit_that_skips_a_prompt_or_a_number(run: MemoryStore) -> None:
+    state, last = Log(run).state, committed(run, VERSIONS)
+    assert isinstance(last.body, BatchCommitted)
+    keys = [group._replace(prompt=state.cursor.upcoming[0] + 2) for group in last.body.groups[:1] * 2]
+    body = replace(last.body, number=state.next_batch, groups=tuple(keys), issued=(keys[0].prompt,))
+    skipping = replace(last, body=body, version=state.version, batch=state.next_batch + 1)
+    at = len(read(run))
+    inserted(run, at, replace(skipping, body=replace(body, groups=(keys[0], keys[1]._replace(attempt=1)))))
+    assert ("missing", entry_path(at)) in found(run)
+    rewritten(run, read(run)[:at])
+    inserted(run, at, replace(skipping, body=replace(body, number=state.next_batch + 1)))
+    assert ("gap", entry_path(at)) in found(run)
+
+
+def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
+    run: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without version 1 there is none that can follow."""
+    monkeypatch.setattr("rollflow.storage.log.refold.MOST", 3)
+    n = published(run, 1).n
+    rewritten(run, [one for one in read(run) if one.n != n])
+    violations = audit(run).violations
+    named = [violation for violation in violations if violation.what.startswith("it cannot stand where it stands")]
+    [last] = [violation for violation in violations if "refused entries, of which 3 are named" in violation.what]
+    assert [violation.kind for violation in named] == [
+        "stale",
+        "gap",
+        "stale",
+        "gap",
+    ]  # the first one is not passed over
+    assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
+    count = int(last.what.split()[3])
+    monkeypatch.setattr("rollflow.storage.log.refold.MOST", count)
+    refused = [violation.what for violation in audit(run).violations if "refused entries" in violation.what]
+    assert (count > 3, refused) == (True, [])  # all are named
+    elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}
+    assert elsewhere == {("stale", file_of(run, 2))}  # as its entry is; and what was pruned is not missed
+
+
+def test_each_commit_that_is_too_old_is_named(store: MemoryStore) -> None:
+    """They stop nothing that follows."""
+    lagging(store)
+    changed(store, 0, lambda body: other_alpha(body, 0.5))
+    stale = {where for kind, where in found(store) if (kind, where[:4]) == ("stale", "log/")}
+    assert stale == {entry_path(committed(store, number).n) for number in range(1, VERSIONS + 1)}
+    assert len(stale) > MOST
+
+
+def test_an_inserted_version(run: MemoryStore) -> None:
+    entry, at = published(run, VERSIONS), published(run, VERSIONS).n + 1
+    inserted(run, at, replace(entry, version=VERSIONS + 1, body=replace(entry.body, number=VERSIONS + 1)))  # type: ignore[arg-type]
+    assert found(run) == {("lineage", entry_path(at))}
+    rewritten(run, [one for one in read(run) if one.n != at])
+    waits, whole = committed(run, VERSIONS).n, audit(run)
+    skipping = replace(entry.body, number=VERSIONS + 2, batch_entry=waits)  # type: ignore[arg-type]
+    inserted(run, at, replace(entry, body=skipping))
+    assert found(run) == {("gap", entry_path(at))}
+    assert audit(run).trajectories == whole.trajectories  # the batch that it names waits as ever
+
+
+def test_a_version_that_is_published_again_stands_for_no_other_one(run: MemoryStore) -> None:
+    """The weights of the one that counts are gone; another entry names some that are there."""
+    entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
+    inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
+    assert found(run) == {("lineage", entry_path(entry.n + 1))}
+    run.delete(lost)
+    assert found(run) == {("lineage", entry_path(entry.n + 1)), ("missing", lost)}
+
+
+def stored(run: ObjectStore, path: str) -> StoredObject:
+    """What is there, as an entry names it."""
+    data = run.get(path)
+    return StoredObject(path, len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_an_inserted_void_of_a_batch_that_was_trained_on(run: MemoryStore) -> None:
+    """It excuses nothing of the batch, which is counted as ever."""
+    entry, path = committed(run, 2), file_of(run, 2)
+    whole, at = audit(run), published(run, 3).n + 1
+    body = BatchVoided(2, entry.n, "never")
+    inserted(run, at, replace(entry, body=body, version=3, batch=4))
+    assert found(run) == {("lineage", entry_path(at))}
+    report = audit(run)
+    assert (report.trajectories, report.quarantined) == (whole.trajectories, [])
+    run.put(path, b"damaged")
+    assert found(run) == {("lineage", entry_path(at)), ("altered", path)}
+
+
+@pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
+def test_whatever_entry_says_another_head_all_else_is_judged_as_ever(run: MemoryStore, head: dict[str, int]) -> None:
+    """What is needed, too: a version that is not there makes none superfluous."""
+    entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
+    run.delete(lost)
+    run.put(damaged, b"damaged")
+    rewritten(run, entries)
+    fair = audit(run)
+    for n in range(1, len(entries)):
+        if getattr(entries[n], *head) != head[next(iter(head))]:
+            rewritten(run, [*entries[:n], replace(entries[n], **head), *entries[n + 1 :]])
+            assert found(run) == {("lineage", entry_path(n)), ("missing", lost), ("altered", damaged)}
+            assert replace(audit(run), violations=[]) == replace(fair, violations=[])
+
+
+def test_a_role_that_was_deposed_goes_on(run: MemoryStore) -> None:
+    """Whole, chained, and by a claim that holds no more."""
+    Scheduler(run, Log(run).state.newest_claim("supervisor"))
+    forget(run)
+    last, at = committed(run, VERSIONS), len(read(run))
+    inserted(run, at, replace(last, body=BatchVoided(VERSIONS, last.n, "late"), version=VERSIONS))
+    assert found(run) == {("lineage", entry_path(at))}
+
+
+def test_an_empty_batch(run: MemoryStore) -> None:
+    """Its entry and its file agree; the fold refuses it."""
+    entry = committed(run, VERSIONS)
+    path = file_of(run, VERSIONS)
+    data = TrajectoryBatch.from_groups([]).to_bytes().to_pybytes()
+    file = StoredObject(path, len(data), run.put(path, data))
+    changed(run, entry.n, lambda body: replace(body, file=file, groups=(), rows=0))
+    assert found(run) == {("lineage", entry_path(entry.n))}
