@@ -132,7 +132,7 @@ class _Audit:
         newest = entry.version if self.fold.missed and counts else self.fold.state.version
         self.latest = max(self.latest, newest)
         match entry.body:
-            case RunCreated():
+            case RunCreated() if n == 0:
                 self._begin(entry.body, looking)
             case BatchCommitted():
                 named = Named(entry.body.file, n, "batch", newest, batch=entry.body)

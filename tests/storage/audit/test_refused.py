@@ -10,13 +10,13 @@ import pytest
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import BatchCommitted, BatchVoided, entry_path
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, RunCreated, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.refold import MOST
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, StoredObject
-from tests.support.audited import VERSIONS, file_of, found, lagging, other_alpha, weights_of
+from tests.support.audited import VERSIONS, file_of, found, lagging, of_first, other_alpha, weights_of
 from tests.support.log_actors import Scheduler
 from tests.support.log_runs import (
     Actors,
@@ -26,7 +26,9 @@ from tests.support.log_runs import (
     inserted,
     published,
     read,
+    rebatched,
     rewritten,
+    sha256_of,
 )
 
 
@@ -241,6 +243,16 @@ def test_a_role_that_was_deposed_goes_on(run: MemoryStore) -> None:
     last, at = committed(run, VERSIONS), len(read(run))
     inserted(run, at, replace(last, body=BatchVoided(VERSIONS, last.n, "late"), version=VERSIONS))
     assert found(run) == {("lineage", entry_path(at))}
+
+
+def test_a_second_creation_says_nothing_of_the_run(run: MemoryStore) -> None:
+    """It would have a sample pass that was not asked for."""
+    path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=4), groups[1]])
+    first = read(run)[0]
+    assert isinstance(first.body, RunCreated)
+    config = {**first.body.config, "rollout": {"extra_responses": 1}}
+    inserted(run, 1, replace(first, body=replace(first.body, config=config, config_sha256=sha256_of(config))))
+    assert found(run) == {("lineage", entry_path(1)), ("altered", path)}
 
 
 def test_an_empty_batch(run: MemoryStore) -> None:
