@@ -112,9 +112,7 @@ def find_version(log: Log, version: int) -> Written:
     state = log.state
     if not 0 <= version <= state.version:
         raise Missing(f"{log.run.uri} has no version {version}, the newest is {state.version}")
-    if version == state.version:
-        return there(log, state.published)
-    if version in state.held:
+    if version in state.held:  # as the newest is
         return there(log, next(iter(state.held[version].values())))
     low, high = 0, state.published  # the version is newer than entry `low` says, and not than entry `high` says
     while high - low > 1:

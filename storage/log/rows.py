@@ -74,7 +74,7 @@ def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
             yield "duplicate", f"{where} has a sample more than once (sample: times): {twice}"
         elif samples.total() < rules.group_size:
             yield "missing", f"{where} has {samples.total()} of {rules.group_size} samples: {sorted(samples)}"
-        elif samples.total() > rules.group_size or not 0 <= min(samples) <= max(samples) < rules.responses:
+        elif samples.total() > rules.group_size or min(samples) < 0 or max(samples) >= rules.responses:
             yield "altered", f"{where} has samples that were not asked for: {sorted(samples)}"
 
 

@@ -23,12 +23,15 @@ def test_a_group_with_one_of_its_four_samples(run: MemoryStore) -> None:
     assert report.trajectories == (VERSIONS - 1) * 2 * G  # those of a batch that is wrong are not counted
 
 
-def test_one_sample_four_times(run: MemoryStore) -> None:
-    path = rebatched(
-        run, 3, lambda groups: [groups[0], replace(groups[1], trajectories=groups[1].trajectories[:1] * 4)]
-    )
+@pytest.mark.parametrize(("samples", "told"), [((0, 0, 0, 0), "{0: 4}"), ((3, 1, 2, 3), "{3: 2}")])
+def test_one_sample_several_times(run: MemoryStore, samples: tuple[int, ...], told: str) -> None:
+    def again(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        made = groups[1].trajectories
+        return [groups[0], replace(groups[1], trajectories=tuple(made[sample] for sample in samples))]
+
+    path = rebatched(run, 3, again)
     assert found(run) == {("duplicate", path)}
-    assert "(sample: times): {0: 4}" in audit(run).violations[0].what
+    assert f"has a sample more than once (sample: times): {told}" in audit(run).violations[0].what
 
 
 @pytest.mark.parametrize("sample", [-1, 4])
@@ -78,6 +81,13 @@ def test_a_false_started_version_in_a_file(run: MemoryStore) -> None:
     assert found(run) == {("lineage", path), ("stale", path)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=0)])
     assert found(run) == {("lineage", path)}
+
+
+def test_one_trajectory_that_is_older_than_the_others_and_than_alpha_allows(run: MemoryStore) -> None:
+    """Its entry says nothing of it."""
+    path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
+    assert found(run) == {("lineage", path), ("stale", path)}
+    assert "batch 5 has a trajectory of staleness 4, async_ratio is 3" in {v.what for v in audit(run).violations}
 
 
 def test_a_false_started_version_in_file_and_entry(run: MemoryStore) -> None:
@@ -139,6 +149,17 @@ def test_a_trajectory_without_a_token_that_was_started_too_late(run: MemoryStore
 def test_a_mask_that_is_false_where_the_entry_counts(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], loss_mask=(False, False, True))])
     assert found(run) == {("lineage", path)}
+
+
+def test_a_group_without_a_token_has_none_newer_than_its_start(run: MemoryStore) -> None:
+    """The last one of its batch."""
+    none = {"tokens": (1, 2), "loss_mask": (False, False), "logprobs": (0.0, 0.0), "versions": (-1, -1)}
+    rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], **none)])
+    body = committed(run, 3).body
+    assert isinstance(body, BatchCommitted)
+    silent = said(body, newest=body.groups[1].started, tokens=0)
+    changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], silent)))
+    assert found(run) == set()
 
 
 def test_a_batch_file_swapped_with_anothers(run: MemoryStore) -> None:

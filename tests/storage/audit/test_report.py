@@ -61,6 +61,14 @@ def test_a_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_pa
     assert report.objects == kept
 
 
+def test_a_dispatch_without_a_fate_is_in_flight(store: MemoryStore) -> None:
+    actors = Actors.begin(store)
+    for _ in range(3):
+        actors.scheduler.dispatch(0)
+    actors.ahead()
+    assert audit(store).fates == {"committed, waiting": 2, "in flight": 1}
+
+
 def test_the_table_for_a_person_shows_it(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     run.delete(file_of(run, 3))
     print_report(audit(run), dict.fromkeys(DOMAINS, 0.5))
@@ -70,10 +78,10 @@ def test_the_table_for_a_person_shows_it(run: MemoryStore, capsys: pytest.Captur
 
 
 def test_a_long_run_is_counted_by_spans_of_versions() -> None:
-    report = AuditReport()
+    report, doubled = AuditReport(), {1: 1, SPANS + 1: 2, 2 * SPANS + 1: 4, 4 * SPANS + 1: 8}
     for version in range(1, 4 * SPANS + 2):
         report.trained(version, Rows(Counter({version % 2: 3}), Counter({"sums": 1})))
-    assert report.span == 8
+        assert report.span == max(span for first, span in doubled.items() if version >= first)
     assert sorted(report.staleness_by_version) == list(range(1, 4 * SPANS + 2, 8))
     assert report.staleness_by_version[9] == {0: 12, 1: 12}
     assert report.trajectories == 3 * (4 * SPANS + 1) == report.staleness.total()
