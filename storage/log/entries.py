@@ -219,7 +219,7 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
         raise ValueError(f"its index {index['path']} is missing") from error
     if hashlib.sha256(data).hexdigest() != index["sha256"]:
         raise ValueError(f"its index {index['path']} was altered")
-    return dict(json.loads(data))
+    return dict(_loads(data))
 
 
 def sealed(tree: Mapping[str, Any]) -> bytes:
@@ -230,10 +230,17 @@ def sealed(tree: Mapping[str, Any]) -> bytes:
 
 def opened(data: bytes) -> dict[str, Any]:
     """What was sealed; ValueError if it was altered."""
-    tree: Any = json.loads(data)
+    tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
         raise ValueError("it was altered")
     return tree
+
+
+def _loads(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError as error:  # of bytes that nobody wrote as an entry
+        raise ValueError("it is nested too deep") from error
 
 
 def _dumps(tree: Mapping[str, Any]) -> str:

@@ -118,6 +118,9 @@ def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
         (resealed(lambda tree: tree["body"].update(kind="promoted")), "1 fields are wrong"),
         (resealed(lambda tree: tree.update(index={"path": "log_index/x"})), "its index log_index/x is missing"),
         (resealed(lambda tree: tree.update(index="log_index/x")), "not an entry of a log"),
+        (resealed(lambda tree: tree.update(index={})), "not an entry of a log"),
+        (resealed(lambda tree: tree.update(index={"path": 7})), "not an entry of a log"),
+        (b"[" * 100_000, "not an entry of a log"),
     ],
 )
 def test_what_is_not_an_entry_is_corrupt(data: bytes, why: str) -> None:

@@ -43,12 +43,14 @@ def test_a_sample_that_was_not_asked_for(store: MemoryStore, sample: int, rollou
 
 
 def test_one_sample_more(run: MemoryStore) -> None:
-    def more(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        made = groups[0].trajectories
-        return [replace(groups[0], trajectories=(*made, replace(made[0], sample=4))), groups[1]]
-
-    path = rebatched(run, 3, more)
+    path = rebatched(run, 3, lambda groups: [all_five(groups[0]), groups[1]])
     assert found(run) == {("altered", path)}
+
+
+def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with one sample more."""
+    first, *others = group.trajectories
+    return replace(group, trajectories=(replace(first, sample=0), *others, replace(first, sample=4)))
 
 
 def test_of_surplus_responses_any_four_are_a_group(store: MemoryStore) -> None:
@@ -56,6 +58,8 @@ def test_of_surplus_responses_any_four_are_a_group(store: MemoryStore) -> None:
     rebatched(store, 1, lambda groups: [of_first(group, sample=4) for group in groups])
     assert found(store) == set()
     path = rebatched(store, 1, lambda groups: [of_first(group, sample=5) for group in groups])
+    assert found(store) == {("altered", path)}
+    rebatched(store, 1, lambda groups: [of_first(groups[0], sample=0), all_five(groups[1])])
     assert found(store) == {("altered", path)}
 
 

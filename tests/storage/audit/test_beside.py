@@ -16,8 +16,14 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.clock import run_virtual
 from tests.support.audited import WATCHING, Watched, file_of, weights_of
 from tests.support.log_actors import Supervisor
-from tests.support.log_runs import Actors, G, RealScheduler, committed, forget, of_kind, published, read
+from tests.support.log_runs import Actors, G, RealScheduler, committed, create, forget, of_kind, published, read
 from tests.support.pipeline import Damage, Pipeline
+
+
+def test_a_run_that_was_only_created(store: MemoryStore) -> None:
+    create(store)
+    report = audit(store)
+    assert (report.violations, report.versions, report.entries) == ([], 0, 1)
 
 
 def test_a_run_in_the_middle(store: MemoryStore) -> None:
