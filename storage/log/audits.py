@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from rollflow.storage.errors import Corrupt, Missing, RollflowError
 from rollflow.storage.log.entries import entry_path, opened, sealed
@@ -27,7 +27,7 @@ AUDITS = "audits"
 RULES = 1  # raised with any change of what an audit checks; then all is looked at again
 KEPT = 3
 
-UNREADABLE = (Missing, Corrupt, ValueError, KeyError, TypeError, AttributeError, ValidationError)
+UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # a validation's error is a ValueError
 
 
 @dataclass(slots=True)

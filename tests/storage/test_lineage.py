@@ -12,6 +12,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished, entry_path
 from rollflow.storage.log.lineage import Consumed, Discarded, InFlight, Quarantined, Waiting, fates, find_version
 from rollflow.storage.log.log import Log
+from rollflow.storage.log.reading import AT_ONCE
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, GroupKey
 from tests.support.log_runs import Actors, committed, forget, published
@@ -119,6 +120,22 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     paths: list[str] = []
     monkeypatch.setattr(Watched, "before", staticmethod(paths.append))
     return paths
+
+
+@pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
+def test_a_log_is_read_as_far_as_the_last_fate_of_a_prompt(
+    store: MemoryStore, read: list[str], reason: DiscardReason
+) -> None:
+    """In vain, or trained on at its second attempt: nothing can come behind."""
+    actors = Actors.begin(store)
+    key = actors.scheduler.dispatch(0)
+    actors.scheduler.discard(0, reason)
+    actors.train(40)
+    log = Log(Watched(store.name))
+    read.clear()
+    last = list(fates(log, key.prompt).values())[-1]
+    assert isinstance(last, Discarded if reason is DiscardReason.FILTERED else Consumed)
+    assert 0 < len(read) <= AT_ONCE < log.state.n // 2
 
 
 @pytest.mark.parametrize("prune", [True, False])

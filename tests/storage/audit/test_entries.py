@@ -54,8 +54,10 @@ def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore
     assert audit(store).versions == 0
 
 
-def test_two_missing_entries_are_both_named(run: MemoryStore) -> None:
+def test_one_missing_entry_is_named_and_two_are_both(run: MemoryStore) -> None:
     run.delete(entry_path(5))
+    what = "log/0000000005.json missing, log/0000000006.json is there"
+    assert [violation.what for violation in audit(run).violations] == [what]
     run.delete(entry_path(6))
     what = "log/0000000005.json to log/0000000006.json missing, log/0000000007.json is there"
     assert [violation.what for violation in audit(run).violations] == [what]

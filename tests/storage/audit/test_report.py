@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.views.audit_table import print_report
-from rollflow.storage.errors import Missing
+from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import audits, snapshots
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import Pruned, RunCreated, entry_path
+from rollflow.storage.log.entries import Pruned, RunCreated, entry_path, sealed
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import SPANS, AuditReport, Rows
+from rollflow.storage.log.state import FOLD
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, StoredObject
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
-from tests.support.audited import ALPHA, VERSIONS, file_of, found, lagging, other_alpha, weights_of
+from tests.support.audited import ALPHA, VERSIONS, WATCHING, Watched, file_of, found, lagging, other_alpha, weights_of
 from tests.support.log_runs import (
     DOMAINS,
     Actors,
@@ -240,11 +241,31 @@ def test_a_log_that_was_written_anew_since(run: MemoryStore, seen_by: str) -> No
     assert {kind for kind, _ in found(run)} == {"altered"}
 
 
-def test_a_witness_that_cannot_be_read_says_nothing(run: MemoryStore) -> None:
-    run.put(snapshots.snapshot_path(7, "f" * 64), b"[]")
-    run.put(snapshots.snapshot_path(9_000, "f" * 64), b"[]")
-    run.put(audits.audit_path(8), b"[]")
+@pytest.mark.parametrize("junk", [b"", b"[]", sealed({}), sealed({"fold": FOLD}), sealed({"fold": FOLD, "state": 3})])
+def test_a_witness_that_cannot_be_read_says_nothing(run: MemoryStore, junk: bytes) -> None:
+    run.put(snapshots.snapshot_path(7, "f" * 64), junk)
+    run.put(snapshots.snapshot_path(9_000, "f" * 64), junk)
+    run.put(audits.audit_path(8), junk)
+    run.put(audits.audit_path(9), sealed({"fold": FOLD, "rules": audits.RULES, "audited": [7]}))
     assert found(run) == set()
+
+
+@pytest.mark.parametrize("error", [Missing, Corrupt])
+def test_a_witness_that_the_store_cannot_give_says_nothing(
+    store: MemoryStore, watched: Watched, error: type[Exception]
+) -> None:
+    """It is gone since it was listed, or its bytes are wrong."""
+    Actors.begin(store).train(1)
+    assert audit(store).clean
+    store.put(snapshots.snapshot_path(9_000, "f" * 64), b"")
+
+    def before(path: str) -> None:
+        if path.startswith(("audits", "log_snapshots")):
+            raise error(path)
+
+    WATCHING[watched.name] = before
+    report = audit(watched)
+    assert (report.violations, report.since) == ([], 0)
 
 
 def test_a_witness_under_anothers_name_says_nothing(store: MemoryStore) -> None:
