@@ -12,7 +12,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished, entry_path
 from rollflow.storage.log.lineage import Consumed, Discarded, InFlight, Quarantined, Waiting, fates, find_version
 from rollflow.storage.log.log import Log
-from rollflow.storage.log.reading import AT_ONCE
+from rollflow.storage.log.reading import AT_ONCE, written
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, GroupKey
 from tests.support.log_runs import Actors, committed, forget, published
@@ -120,6 +120,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     paths: list[str] = []
     monkeypatch.setattr(Watched, "before", staticmethod(paths.append))
     return paths
+
+
+@pytest.mark.parametrize("first", [0, 1, AT_ONCE])
+def test_a_stretch_of_a_log_is_read_from_its_first_entry_to_its_last(store: MemoryStore, first: int) -> None:
+    log = Actors.begin(store).train(40).learner.log
+    for last in (first, first + AT_ONCE - 1, first + AT_ONCE, log.state.n):
+        assert [one.entry.n for one in written(log, first, last)] == list(range(first, last + 1))
 
 
 @pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
