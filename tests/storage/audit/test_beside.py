@@ -149,21 +149,20 @@ def test_an_entry_that_comes_meanwhile_and_is_refused_excuses_nothing(
     assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
 
 
-def test_what_is_pruned_meanwhile_is_excused_behind_a_lost_entry_too(store: MemoryStore, watched: Watched) -> None:
-    actors = Actors.begin(store).train(3)
+def test_what_is_voided_meanwhile_is_excused_behind_a_lost_entry_too(store: MemoryStore, watched: Watched) -> None:
+    """By what was folded there is no such batch."""
+    actors = Actors.begin(store).train(2)
+    actors.ahead()
+    actors.learner.log.follow()
     forget(store)
-    gap, gone = entry_path(committed(store, 0).n), weights_of(store, 2)
-    data = store.get(gap)
+    gap, path = entry_path(committed(store, 0).n), file_of(store, 2)
+    store.put(path, b"damaged")
     store.delete(gap)
 
-    def before(path: str) -> None:
-        if path == gone and store.exists(gone):
+    def before(found: str) -> None:
+        if found == path:
             WATCHING[watched.name] = lambda path: None
-            store.put(gap, data)
-            actors.train(4)
-            forget(store)
-            store.delete(gap)
-            assert not store.exists(gone)
+            actors.learner.void(2)
 
     WATCHING[watched.name] = before
     assert {(v.kind, v.where) for v in audit(watched).violations} == {("gap", gap)}

@@ -178,6 +178,12 @@ def test_behind_a_lost_entry_nothing_is_folded_that_could_be(store: MemoryStore)
     assert audit(store).versions == lost.version < 9
 
 
+def test_behind_a_lost_entry_the_others_are_still_chained(run: MemoryStore) -> None:
+    resealed(run, 9, at=0.0)
+    run.delete(entry_path(5))
+    assert found(run) == {("gap", entry_path(5)), ("altered", entry_path(9))}
+
+
 def test_a_newest_entry_that_is_damaged_is_there_for_who_has_seen_it(store: MemoryStore) -> None:
     """It is damaged, and not gone besides."""
     actors = Actors.begin(store).train(1)

@@ -172,6 +172,16 @@ def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
     assert elsewhere == {("stale", file_of(run, 2))}  # as its entry is; and what was pruned is not missed
 
 
+def test_what_is_pruned_behind_an_entry_that_is_passed_over_is_not_missed(store: MemoryStore) -> None:
+    """It is refused, too: version 1 is not there, so that no other one is."""
+    Actors.begin(store).train(9)
+    n = published(store, 1).n
+    rewritten(store, [one for one in read(store) if one.n != n])
+    violations = found(store)
+    assert violations
+    assert [where for kind, where in violations if kind == "missing"] == []
+
+
 def test_each_commit_that_is_too_old_is_named(store: MemoryStore) -> None:
     """They stop nothing that follows."""
     lagging(store)
