@@ -97,7 +97,7 @@ class TrajectoryStore:
         """
         batch = self.committed(entry)
         found = [*batch.discards]
-        with contextlib.suppress(Missing, Corrupt):
+        with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
                 written = there(self.log, n).entry
                 if written.batch <= batch.number:  # there was no such batch yet

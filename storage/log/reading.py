@@ -69,7 +69,7 @@ def written(log: Log, first: int, last: int) -> Iterator[Written]:
     """The entries `first` to `last` of what the log was read to.
 
     Raises:
-        Missing, Corrupt: as `there`.
+        Corrupt: as `there`.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     try:
@@ -81,15 +81,13 @@ def written(log: Log, first: int, last: int) -> Iterator[Written]:
 
 
 def there(log: Log, n: int) -> Written:
-    """Entry `n`, which was read before.
+    """Entry `n`; the log was read as far as that.
 
     Raises:
-        Missing: it is gone.
-        Corrupt: it is damaged, and cannot be read from its segment either.
+        Corrupt: it is missing or damaged, and cannot be read from its segment either.
     """
     found = log.read(n)
-    if found is None:
-        raise Missing(f"{log.run.uri}/{entry_path(n)} is gone")
+    assert found is not None  # as it was when it was read first
     return found
 
 

@@ -93,6 +93,12 @@ def test_what_is_no_entry_by_its_name_is_none(run: MemoryStore, name: str) -> No
     assert Log(run).state.version == VERSIONS
 
 
+def test_behind_a_name_that_is_no_entrys_there_may_be_entries(run: MemoryStore) -> None:
+    run.delete(entry_path(6))
+    run.put(f"{entry_path(6)}.aside", b"?")
+    assert found(run) == {("gap", entry_path(6))}
+
+
 def test_an_entry_altered_and_resealed(run: MemoryStore) -> None:
     n = committed(run, 2).n
     resealed(run, n, at=0.0)
