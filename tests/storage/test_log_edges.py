@@ -319,15 +319,16 @@ def test_the_newest_snapshots_and_every_segment_are_there_and_verbatim(store: Co
 def test_a_snapshot_is_taken_beside_the_append_by_a_thread_that_holds_up_no_exit(
     store: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[bool, bool, int]] = []
+    seen: list[tuple[bool, bool, RunState]] = []
 
-    def keep(run: ObjectStore, n: int) -> None:
+    def seal(log: Log, state: RunState) -> None:
         thread = threading.current_thread()
-        seen.append((thread is threading.main_thread(), thread.daemon, n))
+        seen.append((thread is threading.main_thread(), thread.daemon, state))
 
-    monkeypatch.setattr(log_module, "keep_segments", keep)
+    monkeypatch.setattr(Log, "_seal", seal)
     claims(store, 9)
-    assert seen == [(False, True, 3), (False, True, 7)]
+    assert [one[:2] for one in seen] == [(False, True)] * 2
+    assert [state.n for _, _, state in seen] == [3, 7]
 
 
 def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:
