@@ -289,6 +289,13 @@ def test_a_local_log_is_looked_at_behind_its_end_as_far_as_it_says(
         Log(run)
 
 
+def test_where_a_log_is_listed_an_entry_behind_its_end_is_seen_however_far_it_is(store: Counting) -> None:
+    claims(store, 3)
+    store.put(entry_path(2 + 2 * log_module.AHEAD), b"far")
+    with pytest.raises(Corrupt, match=r"0000000003.json is missing, log/0000000514.json is there"):
+        Log(store)
+
+
 def test_an_entry_that_was_altered_and_one_that_is_not_of_its_segment_are_not_healed(store: Counting) -> None:
     log = claims(store, 10)
     store.put(entry_path(5), store.get(entry_path(5))[:-1])

@@ -10,7 +10,7 @@ import pytest
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import audits, objects
 from rollflow.storage.log.audit import Progress, audit
-from rollflow.storage.log.entries import entry_path
+from rollflow.storage.log.entries import encode, entry_path
 from rollflow.storage.log.reading import AT_ONCE
 from rollflow.storage.log.rows import Rules
 from rollflow.storage.objects.memory import MemoryStore
@@ -61,6 +61,22 @@ def test_a_second_audit_reads_only_what_is_new(store: MemoryStore, watched: Watc
         assert audit(watched) == replace(report, since=known + 4, bytes=0)
     assert third.reads == {"log": third.reads["log"], "audits": 1}
     assert third.reads["log"] <= 1 + 3
+
+
+def test_what_is_new_follows_what_was_audited(store: MemoryStore) -> None:
+    """Chained in itself, it follows another entry than the one at which the audit ended."""
+    actors = Actors.begin(store).train(1)
+    assert audit(store).clean
+    n, prev = len(read(store)), "0" * 64
+    entries = read(actors.train(2).learner.store)
+    for path in list(store.list("log_snapshots")):
+        store.delete(path)
+    for entry in entries[n:]:
+        encoded = encode(replace(entry, prev=prev))
+        store.put(entry_path(entry.n), encoded.data)
+        prev = encoded.sha256
+    report = audit(store)
+    assert (report.since, [(v.kind, v.where) for v in report.violations]) == (n, [("altered", entry_path(n - 1))])
 
 
 def test_a_batch_that_waited_is_counted_when_it_is_trained_on_and_not_read_again(
