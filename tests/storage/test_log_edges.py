@@ -289,6 +289,17 @@ def test_a_local_log_is_looked_at_behind_its_end_as_far_as_it_says(
         Log(run)
 
 
+@pytest.mark.parametrize("where", ["folder", "memory"])
+def test_who_starts_has_read_all_however_little_follows_a_snapshot(where: str, store: Counting, tmp_path: Path) -> None:
+    run: ObjectStore = LocalStore(tmp_path) if where == "folder" else store
+    create_run(run)
+    for count in range(1, 8):
+        assert Log(run).state.n == count - 1
+        writer = Log(run)
+        writer.claim("supervisor", who=f"supervisor {count}")
+        writer.settle()
+
+
 def test_where_a_log_is_listed_an_entry_behind_its_end_is_seen_however_far_it_is(store: Counting) -> None:
     claims(store, 3)
     store.put(entry_path(2 + 2 * log_module.AHEAD), b"far")

@@ -149,7 +149,16 @@ def test_a_first_entry_that_is_lost_says_nothing_of_the_run(run: MemoryStore) ->
     run.delete(entry_path(0))
     with pytest.raises(Corrupt, match=r"log/0000000000.json missing"):
         audit(run)
-    run.put(entry_path(0), data)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"async_ratio": None}, {"async_ratio": "inf"}, {"group_size": "four"}, {"store": None}, {"store": "keep_last"}],
+)
+def test_a_config_that_no_role_would_write_says_nothing_of_the_run(run: MemoryStore, wrong: dict[str, object]) -> None:
+    changed(run, 0, lambda body: replace(body, config=body.config | wrong))
+    with pytest.raises(Corrupt, match="cannot stand where it stands"):
+        audit(run)
     changed(run, 0, lambda body: replace(body, config={}))
     with pytest.raises(Corrupt, match="cannot stand where it stands"):
         audit(run)
