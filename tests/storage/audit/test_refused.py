@@ -10,7 +10,7 @@ import pytest
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import BatchCommitted, BatchVoided, RunCreated, entry_path
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, RunCreated, VersionPublished, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.refold import MOST
 from rollflow.storage.objects import ObjectStore
@@ -244,6 +244,23 @@ def test_whatever_entry_says_another_head_all_else_is_judged_as_ever(run: Memory
             rewritten(run, [*entries[:n], replace(entries[n], **head), *entries[n + 1 :]])
             assert found(run) == {("lineage", entry_path(n)), ("missing", lost), ("altered", damaged)}
             assert replace(audit(run), violations=[]) == replace(fair, violations=[])
+
+
+def test_an_entry_that_is_passed_over_says_nothing_of_the_newest_version(run: MemoryStore) -> None:
+    """Nor does its file stand for more than its own commit could have seen."""
+    entry, lost = committed(run, 2), weights_of(run, VERSIONS)
+    at = entry.n + 1
+    inserted(run, at, replace(entry, version=99))  # once more
+    run.delete(lost)
+    assert found(run) == {("duplicate", entry_path(at)), ("missing", lost)}
+
+
+def test_the_objects_of_a_version_that_is_passed_over_are_looked_at(run: MemoryStore) -> None:
+    entry, at = published(run, VERSIONS), published(run, VERSIONS).n + 1
+    assert isinstance(entry.body, VersionPublished)
+    gone = replace(entry.body.weights[0], path="policies/00000007/3/gone.safetensors")
+    inserted(run, at, replace(entry, body=replace(entry.body, number=VERSIONS + 1, weights=(gone,))))
+    assert found(run) == {("lineage", entry_path(at)), ("missing", gone.path)}
 
 
 def test_a_role_that_was_deposed_goes_on(run: MemoryStore) -> None:
