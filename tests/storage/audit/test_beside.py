@@ -244,6 +244,7 @@ def test_what_a_store_reads_wrong_time_and_again_is_altered(store: MemoryStore, 
     assert "its bytes are not those that were written" in violation.what
 
 
+@pytest.mark.long
 def test_audits_beside_a_run_that_goes_on_accuse_nobody(store: MemoryStore) -> None:
     actors, stop = Actors.begin(store), threading.Event()
     reports: list[AuditReport] = []
