@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
+
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchVoided, VersionPublished, entry_path
@@ -225,7 +227,8 @@ class Pipeline:
         return Score(float(sum(request.tokens) % 2), "parity")
 
     async def _commit(self, staged: StagedBatch) -> None:
-        entry, data = TrajectoryStore(self.scheduling.log).commit(self.scheduling, staged)
+        entry, committed = TrajectoryStore(self.scheduling.log).commit(self.scheduling, staged)
+        data = pa.py_buffer(committed.read_bytes()) if isinstance(committed, Path) else committed
         if self.damage and (harm := self.damage.get((staged.number, voids_of(self.store, staged.number)))):
             damaged(self.store, self.batches.committed(entry.n).file, harm)
         await self.channel.put(staged.number, data, PATIENCE_SECONDS, entry.n)
