@@ -300,6 +300,27 @@ def test_who_starts_has_read_all_however_little_follows_a_snapshot(where: str, s
         writer.settle()
 
 
+class Late(LocalStore):
+    """Entry 4 is not there when it is first asked for."""
+
+    asked = 0
+
+    def get(self, path: str) -> bytes:
+        if path == entry_path(4):
+            type(self).asked += 1
+            if self.asked == 1:
+                raise Missing(path)
+        return super().get(path)
+
+
+def test_an_entry_that_is_written_while_its_neighbours_are_read_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Late, "asked", 0)
+    claims(LocalStore(tmp_path), 7)
+    assert (Log(Late(tmp_path)).state.n, Late.asked) == (6, 2)
+
+
 def test_where_a_log_is_listed_an_entry_behind_its_end_is_seen_however_far_it_is(store: Counting) -> None:
     claims(store, 3)
     store.put(entry_path(2 + 2 * log_module.AHEAD), b"far")
@@ -347,6 +368,27 @@ def test_a_snapshot_is_taken_beside_the_append_by_a_thread_that_holds_up_no_exit
     claims(store, 9)
     assert [one[:2] for one in seen] == [(False, True)] * 2
     assert [state.n for _, _, state in seen] == [3, 7]
+
+
+def test_who_settles_waits_for_every_snapshot_that_is_under_way(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two is the slower one."""
+    done: list[int] = []
+    gate = threading.Event()
+
+    def seal(log: Log, state: RunState) -> None:
+        assert state.n != 3 or gate.wait(HANG_SECONDS)
+        done.append(state.n)
+
+    monkeypatch.setattr(Log, "_seal", seal)
+    create_run(store)
+    log = Log(store)
+    for _ in range(8):
+        log.claim("supervisor")
+    threading.Timer(0.1, gate.set).start()
+    log.settle()
+    assert sorted(done) == [3, 7]
 
 
 def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:

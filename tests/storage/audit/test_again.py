@@ -192,13 +192,26 @@ def test_only_so_many_bytes_are_read_at_once(store: MemoryStore, monkeypatch: py
     ended: list[objects.Looked] = []
     before = []
     with objects.Looking(store, ended.append) as looking:
-        for size in (6, 4, 1, 20, 3):
+        for size in (6, 4, 1, 5, 20, 3):
             stored = StoredObject(f"of-{size}", size, store.put(f"of-{size}", b"x" * size))
             looking.add(objects.Named(stored, 0, "run"), Rules(0.0, 1, 1))
             before.append(len(ended))
         looking.finish()
-    assert before == [0, 0, 1, 3, 4]
-    assert [looked.size for looked in ended] == [6, 4, 1, 20, 3]
+    assert before == [0, 0, 1, 1, 4, 5]
+    assert [looked.size for looked in ended] == [6, 4, 1, 5, 20, 3]
+
+
+def test_only_so_many_objects_wait_to_be_read(store: MemoryStore) -> None:
+    ended: list[objects.Looked] = []
+    before = []
+    stored = StoredObject("one", 1, store.put("one", b"1"))
+    with objects.Looking(store, ended.append) as looking:
+        for _ in range(40):
+            looking.add(objects.Named(stored, 0, "run"), Rules(0.0, 1, 1))
+            before.append(len(ended))
+        looking.finish()
+    assert before == [0] * 32 + list(range(1, 9))
+    assert len(ended) == 40
 
 
 def test_progress(run: MemoryStore) -> None:
