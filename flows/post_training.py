@@ -14,12 +14,15 @@ import os
 import time
 from dataclasses import replace
 from typing import Any
+from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from rollflow.flows.evaluate import evaluate
+from rollflow.flows.keepalive.crashed import follows_another
 from rollflow.flows.keepalive.restarts import GaveUp
+from rollflow.flows.keepalive.spent import begin_anew
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
@@ -52,6 +55,7 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
     supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
+    _begin_anew(context)
     _sweep(context)
     place, missed = tracking_place(context.config), functools.partial(points, context)
     tracker = Tracker(place, context.run_id, context.created.config, context.key, missed)
@@ -82,6 +86,13 @@ def _prepared(config: RunConfig, run_id: str) -> RunContext:
         prepare(config, run_id)
     context.prompts()  # what it asks must be what it asked
     return context
+
+
+def _begin_anew(context: RunContext) -> None:
+    """Where a person or a schedule starts the run, no restart of before counts against its budgets."""
+    with contextlib.suppress(RollflowError):  # a server or a store that does not answer is no reason not to train
+        if not follows_another(UUID(str(flow_run.id))):
+            begin_anew(context.store)
 
 
 def _sweep(context: RunContext) -> None:

@@ -139,6 +139,11 @@ def start_again(flow_run: UUID, context: RunContext, *, first: UUID | None = Non
     return Successor(context, made.id, Pending("supervisor", crash_reason(crashed), len(crashes), REDONE))
 
 
+def follows_another(flow_run: UUID) -> bool:
+    """Whether it was started because one before it crashed, and not by a person or a schedule."""
+    return (read(flow_run).idempotency_key or "").startswith("after:")
+
+
 def line(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
     """`first` and the flow runs that followed it, each after the one before: by their names, not by a clock."""
     after = {run.idempotency_key: run for run in attempts}

@@ -1,8 +1,10 @@
 """What a run's earlier keepers have spent of their budgets, as its journal of recoveries tells it.
 
-A keeper that is started again (its flow was killed, a supervisor took over) goes on with it. It is read in the
-background and waited for a moment at most, once: storage that does not answer holds up no restart, and until it does
-a keeper counts what it has seen itself.
+A keeper that is started again (its flow was killed, a supervisor took over) goes on with it. Where a person starts or
+resumes the run, the budget begins anew: what used it up has been looked at.
+
+The journal is read in the background and waited for a moment at most, once. Storage that does not answer holds up no
+restart; until it does, a keeper counts what it has seen itself.
 
 A restart is on record once its recovery is complete: who is killed with one under way takes that one along, and his
 own end counts for who keeps him. A recovery that took several restarts says when the first was; the others are taken
@@ -11,17 +13,19 @@ to have been at its end, so that there are never more within the window than the
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.errors import Missing, RollflowError, Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.objects.base import ObjectStore
 
 WAIT_SECONDS = 1.0  # for the journal, before the first restart
 AGAIN_SECONDS = 1.0
+BEGUN = "begun.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,24 @@ class Spent:
         return Spent((*self.times, one.noticed_at, *[one.resumed_at] * (count - 1)), one.attempt)
 
 
-def spent(recoveries: Iterable[Recovery], until: float) -> dict[str, Spent]:
-    """Restarts by role, of the recoveries (oldest first) that had begun by `until`."""
+def begin_anew(run: ObjectStore) -> None:
+    """Somebody starts the run, which no recovery does: no budget of it is spent from now on."""
+    run.put(BEGUN, json.dumps({"at": time.time()}).encode())
+
+
+def begun_at(run: ObjectStore) -> float:
+    """When somebody last started the run, in seconds since the epoch; 0 where nobody is known to have."""
+    try:
+        return float(json.loads(run.get(BEGUN))["at"])
+    except (Missing, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def spent(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, Spent]:
+    """Restarts by role, of the recoveries (oldest first) that had begun by `until`, and not before `since`."""
     found: dict[str, Spent] = {}
     for one in recoveries:
-        if one.noticed_at <= until:
+        if since <= one.noticed_at <= until:
             found[one.role] = found.get(one.role, Spent()).then(one)
     return found
 
@@ -61,7 +78,7 @@ class Earlier:
         self._began = wall()
         self._found: dict[str, Spent] = {}
         self._read, self._waited = threading.Event(), False
-        thread = threading.Thread(target=self._ask, args=(RecoveryLog(run),), name="spent earlier", daemon=True)
+        thread = threading.Thread(target=self._ask, args=(run,), name="spent earlier", daemon=True)
         thread.start()
 
     def times(self, role: str) -> list[float]:
@@ -79,10 +96,10 @@ class Earlier:
             self._read.wait(WAIT_SECONDS)
         return self._found.get(role, Spent())
 
-    def _ask(self, recoveries: RecoveryLog) -> None:
+    def _ask(self, run: ObjectStore) -> None:
         while not self._read.is_set():
             try:
-                self._found = spent(recoveries.read(), self._began)
+                self._found = spent(RecoveryLog(run).read(), self._began, begun_at(run))
             except (Unreachable, OSError):
                 time.sleep(AGAIN_SECONDS)
                 continue

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Cancelled, Crashed, Failed, Running
 
 from rollflow.flows.keepalive import crashed as crashed_module
-from rollflow.flows.keepalive.crashed import PickUp, pause_before, run_uri, start_again
+from rollflow.flows.keepalive.crashed import PickUp, follows_another, pause_before, run_uri, start_again
 from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stages
@@ -109,6 +109,7 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
         second = {found.flow_run for one in asked if (found := one.result())}
     assert len(second) == 1
     assert of(run) == [*second, first]
+    assert [follows_another(one) for one in (first, *second)] == [False, True]
     with api() as client:
         client.set_flow_run_state(second.copy().pop(), Running(), force=True)
     late = start_again(first, run)

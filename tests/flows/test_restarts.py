@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollflow.flows.keepalive import spent as spent_module
 from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, Budget, GaveUp, Restarts
-from rollflow.flows.keepalive.spent import Earlier, spent
+from rollflow.flows.keepalive.spent import Earlier, begin_anew, spent
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.objects.memory import MemoryStore
@@ -169,6 +169,22 @@ def test_a_wall_clock_that_steps_takes_no_budget_away(step: float) -> None:
     assert sorted(earlier.times(ROLE)) == [41.0, 42.0, 43.0]
     now[0] += step
     assert earlier.times(ROLE) == []
+
+
+def test_who_starts_the_run_again_has_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person has looked at what used it up; a supervisor that follows a dead one has not."""
+    run = MemoryStore(uuid.uuid4().hex)
+    for attempt in (1, 2, 3):
+        RecoveryLog(run).append(record(ROLE, attempt, 4990.0 + attempt, 4994.0))
+    monkeypatch.setattr(spent_module.time, "time", lambda: 4995.0)
+    begin_anew(run)
+    RecoveryLog(run).append(record(ROLE, 1, 4996.0, 4997.0))
+    budget = Budget(LIMITS, lambda: 50.0, Earlier(run, 100.0, lambda: 50.0, lambda: 5000.0))
+    for _ in range(2):
+        budget.spend(ROLE, "gone")
+    assert budget.attempt(ROLE) == 3
+    with pytest.raises(GaveUp):
+        budget.spend(ROLE, "gone")
 
 
 class Hanging(MemoryStore):
