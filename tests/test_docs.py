@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.flows.commands.keys_page import keys_page
 from rollflow.flows.commands.options import parser
-from rollflow.flows.views.keys_page import keys_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

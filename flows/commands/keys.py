@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from rollflow.flows.commands import OK
+from rollflow.flows.commands.keys_page import keys_page
 from rollflow.flows.config import describe_keys
-from rollflow.flows.views.keys_page import keys_page
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 
