@@ -11,6 +11,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Ending, Prompt, Trajectory
 from rollflow.tasks.clock import run_virtual
@@ -19,6 +20,7 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
 from rollflow.tasks.verifiers.base import Score
+from tests.support.log_runs import read
 from tests.support.own_parts import FOLDER, put_in_reach
 from tests.support.pipeline import Pipeline
 from tests.tasks.test_scheduler import trained
@@ -177,6 +179,33 @@ def test_a_group_that_has_enough_lets_the_others_turns_go() -> None:
     assert audit(pipeline.store).clean
     assert pipeline.scheduler.counts.surplus_tokens > 0
     assert len(trajectories(pipeline)) == 4 * pipeline.groups * pipeline.group_size
+
+
+class Thinking(Environment):
+    """Every second episode thinks for long before its second turn."""
+
+    def __init__(self) -> None:
+        self.played = 0
+
+    async def play(self, episode: Episode) -> Score | None:
+        thinks, self.played = self.played % 2, self.played + 1
+        made = await episode.generate()
+        if made is not None and thinks:
+            await asyncio.sleep(10.0)
+            made = await episode.generate()
+        return None if made is None else Score(1.0, "said")
+
+
+def test_an_episode_that_is_caught_between_two_turns_makes_no_more_tokens() -> None:
+    """It has no request that could be aborted: it learns at its next turn that nobody wants it."""
+    choices = {"extra_responses": 1, "at_bound": "drop"}
+    store = MemoryStore("between")
+    pipeline = Pipeline(store, versions=2, group_size=1, sigma=0.0, environment=Thinking(), choices=choices)
+    run_virtual(pipeline.run())
+    [first, *others] = trajectories(pipeline)
+    assert {len(one.tokens) for one in others} == {len(first.tokens)}
+    surplus = [entry.body.surplus_tokens for entry in read(store) if isinstance(entry.body, BatchCommitted)]
+    assert surplus == [pipeline.groups * first.response_tokens] * 2
 
 
 class Odd(Environment):
