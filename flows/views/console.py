@@ -28,7 +28,12 @@ STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
 WORTH_SAYING = 0.02  # share of a run
 WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}  # they train nothing
-STATE_MARKS = {"running": ("●", "green"), "waiting": ("◌", "yellow"), "idle": ("◌", "yellow"), "done": ("✓", "green")}
+STATE_MARKS = {
+    "running": ("●", "green"),
+    "waiting": ("◌", "yellow"),
+    "idle": ("◌", "yellow"),
+    "completed": ("✓", "green"),
+}
 BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
 
@@ -172,8 +177,9 @@ def _stages(stages: Mapping[str, StageStatus]) -> Table:
         table.add_column(style=style, no_wrap=True)
     table.add_column(style="dim", ratio=1, no_wrap=True, overflow="ellipsis")
     for name, stage in stages.items():
-        mark, style = ("✗", "red") if stage.state in BAD_STATES else STATE_MARKS.get(stage.state, ("●", "cyan"))
-        state = Text.assemble((f"{mark} ", style), stage.state)
+        said = stage.state.lower()  # Prefect writes them with a capital
+        mark, style = ("✗", "red") if said in BAD_STATES else STATE_MARKS.get(said, ("●", "cyan"))
+        state = Text.assemble((f"{mark} ", style), said)
         table.add_row(name, state, f"idle {stage.idle:4.0%}", stage.note)
     return table
 
@@ -238,7 +244,9 @@ def plain_line(status: RunStatus) -> list[str]:
         parts.append(f"{status.tokens_per_second:,.0f} tok/s")
     if status.buffer_capacity:
         parts.append(f"buffer {status.buffer_groups}/{status.buffer_capacity}")
-    busy = [f"{name} {stage.state}" for name, stage in status.stages.items() if stage.state != "running"]
+    busy = [
+        f"{name} {stage.state.lower()}" for name, stage in status.stages.items() if stage.state.lower() != "running"
+    ]
     return parts + ([", ".join(busy)] if busy else [])
 
 

@@ -37,8 +37,8 @@ STATUS = RunStatus(
     buffer_capacity=96,
     in_flight_groups=58,
     stages={
-        "rollout": StageStatus("running", "engine 0 at version 94", 0.03),
-        "train": StageStatus("failed", "lost its learner", 0.5),
+        "rollout": StageStatus("Running", "engine 0 at version 94", 0.03),  # as Prefect says it
+        "train": StageStatus("Failed", "lost its learner", 0.5),
         "odd": StageStatus("pondering"),
     },
     seconds=187.4,
