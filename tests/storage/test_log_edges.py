@@ -7,9 +7,9 @@ import math
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -298,6 +298,55 @@ def test_who_starts_has_read_all_however_little_follows_a_snapshot(where: str, s
         writer = Log(run)
         writer.claim("supervisor", who=f"supervisor {count}")
         writer.settle()
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, LocalStore])
+def test_after_a_lost_race_only_the_entry_is_tried_again(
+    kind: type[MemoryStore] | type[LocalStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another entry came once the data was written, which stays."""
+    run = MemoryStore(uuid.uuid4().hex) if kind is MemoryStore else LocalStore(tmp_path)
+    named: list[str] = []
+    create_naming = kind.create_naming
+
+    def raced(store: ObjectStore, path: str, content: Callable[[str], Data], *rest: Any) -> str:
+        def late(sha256: str) -> Data:
+            Learner(run, under)
+            return content(sha256)
+
+        named.append(path)
+        return create_naming(store, path, late, *rest)  # type: ignore[arg-type]
+
+    create_run(run)
+    under = Supervisor(run).writer.claim
+    Learner(run, under).publish()
+    scheduler = Scheduler(run, under)
+    monkeypatch.setattr(kind, "create_naming", raced)
+    scheduler.commit()
+    assert named == [entry_path(5)]
+    assert Log(run).state.waiting[0].entry == 6
+
+
+class Answerless(MemoryStore):
+    """Writes an entry the twentieth time it is asked, and never says so."""
+
+    asked = 0
+
+    def create(self, path: str, data: Data) -> None:
+        type(self).asked += 1
+        if self.asked == log_module.UNANSWERED:
+            super().create(path, data)
+        raise Unreachable("no answer")
+
+
+def test_an_entry_that_is_found_at_the_last_try_was_appended(
+    monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    monkeypatch.setattr(Answerless, "asked", 0)
+    store = MemoryStore(uuid.uuid4().hex)
+    create_run(store)
+    assert Log(Answerless(store.name)).claim("supervisor").claim == 1
+    assert (Log(store).state.n, Answerless.asked) == (1, log_module.UNANSWERED)
 
 
 class Late(LocalStore):

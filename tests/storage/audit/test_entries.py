@@ -86,6 +86,15 @@ def test_a_long_hole_on_a_folder_is_found_by_a_deep_audit(
     assert audit(store).clean is not plain
 
 
+def test_where_a_log_is_listed_a_long_hole_is_found_by_any_audit(
+    run: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
+    for n in range(6, 12):
+        run.delete(entry_path(n))
+    assert found(run) == {("gap", entry_path(6))}
+
+
 @pytest.mark.parametrize("name", ["99", "notes", "0000000099.json~", "²", "00000000099"])
 def test_what_is_no_entry_by_its_name_is_none(run: MemoryStore, name: str) -> None:
     run.put(f"log/{name}.json", b"?")
