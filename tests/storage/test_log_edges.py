@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import math
-import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from rollflow.storage.errors import Conflict, Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log import snapshots
-from rollflow.storage.log.entries import (
-    Body,
-    Claimed,
-    Pruned,
-    Role,
-    entry_path,
-    opened,
-    sealed,
-)
+from rollflow.storage.log.entries import Body, Claimed, Pruned, entry_path
 from rollflow.storage.log.log import Log
-from rollflow.storage.log.state import FOLD, Deposed, Refused, RunState
+from rollflow.storage.log.state import Deposed, Refused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import StoredObject
-from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
-from tests.support.waiting import HANG_SECONDS
-
-
-class Counting(MemoryStore):
-    """Counts its writes, by folder; writes that begin with `broken` fail in their way."""
-
-    writes: ClassVar[Counter[str]] = Counter()
-    broken: ClassVar[dict[str, list[Exception]]] = {}
-
-    def create(self, path: str, data: Data) -> None:
-        self.count(path)
-        super().create(path, data)
-
-    def put(self, path: str, data: Data) -> str:
-        self.count(path)
-        return super().put(path, data)
-
-    def count(self, path: str) -> None:
-        folder = path.partition("/")[0]
-        self.writes[folder] += 1
-        if self.broken.get(folder):
-            raise self.broken[folder].pop(0)
+from tests.support.counting import Counting, claims
+from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run
 
 
 @pytest.fixture
@@ -71,16 +39,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr("rollflow.storage.log.log.random.uniform", lambda low, high: high)
     monkeypatch.setattr("rollflow.storage.log.log.time.sleep", found.append)
     return found
-
-
-def claims(store: ObjectStore, count: int) -> Log:
-    """A log with `count` entries, of which all but the first are claims."""
-    create_run(store)
-    log = Log(store)
-    for number in range(1, count):
-        log.claim("supervisor", who=f"supervisor {number}")
-    log.settle()
-    return log
 
 
 # --- appending ----------------------------------------------------------------------------------------------------
@@ -386,166 +344,3 @@ def test_an_entry_that_was_altered_and_one_that_is_not_of_its_segment_are_not_he
     store.put(snapshots.segment_path(5), b"\n".join([segment[0], segment[2], *segment[2:]]))
     with pytest.raises(Corrupt, match=r"0000000005.json .*; no segment has it: `rollflow repair`"):
         log.read(5)
-
-
-# --- snapshots and segments ---------------------------------------------------------------------------------------
-
-
-def test_the_newest_snapshots_and_every_segment_are_there_and_verbatim(store: Counting) -> None:
-    log = claims(store, 22)
-    assert (snapshots.KEPT, len(entries(store))) == (3, 22)
-    hashes = [log.read(n).sha256 for n in (11, 15, 19)]  # type: ignore[union-attr]
-    names = [snapshots.snapshot_path(n, sha256) for n, sha256 in zip((11, 15, 19), hashes, strict=True)]
-    assert list(store.list("log_snapshots")) == names
-    assert [snapshots.from_bytes(store.get(name)).n for name in names] == [11, 15, 19]
-    assert list(store.list("log_segments")) == [f"log_segments/{n:010d}.jsonl" for n in range(0, 20, 4)]
-    assert [snapshots.from_segment(store, n) for n in range(20)] == list(entries(store))[:20]
-    with pytest.raises(Missing):
-        snapshots.from_segment(store, 20)
-
-
-def test_a_snapshot_is_taken_beside_the_append_by_a_thread_that_holds_up_no_exit(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[bool, bool, RunState]] = []
-
-    def seal(log: Log, state: RunState) -> None:
-        thread = threading.current_thread()
-        seen.append((thread is threading.main_thread(), thread.daemon, state))
-
-    monkeypatch.setattr(Log, "_seal", seal)
-    claims(store, 9)
-    assert [one[:2] for one in seen] == [(False, True)] * 2
-    assert [state.n for _, _, state in seen] == [3, 7]
-
-
-def test_who_settles_waits_for_every_snapshot_that_is_under_way(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first of two is the slower one."""
-    done: list[int] = []
-    gate = threading.Event()
-
-    def seal(log: Log, state: RunState) -> None:
-        assert state.n != 3 or gate.wait(HANG_SECONDS)
-        done.append(state.n)
-
-    monkeypatch.setattr(Log, "_seal", seal)
-    create_run(store)
-    log = Log(store)
-    for _ in range(8):
-        log.claim("supervisor")
-    threading.Timer(0.1, gate.set).start()
-    log.settle()
-    assert sorted(done) == [3, 7]
-
-
-def test_a_segment_that_is_there_stays_as_it_is(store: Counting) -> None:
-    claims(store, 9)
-    store.put(snapshots.segment_path(0), b"first")
-    snapshots.keep_segments(store, 3)
-    assert store.get(snapshots.segment_path(0)) == b"first"
-    with pytest.raises(Missing, match="is cut"):
-        snapshots.from_segment(store, 2)
-
-
-def test_a_segment_that_was_not_written_is_written_with_the_next_one(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But where one of its entries is lost: that holds up no other."""
-    monkeypatch.setitem(Counting.broken, "log_segments", [StoreFailed("full") for _ in range(3)])
-    log = claims(store, 9)
-    assert list(store.list("log_segments")) == []
-    store.delete(entry_path(1))
-    for _ in range(4):
-        log.claim("supervisor")
-    log.settle()
-    assert list(store.list("log_segments")) == [snapshots.segment_path(n) for n in (4, 8)]
-    assert snapshots.from_segment(store, 5) == store.get(entry_path(5))
-
-
-def test_without_room_for_a_snapshot_the_run_goes_on(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("log_snapshots", "log_segments"):
-        monkeypatch.setitem(Counting.broken, folder, [StoreFailed("full") for _ in range(9)])
-    log = claims(store, 10)
-    assert list(store.list("log_snapshots")) == list(store.list("log_segments")) == []
-    assert Log(store).state == log.state
-
-
-def test_a_snapshot_of_another_fold_is_not_read(store: Counting) -> None:
-    claims(store, 6)
-    (newest,) = store.list("log_snapshots")
-    tree = opened(store.get(newest))
-    assert tree["fold"] == FOLD
-    with pytest.raises(ValueError, match="another version's fold"):
-        snapshots.from_bytes(sealed(tree | {"fold": FOLD + 1}))
-    with pytest.raises(ValueError, match="it was altered"):
-        snapshots.from_bytes(json.dumps(tree).encode())
-
-
-@pytest.mark.parametrize(
-    "junk", [b"", b"7", b"null", b'"text"', b"[]", b"{}", sealed({}), sealed({"fold": 1, "state": 3})]
-)
-def test_the_newest_snapshot_that_can_be_read_is_taken(store: Counting, junk: bytes) -> None:
-    newest = claims(store, 14).state
-    store.put("log_snapshots/notes.txt", b"of a person")
-    _, seventh, eleventh = (path for path in store.list("log_snapshots") if path.endswith(".json"))
-    assert snapshots.newest_snapshot(store).n == 11
-    store.put(eleventh, junk)
-    assert snapshots.newest_snapshot(store).n == 7
-    store.put(eleventh, store.get(seventh))  # a whole one, under the name of another
-    assert snapshots.newest_snapshot(store).n == 7
-    store.delete(entry_path(7))  # nothing says that it is of this log
-    assert snapshots.newest_snapshot(store).n == 3
-    assert Log(store).state == newest
-
-
-def test_a_log_without_entries_has_the_state_of_no_run(store: Counting) -> None:
-    state = Log(store).state
-    assert state == RunState()
-    assert (state.n, state.sha256, state.version, state.published, state.next_batch) == (-1, "", -1, -1, 0)
-    assert (state.alpha, state.group_size, state.voids) == (0, 1, 0)
-
-
-ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")
-
-
-def test_a_role_that_nobody_has_is_nobodys(store: Counting) -> None:
-    state = claims(store, 3).state
-    assert [state.newest_claim(role) for role in ROLES] == [2, -1, -1]
-
-
-class Crowded(MemoryStore):
-    """An entry that is read waits until so many are read at the same moment."""
-
-    crowd: ClassVar[threading.Barrier | None] = None
-
-    def get(self, path: str) -> bytes:
-        if self.crowd is not None and path.startswith("log/"):
-            self.crowd.wait(HANG_SECONDS)
-        return super().get(path)
-
-
-@pytest.mark.parametrize("window", [4, 1_024])
-def test_what_follows_the_snapshot_is_read_several_at_a_time(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """As far as it is held: a log that no snapshot stands for is read in parts."""
-    store = Crowded(uuid.uuid4().hex)
-    create_run(store)
-    learner = Learner(store, Supervisor(store).writer.claim)
-    learner.publish()  # four entries
-    for _ in range(4):
-        learner = Learner(store, learner.log.state.newest_claim("supervisor"))
-    held: list[int] = []
-    read_ahead = Log._read_ahead
-
-    def noted(log: Log, numbers: Sequence[int]) -> None:
-        read_ahead(log, numbers)
-        held.append(len(log._ahead))
-
-    monkeypatch.setattr(log_module, "WINDOW", window)
-    monkeypatch.setattr(Log, "_read_ahead", noted)
-    monkeypatch.setattr(Log, "_goes_on", lambda log: False)
-    monkeypatch.setattr(Log, "_follow", lambda log, last=math.inf, follow=Log._follow: follow(log, min(last, 7)))
-    monkeypatch.setattr(Crowded, "crowd", threading.Barrier(4))
-    assert Log(store).state.n == 7
-    assert held == ([4, 4] if window == 4 else [8])
