@@ -10,7 +10,7 @@ import pytest
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import Pruned, entry_path
+from rollflow.storage.log.entries import Pruned, encode, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
@@ -50,6 +50,17 @@ def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore
     assert found(store) == {("gap", entry_path(6))}
     assert audit(store).versions == VERSIONS
     store.put("log_segments/0000000004.jsonl", b"cut")
+    assert found(store) == {("gap", entry_path(6))}
+    assert audit(store).versions == 0
+
+
+def test_a_segment_that_has_another_entry_heals_nothing(store: MemoryStore) -> None:
+    """It is whole, and follows the one before; the entry behind it does not know it."""
+    Actors.begin(store).train(VERSIONS)
+    lines = store.get("log_segments/0000000004.jsonl").split(b"\n")
+    lines[2] = encode(replace(read(store)[6], at=0.0)).data
+    store.put("log_segments/0000000004.jsonl", b"\n".join(lines))
+    store.delete(entry_path(6))
     assert found(store) == {("gap", entry_path(6))}
     assert audit(store).versions == 0
 
