@@ -13,7 +13,9 @@ import pytest
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import local as local_backend
+from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.trajectories import TrajectoryStore
 from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries
 
 Break = Callable[[], None]
@@ -82,3 +84,30 @@ def test_an_append_that_has_its_name_is_read_again_and_stands_once(local: LocalS
     assert (published.n, told.n, told.version, told.next_batch) == (committed.n + 1, committed.n + 1, 1, 1)
     assert chained(entries(local))
     assert len([*local.list("trajectories")]) == 1
+
+
+class Losing(LocalStore):
+    """Its disk fails once, when the entry is made and nothing of the file is there yet."""
+
+    failures = 1
+
+    def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
+        if Losing.failures:
+            Losing.failures = 0
+            content("0" * 64)
+            raise Unreachable("the disk failed")
+        return super().create_naming(path, content, file, data)
+
+
+def test_a_file_that_a_disk_has_lost_is_written_again_with_its_entry(tmp_path: Path) -> None:
+    """An entry of a second try must not name what the first one never wrote."""
+    sound = LocalStore(tmp_path / "store")
+    create_run(sound)
+    claim = Supervisor(sound).writer.claim
+    Learner(sound, claim).publish()
+    scheduler = Scheduler(Losing(tmp_path / "store"), claim)
+    scheduler.log.follow()
+    scheduler.commit()
+    [waiting] = Log(sound).state.waiting.values()
+    assert sound.stat(waiting.file.path).size == waiting.file.size
+    assert TrajectoryStore(Log(sound)).read(waiting.file) is not None
