@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from benchmarks.report import Row, arguments, publish
-from rollflow.tasks.actors.engine import RayEngine
+from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import RolloutConfig

@@ -156,7 +156,7 @@ PLANTED = [
     ("storage/log/log", "from rollflow.storage.journal.recoveries import RecoveryLog"),
     ("tasks/config", "import rollflow.flows.config"),
     ("tasks/clock", "import ray"),
-    ("tasks/rollout/proxy", "from rollflow.tasks.actors.engine import RayEngine"),
+    ("tasks/rollout/proxy", "from rollflow.tasks.actors.engine_client import RayEngine"),
     ("tasks/rollout/scheduler", "def late() -> None:\n    import ray.util"),
     ("tasks/rollout/scheduler", "import torch"),
     ("tasks/objectives/grpo", "from rollflow.tasks.rollout import limits"),

@@ -26,7 +26,8 @@ from rollflow.storage.journal.updates import Update, store_update
 from rollflow.storage.log.log import Writer
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
-from rollflow.tasks.actors.engine import EngineActor, RayEngine
+from rollflow.tasks.actors.engine import EngineActor
+from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.reward import RewardClient
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.cpu import CpuClock

@@ -16,7 +16,7 @@ import ray
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.actors.engine import RayEngine
+from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig

@@ -15,7 +15,7 @@ import ray
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.actors.engine import RayEngine
+from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.wire import (
     pack_generations,
     pack_partials,

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
-from rollflow.tasks.actors.engine import EngineActor, RayEngine
+from rollflow.tasks.actors.engine import EngineActor
+from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import RunConfig, StoreConfig
 from rollflow.tasks.engines.base import GenerationRequest
@@ -135,7 +136,7 @@ class Here:
 
 async def test_an_engine_waits_for_storage_as_long_as_its_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an engine that is given up, requests, process and one of its restarts are lost."""
-    monkeypatch.setattr("rollflow.tasks.actors.engine.FETCH_SECONDS", 0.1)
+    monkeypatch.setattr("rollflow.tasks.actors.engine_client.FETCH_SECONDS", 0.1)
     actor = EngineActor(lambda: TimedEngine(CONFIG))
     await actor.start()
     engine = RayEngine(Here(actor))

@@ -18,7 +18,7 @@ import ray
 
 from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.actors.engine import RayEngine
+from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import GenerationRequest, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine

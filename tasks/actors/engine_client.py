@@ -1,0 +1,286 @@
+"""The `Engine` that stands for one in a Ray actor.
+
+One actor call per request would cost more than generating a short answer, so calls are coalesced:
+
+    generate() ─┐                      ┌─ task per request ─ engine
+    generate() ─┼─ submit([...]) ────► │                       │
+    generate() ─┘   one per loop tick  └─ finished ◄───────────┘
+        ▲                                   │
+        └──── collect() ◄───────────────────┘   long poll: what finished within a few milliseconds, and
+                                                now and then the new tokens of what still runs
+
+Guarantees: every wait has a deadline; when the actor dies, stays silent past a deadline or makes no token for
+as long, every call raises `EngineFailed`, also the ones already waiting, and `progress` still tells the tokens
+that had arrived by then. A request's own error reaches its caller alone. An owner that lost the actor to another
+one can do nothing to it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayError
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.tasks.actors.engine import EngineActor, TakenOver
+from rollflow.tasks.actors.wire import (
+    Collected,
+    pack_requests,
+    unpack_generations,
+    unpack_partials,
+)
+from rollflow.tasks.engines import build_engine
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial, WeightsSource
+from rollflow.tasks.engines.config import EngineConfig
+from rollflow.tasks.engines.meter import EngineStats
+
+START_SECONDS = 900.0
+SILENT_SECONDS = 60.0  # for a call, and for the next token; longer than an engine's own deadline: its message arrives
+FETCH_SECONDS = 1000.0  # and as long as storage is waited for; longer than the node waits for another who fetches
+UPDATE_SECONDS = 150.0
+CLOSE_SECONDS = 10.0
+
+
+class RayEngine:
+    """The `Engine` in an `EngineActor`. See `base.Engine` for the methods' contract.
+
+    One at a time: a new one, in the place of a process that died, takes the actor over when it first uses it.
+    """
+
+    def __init__(
+        self, actor: Any, *, name: str = "engine", silent_seconds: float = SILENT_SECONDS, keep_actor: bool = False
+    ) -> None:
+        """An actor that is silent, or makes no token while requests run, for `silent_seconds` counts as dead.
+
+        `keep_actor`: somebody else cares for the actor. `close` ends the engine in it, and kills only an actor that
+        does not answer.
+        """
+        self._actor = actor
+        self._keep_actor = keep_actor
+        self._answers = True  # the actor does, whatever became of the engine in it
+        self._name = name
+        self._silent = silent_seconds
+        self._moved = 0.0  # loop time of the last token, or of the last moment with nothing to do
+        self._suspended = False
+        self._version = -1
+        self._owner = secrets.token_hex(8)
+        self._attached: asyncio.Future[Any] | None = None
+        self._failure: EngineFailed | None = None
+        self._outbox: list[GenerationRequest] = []
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._arrived: dict[str, list[Partial]] = {}  # of the waiting requests, or those that waited at the failure
+        self._submits: set[asyncio.Task[None]] = set()
+        self._collector: asyncio.Task[None] | None = None
+
+    @classmethod
+    def spawn(
+        cls,
+        config: EngineConfig,
+        policy_folder: Path | None,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        name: str = "engine",
+        **options: Any,
+    ) -> RayEngine:
+        """Create the actor (`options` are Ray's: num_cpus, num_gpus, name, ...); call `start` next."""
+        remote = ray.remote(EngineActor).options(**{"max_restarts": 0, "num_cpus": 0, **options})
+        return cls(remote.remote(functools.partial(build_engine, config, policy_folder, dtype=dtype)), name=name)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def actor(self) -> Any:
+        return self._actor
+
+    async def start(self) -> None:
+        await self._attach(START_SECONDS)
+        await self._ask(START_SECONDS, "start")
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.check()
+        if request.id in self._waiting:
+            raise ValueError(f"{request.id} is already being generated")
+        loop = asyncio.get_running_loop()
+        if not self._outbox:
+            loop.call_soon(self._flush)
+        if not self._waiting:
+            self._moved = loop.time()
+        self._outbox.append(request)
+        self._waiting[request.id] = loop.create_future()
+        self._arrived[request.id] = []
+        try:
+            return await self._waiting[request.id]
+        except asyncio.CancelledError:
+            self._disown(request.id)
+            raise
+        finally:
+            self._waiting.pop(request.id, None)
+            if self._failure is None:
+                del self._arrived[request.id]
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        self._flush()
+        await asyncio.gather(*self._submits)  # an abort must not overtake its request
+        if self._attached is None:
+            self.check()  # and nothing runs
+        else:
+            await self._own(self._silent, "abort", list(ids))
+
+    async def suspend(self, in_flight: InFlight) -> None:
+        self._flush()
+        await asyncio.gather(*self._submits)
+        self._suspended = True
+        await self._own(self._silent, "suspend", in_flight)
+
+    async def fetch(self, version: int, weights: WeightsSource) -> None:
+        await self._ask(FETCH_SECONDS + (weights.patience or 0.0), "fetch", version, weights)
+
+    async def update(self, version: int, weights: WeightsSource) -> None:
+        await self.fetch(version, weights)  # nothing, unless it joins while a version comes: it may take longer
+        await self._own(UPDATE_SECONDS, "update", version, weights)
+        self._version = version
+
+    async def resume(self) -> None:
+        await self._own(self._silent, "resume")
+        self._suspended = False
+        self._moved = asyncio.get_running_loop().time()
+
+    async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
+        answer: tuple[float, ...] | None = await self._own(self._silent, "logprobs", list(tokens))
+        return answer
+
+    async def stats(self) -> EngineStats:
+        answer: EngineStats = await self._ask(self._silent, "stats")
+        return answer
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure))
+
+    def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
+        found = ((id, self._arrived.get(id), since) for id, since in have.items())
+        return {id: Partial.joined(parts).after(since) for id, parts, since in found if parts is not None}
+
+    async def close(self) -> None:
+        if self._attached is not None and self._failure is None:
+            with suppress(EngineFailed):  # killed below all the same; its processes watch for that
+                await self._own(CLOSE_SECONDS, "close")
+        failure = self._fail(EngineFailed(f"{self._name} is closed"))
+        if self._attached is None or isinstance(failure, TakenOver):
+            return  # it is not its own to end
+        if not (self._keep_actor and self._answers):
+            ray.kill(self._actor)
+
+    async def owns(self) -> bool:
+        """Whether the engine in the actor is the one that this has brought to its version."""
+        try:
+            await self._own(self._silent, "abort", [])
+        except EngineFailed:
+            return False
+        return True
+
+    def _flush(self) -> None:
+        if self._outbox and self._failure is None:
+            batch, self._outbox = self._outbox, []
+            task = asyncio.create_task(self._submit(batch))
+            self._submits.add(task)
+            task.add_done_callback(self._submits.discard)
+
+    async def _submit(self, batch: list[GenerationRequest]) -> None:
+        try:
+            await self._own(self._silent, "submit", pack_requests(batch))
+        except EngineFailed:
+            return  # `_ask` has told every waiting call
+        if self._collector is None or self._collector.done():
+            self._collector = asyncio.create_task(self._collect())
+
+    async def _collect(self) -> None:
+        """Hand out what ends, until nobody waits."""
+        try:
+            while self._waiting:
+                collected: Collected = await self._own(self._silent, "collect")
+                progress = unpack_partials(collected.progress)
+                for id, new in progress.items():
+                    if id in self._arrived:  # else its caller was cancelled
+                        self._arrived[id].append(new)
+                finished = unpack_generations(collected.finished)
+                for generation in finished:
+                    self._settle(generation.id, generation)
+                for id, error in collected.errors:
+                    self._settle(id, error)
+                self._check_moving(bool(progress or finished or collected.errors))
+        except EngineFailed:
+            return  # `_ask` has told every waiting call
+
+    def _check_moving(self, moved: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        if moved or self._suspended:
+            self._moved = now
+        elif now - self._moved > self._silent:
+            raise self._fail(EngineFailed(f"{self._name} made no token for {self._silent:g} s"))
+
+    def _settle(self, id: str, outcome: Generation | Exception) -> None:
+        if isinstance(outcome, EngineFailed):
+            self._fail(outcome)
+        future = self._waiting.get(id)
+        if future is None or future.done():
+            return  # its caller was cancelled
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def _disown(self, id: str) -> None:
+        """A cancelled caller's request must not go on taking a slot."""
+        self._outbox = [request for request in self._outbox if request.id != id]
+        if self._failure is None:
+            self._actor.abort.remote(self._owner, [id])
+
+    async def _own(self, seconds: float, method: str, *arguments: Any) -> Any:
+        """Ask for what only the owner may."""
+        await self._attach(seconds)
+        return await self._ask(seconds, method, self._owner, *arguments)
+
+    async def _attach(self, seconds: float) -> None:
+        if self._attached is None:
+            self._attached = asyncio.ensure_future(self._ask(seconds, "attach", self._owner))
+        await asyncio.shield(self._attached)
+
+    async def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
+        self.check()
+        try:
+            async with asyncio.timeout(seconds):
+                return await getattr(self._actor, method).remote(*arguments)
+        except TimeoutError as error:
+            self._answers = False
+            raise self._fail(EngineFailed(f"{self._name} did not answer {method} within {seconds:.0f} s")) from error
+        except EngineFailed as error:
+            kind = TakenOver if isinstance(error, TakenOver) else EngineFailed
+            raise self._fail(kind(f"{self._name}: {method}: {_cause(error)}")) from error
+        except RayError as error:
+            if isinstance(error, ray.exceptions.RayTaskError):
+                raise  # the method's own error, and not a dead actor
+            self._answers = False
+            raise self._fail(EngineFailed(f"{self._name}'s actor died: {error}")) from error
+
+    def _fail(self, failure: EngineFailed) -> EngineFailed:
+        """The first failure is the one everybody hears."""
+        self._failure = self._failure or failure
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineFailed(str(self._failure)))
+        return self._failure
+
+
+def _cause(error: EngineFailed) -> str:
+    """Ray's copy of the error prints a whole traceback; keep the message."""
+    return str(getattr(error, "cause", error))
