@@ -211,8 +211,9 @@ class Life:
             assert all(lane.taken == 0 for lane in lanes), "a slot is held for nobody"
 
     async def _commit(self, staged: StagedBatch) -> None:
-        scheduler, rounds = self.scheduler, self.scheduler._order
-        held = [*scheduler._running, *scheduler.buffer.keys, *rounds._again, *rounds._left, *rounds._tail]
+        scheduler, order = self.scheduler, self.scheduler._order
+        scored = [one.rank.key for one in scheduler.buffer._groups]
+        held = [*scheduler._running, *scored, *order._again, *order._left, *order._tail]
         await self.ledger.commit(self.writer, staged, held)
 
     async def _learn(self) -> None:
