@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
@@ -84,6 +85,7 @@ class Log:
         self._keeping: list[threading.Thread] = []
         self._state = newest_snapshot(run)
         self._ahead: dict[int, bytes] = {}
+        self._drafts: dict[str, _Draft] = {}  # appends under way, by id
         due, listed = None, self._listed()
         for start in range(0, len(listed), WINDOW):
             self._read_ahead(listed[start : start + WINDOW])
@@ -150,9 +152,19 @@ class Log:
 
     def _append(self, role: Role, claim: int | None, body: Decide, attached: Attached | None = None) -> Entry:
         """See `Writer.append`. Without a `claim` the entry claims for itself."""
-        draft, unanswered, due = _Draft(role, claim, body, attached), 0, None
+        draft = _Draft(role, claim, body, attached)
+        self._drafts[draft.id] = draft
+        try:
+            return self._append_draft(draft)
+        finally:
+            del self._drafts[draft.id]
+
+    def _append_draft(self, draft: _Draft) -> Entry:
+        unanswered, due = 0, None
         for tried in range(TRIES):
             with self._lock:
+                if draft.folded is not None:  # it came after all, and another thread has read it
+                    return draft.folded.entry
                 n = self._state.n + 1
                 written, lost = self._tried(draft, n)
                 if written is not None and written is draft.written:
@@ -178,6 +190,9 @@ class Log:
             found = self.read(n)
             if found is None and isinstance(error, Refused):
                 raise  # not for want of news
+            if isinstance(error, Unreachable) and self._is_near and found and found.entry.id == draft.id:
+                with contextlib.suppress(Conflict):  # which says that its name is synced now
+                    self._write(draft, n)
             return found, error
 
     def _write(self, draft: _Draft, n: int) -> Written:
@@ -243,6 +258,8 @@ class Log:
     def _fold(self, written: Written) -> None:
         try:
             self._state = apply(self._state, written)
+            if (draft := self._drafts.get(written.entry.id)) is not None:
+                draft.folded = written
         except Refused as error:
             raise Corrupt(f"{entry_path(written.entry.n)} cannot stand where it stands: {error}") from error
 
@@ -319,6 +336,7 @@ class _Draft:
     stored: StoredObject | None = None  # what was attached, once it is durable
     after: RunState = field(default_factory=RunState)  # the state that it was last decided to make
     written: Written | None = None  # it, once it is created
+    folded: Written | None = None  # it, as it was read
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 

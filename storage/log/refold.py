@@ -95,7 +95,11 @@ class Refold:
             self._lose(hole)
             return
         for n, data in zip(range(hole.first, hole.end), found, strict=True):
-            written = decode(data, n, self.run.get)
+            try:
+                written = decode(data, n, self.run.get)
+            except Corrupt:  # its index is gone
+                self._lose(Hole(n, n + 1))
+                continue
             yield written, data, self._fold(written)
 
     def _lose(self, hole: Hole) -> None:

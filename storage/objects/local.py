@@ -165,6 +165,10 @@ class LocalStore(ObjectStore):
     def _scratch(self) -> Path:
         return self.scratch or self.root / SCRATCH
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """What is synced, each process finds out."""
+        return LocalStore, (self.root, self.scratch)
+
     def _make_room(self, target: Path) -> None:
         """The folders above `target`, still to be synced."""
         _make_folder(self.root)
@@ -175,16 +179,17 @@ class LocalStore(ObjectStore):
     def _sync_above(self, target: Path) -> None:
         """Sync the names of the folders above `target`, up to the root: of each once, whoever made it."""
         folder = target.parent
-        if folder != self.root and folder not in self._synced:
+        if folder not in self._synced and folder != folder.parent:
             self._sync_above(folder)
-            _sync_folder(folder.parent)
+            with contextlib.suppress(PermissionError):  # above the root
+                _sync_folder(folder.parent)
             self._synced.add(folder)
 
     def _free(self, path: str) -> Path:
         """Where `path` lies, if nothing is there."""
         target = self.local_path(path)
         if target.exists():
-            raise Conflict(f"{target} exists")
+            raise _taken(target)
         return target
 
     @contextlib.contextmanager
@@ -207,7 +212,7 @@ class LocalStore(ObjectStore):
         except FileExistsError as error:
             # A network file system may report the answer to a repeated request: then the name is ours.
             if not os.path.samefile(temporary, target):
-                raise Conflict(f"{target} exists") from error
+                raise _taken(target) from error
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
@@ -218,7 +223,7 @@ class LocalStore(ObjectStore):
         with open(self._scratch / TURN, "ab") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             if target.exists():
-                raise Conflict(f"{target} exists")
+                raise _taken(target)
             os.rename(temporary, target)
 
 
@@ -265,6 +270,12 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         return  # a racing writer made it
     _sync_folder(folder.parent)
+
+
+def _taken(target: Path) -> Conflict:
+    """Whoever gave it its name may have been killed before it was synced: what others build on is."""
+    _sync_name(target)
+    return Conflict(f"{target} exists")
 
 
 def _sync_name(created: Path) -> None:
