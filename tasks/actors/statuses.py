@@ -9,6 +9,7 @@ Imports neither Ray nor torch: who only reads a status does not wait for them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,7 +31,7 @@ class LearnerPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ActorStatus:
+class ActorStatus(ABC):
     """What each of them says. `waits_for`: whom it waits for by design, "" for nobody; `costs`: CPU seconds so far.
 
     `idle` is the share (0 to 1) of its time in which it had nothing to do.
@@ -44,19 +45,19 @@ class ActorStatus:
     TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle"})
 
     @property
+    @abstractmethod
     def progress(self) -> Mapping[str, object]:
         """What changes only when something was done."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def made(self) -> float:
         """What grows with the actor's work: a successor for which it has grown has resumed."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def line(self) -> str:
         """One line for people."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
