@@ -5,8 +5,8 @@
                       +---------- down() again ----------+      over the budget: `GaveUp` with the reason
 
 - No role is started again more often within the window than its budget says; until then, each time it goes down.
-- The budget outlives the process that spends it: what an earlier keeper spent is told by the run's recoveries. They
-  tell a little too much rather than too little: see `keepalive.spent`.
+- The budget outlives the process that spends it: what an earlier keeper spent is told by the run's recoveries, see
+  `keepalive.spent`.
 - One end after another, before there was any progress, is one recovery.
 
 `Restarts` only decides. Who watches, starts and asks: `keepalive`'s actors, engines, stages and services. Whatever is
@@ -87,6 +87,7 @@ class Pending:
     baseline: float = 0.0
     noticed: float = field(default_factory=time.monotonic)
     clock: Callable[[], float] = time.monotonic  # of `noticed`
+    earlier: tuple[float, ...] = ()  # when it was noticed that its successors before the last one had died
 
     @property
     def _now(self) -> float:
@@ -103,9 +104,11 @@ class Pending:
         """This one as part of a recovery that was under way already: its successor died before it made progress."""
         if other is None:
             return self
-        more = self.trajectories + other.trajectories
-        reason = f"{other.reason}; then {self.reason}"
-        return replace(self, reason=reason, noticed_at=other.noticed_at, noticed=other.noticed, trajectories=more)
+        reason, more = f"{other.reason}; then {self.reason}", self.trajectories + other.trajectories
+        again = (*other.earlier, other.noticed_at + self.noticed - other.noticed)
+        return replace(
+            self, reason=reason, noticed_at=other.noticed_at, noticed=other.noticed, trajectories=more, earlier=again
+        )
 
     def done(self) -> Recovery:
         """The recovery, resumed now."""
@@ -119,6 +122,7 @@ class Pending:
             redone=self.redone,
             trajectories=self.trajectories,
             attempt=self.attempt,
+            restarts=(self.noticed_at, *self.earlier),
         )
 
 

@@ -7,8 +7,7 @@ The journal is read in the background and waited for a moment at most, once. Sto
 restart; until it does, a keeper counts what it has seen itself.
 
 A restart is on record once its recovery is complete: who is killed with one under way takes that one along, and his
-own end counts for who keeps him. A recovery that took several restarts says when the first was; the others are taken
-to have been at its end, so that there are never more within the window than the budget allows.
+own end counts for who keeps him.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class Spent:
     attempt: int = 0
 
     def then(self, one: Recovery) -> Spent:
-        """With those of the recovery that followed. Where attempts were counted anew since, all of them are its own."""
-        count = one.attempt - self.attempt if one.attempt > self.attempt else one.attempt
-        return Spent((*self.times, one.noticed_at, *[one.resumed_at] * (count - 1)), one.attempt)
+        """With those of the recovery that followed."""
+        return Spent((*self.times, *(one.restarts or (one.noticed_at,))), one.attempt)
 
 
 def begin_anew(run: ObjectStore) -> None:

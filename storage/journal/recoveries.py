@@ -32,6 +32,7 @@ class Recovery:
     redone: str = "nothing"  # the work that has to be done again
     trajectories: int = 0  # trajectories among that work: they are generated again
     attempt: int = 1  # the number of this role's last restart, from 1
+    restarts: tuple[float, ...] = ()  # when each of its restarts was decided on: every successor but the last died
 
     @property
     def seconds(self) -> float:
@@ -41,6 +42,11 @@ class Recovery:
     def sentence(self) -> str:
         """For a log line."""
         return f"{self.role}: {self.reason}; back after {self.seconds:.1f} s; done again: {self.redone}"
+
+
+def _recovery(data: bytes) -> Recovery:
+    fields = json.loads(data)
+    return Recovery(**fields | {"restarts": tuple(map(float, fields.get("restarts", ())))})
 
 
 def recovery_path(number: int) -> str:
@@ -76,8 +82,8 @@ class RecoveryLog:
         for number in range(len(self._known), first_missing(self.run, recovery_path, len(self._known))):
             path = recovery_path(number)
             try:
-                self._known.append(Recovery(**json.loads(self.run.get(path))))
-            except (ValueError, TypeError) as error:
+                self._known.append(_recovery(self.run.get(path)))
+            except (ValueError, TypeError, AttributeError) as error:
                 raise Corrupt(f"{path} is not a recovery: {error}") from error
         return list(self._known)
 

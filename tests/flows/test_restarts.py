@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.keepalive import spent as spent_module
@@ -60,11 +60,7 @@ class World:
     def take_over(self) -> None:
         """Another process keeps it from now on."""
         earlier = Earlier(self.run, LIMITS.window_seconds, lambda: self.now, lambda: self.now)
-        self.counted = [
-            at
-            for one in self.recoveries
-            for at in (one.noticed_at, *[one.resumed_at] * (restarts_of(one) - 1))  # the others came until its end
-        ]
+        self.counted = [at for one in self.recoveries for at in one.restarts]
         self.keeper = Restarts(Budget(LIMITS, lambda: self.now, earlier), lambda: self.now, lambda: self.now)
 
     @property
@@ -111,6 +107,7 @@ class World:
 
 @settings(deadline=None, max_examples=150)
 @given(EVENTS)
+@example([("end", 0.0)] * 3 + [("end", 101.0), ("end", 0.0), ("recover", 0.0), ("takeover", 0.0), ("end", 0.0)])
 def test_any_course_of_ends_keeps_to_the_budget_and_leaves_one_record_for_each_recovery(
     events: list[tuple[str, float]],
 ) -> None:
@@ -134,28 +131,29 @@ def test_any_course_of_ends_keeps_to_the_budget_and_leaves_one_record_for_each_r
     assert world.recoveries == world.journal.read()
     for one in world.recoveries:
         assert one.noticed_at <= one.restored_at <= one.resumed_at
-        assert one.trajectories == 2 * restarts_of(one)
+        assert one.trajectories == 2 * restarts_of(one) == 2 * len(one.restarts)
+        assert set(one.restarts) <= set(world.ends)
         assert (one.redone, one.role) == ("a step", ROLE)
 
 
-def record(role: str, attempt: int, noticed: float, resumed: float) -> Recovery:
-    return Recovery(role, "gone", noticed, noticed, resumed, attempt=attempt)
+def record(role: str, attempt: int, noticed: float, resumed: float, *again: float) -> Recovery:
+    return Recovery(role, "gone", noticed, noticed, resumed, attempt=attempt, restarts=(noticed, *again))
 
 
 def test_what_was_spent_is_told_by_role_and_a_recovery_of_several_restarts_counts_them_all() -> None:
     journal = [
-        record("engine-0", 4, 10.0, 20.0),
+        Recovery("engine-0", "gone", 10.0, 10.0, 20.0),  # by an earlier release, which did not write when
         record("learner", 1, 900.0, 901.0),
-        record("engine-0", 7, 930.0, 940.0),  # three restarts, of which the first was at 930
+        record("engine-0", 4, 930.0, 940.0, 932.0, 936.0),
         record("learner", 2, 950.0, 951.0),
-        record("learner", 2, 960.0, 961.0),  # two, of a process that counted anew
+        record("learner", 2, 960.0, 961.0, 960.5),  # of a process that counted anew
         record("learner", 3, 1001.0, 1002.0),  # its own
     ]
     found = spent(journal, until=1000.0)
-    assert found["learner"].times == (900.0, 950.0, 960.0, 961.0)
+    assert found["learner"].times == (900.0, 950.0, 960.0, 960.5)
     assert found["learner"].attempt == 2
-    assert found["engine-0"].times == (10.0, 20.0, 20.0, 20.0, 930.0, 940.0, 940.0)
-    assert found["engine-0"].attempt == 7
+    assert found["engine-0"].times == (10.0, 930.0, 932.0, 936.0)
+    assert found["engine-0"].attempt == 4
     assert set(found) == {"learner", "engine-0"}
 
 
