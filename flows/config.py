@@ -55,12 +55,12 @@ def load_hardware(path: Path) -> Hardware:
 
 def _read(path: Path, what: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except OSError as error:
         raise ConfigError(
             f"{what} {str(path)!r} cannot be read ({error.strerror}); give the path of a TOML file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number or a nesting that is too long
         raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}; correct that line") from None
 
 
@@ -104,7 +104,7 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
     found: list[type[Section]] = [RunConfig]
     for name in path:
         fields = [section.model_fields[name] for section in found if name in section.model_fields]
-        found = found if name.isdigit() else [choice for info in fields for choice in sections_of(info.annotation)]
+        found = found if name.isdecimal() else [choice for info in fields for choice in sections_of(info.annotation)]
     return found
 
 
@@ -114,16 +114,17 @@ def _kind(section: type[Section]) -> object:
 
 
 def _item(node: list[Any], name: str, key: str) -> Any:
-    if not name.isdigit() or int(name) >= len(node):
+    if not name.isdecimal() or int(name) >= len(node):
         raise ConfigError(f"--set {key}: {name!r} is not a position in a list of {len(node)}")
     return node[int(name)]
 
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        read = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return read["value"] if len(read) == 1 else text  # a second line would be another key
 
 
 def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -22,7 +22,7 @@ from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
-from rollflow.tasks.sections import Section, refuse
+from rollflow.tasks.sections import Section, check_storable, refuse
 from rollflow.tasks.verifiers.config import ReasoningGymReward, RewardConfig
 
 
@@ -102,6 +102,12 @@ class RunConfig(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _storable(cls, tree: Any) -> Any:
+        check_storable(tree)
+        return tree
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

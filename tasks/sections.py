@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from datetime import date, time
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+LARGEST = 2**63 - 1
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
     """A frozen part of the config tree; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -37,3 +40,19 @@ class Imported(Section):
 def refuse(key: str, value: object, cure: str) -> NoReturn:
     """What a validator raises: the key, its value, and what to do."""
     raise PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})
+
+
+def check_storable(value: object, key: str = "") -> None:
+    """Refuse what a run could not keep: its config is JSON in its storage, and a parameter of its flows."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            check_storable(one, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for position, one in enumerate(value):
+            check_storable(one, f"{key}.{position}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        refuse(key, value, "a run keeps its config as JSON, which has no such number; choose a finite one")
+    elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        refuse(key, value, "no process could read it in 64 bits; choose a smaller number")
+    elif isinstance(value, (date, time)):
+        refuse(key, str(value), "a run keeps its config as JSON, which has no dates; put it in quotes")

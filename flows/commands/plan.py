@@ -44,7 +44,7 @@ HEADINGS = (
 def command(options: argparse.Namespace) -> int:
     """`rollflow plan RECIPE`."""
     config, hardware = load_recipe(options.recipe, options.set), load_hardware(options.hardware)
-    limits, text = Limits(options.max_bias, options.max_waste), options.recipe.read_text()
+    limits, text = Limits(options.max_bias, options.max_waste), options.recipe.read_text(encoding="utf-8-sig")
     asked = PlanRequest(
         options.recipe, text, options.gpus, options.alpha, options.best, options.quick, limits, options.write,
         options.json,

@@ -60,6 +60,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("prompts.7.family=x", ["prompts.7.family", "not a position"]),
         ("tracking.uri=https://me:hidden@hub/x", ["tracking.uri = 'https://...@hub'", "MLFLOW_TRACKING_PASSWORD"]),
         ("nonsense", ["'nonsense'", "key=value"]),
+        ("async_ratio=inf", ["async_ratio = inf", "choose a finite one"]),
+        ("rollout.filter.min_mean=nan", ["rollout.filter.min_mean = nan", "choose a finite one"]),
+        ("train.betas=[0.9, inf]", ["train.betas.1 = inf", "choose a finite one"]),
+        ("prompts.0.options.when=2020-01-01", ["prompts.0.options.when = '2020-01-01'", "put it in quotes"]),
+        ("prompts.0.options.size=inf", ["prompts.0.options.size = inf", "choose a finite one"]),
+        (f"seed={2**63}", [f"seed = {2**63}", "64 bits"]),
+        (f"seed={'9' * 5000}", ["seed = '9", "as an integer"]),
+        (f"name={'[' * 3000}", ["name = '[", "should match pattern"]),
+        ("versions=1\nseed = 2", ["versions = '1", "integer"]),
+        ("prompts.².family=x", ["prompts.²", "not a position in a list of 1"]),
     ],
 )
 def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
@@ -70,8 +80,16 @@ def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[s
 
 def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "check", "nowhere.toml")
-    (tmp_path / "bad.toml").write_text("versions = = 3")
-    assert "is not valid TOML" in refused(capsys, "check", str(tmp_path / "bad.toml"))
+    for content in (b"versions = = 3", b"versions = " + b"9" * 5000, b"name = " + b"[" * 3000, b"name = '\xff'"):
+        (tmp_path / "bad.toml").write_bytes(content)
+        assert "is not valid TOML" in refused(capsys, "check", str(tmp_path / "bad.toml"))
+
+
+def test_recipe_as_other_systems_write_it(tmp_path: Path) -> None:
+    """With a mark that says UTF-8, and line ends of two bytes."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_bytes(b"\xef\xbb\xbf" + Path(RECIPE).read_bytes().replace(b"\n", b"\r\n"))
+    assert main(["check", str(recipe)]) == 0
 
 
 def policy_recipe(tmp_path: Path, folder: Path, extra: str = "") -> str:
