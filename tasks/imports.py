@@ -11,6 +11,7 @@ PYTHONPATH. On a cluster of several nodes, on each of them.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import typing
 from collections.abc import Callable
@@ -28,12 +29,14 @@ def imported_function(key: str, part: Imported, returns: type) -> Callable[..., 
     """The function that `part` names; `key` is the section it stands in.
 
     Raises:
-        ConfigError: there is none, or it is not annotated to return `returns`.
+        ConfigError: there is none, or it is not annotated to return `returns`, or what it returns is to be awaited.
     """
     found = _attribute(key, part)
-    if isinstance(found, FunctionType) and _returned(found) is returns:
-        return found
-    raise _refused(key, part, f"it is no function that is annotated to return rollflow's {returns.__name__}")
+    if not (isinstance(found, FunctionType) and _returned(found) is returns):
+        raise _refused(key, part, f"it is no function that is annotated to return rollflow's {returns.__name__}")
+    if _is_later(found):
+        raise _refused(key, part, f"it is asynchronous, or yields; write one that returns its {returns.__name__}")
+    return found
 
 
 def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
@@ -48,13 +51,44 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
     return found
 
 
+def imported_object(key: str, part: Imported, contract: type[T], **arguments: object) -> T:
+    """What the class that `part` names makes of its options and these arguments.
+
+    Raises:
+        ConfigError: there is no such class, it takes other options, or it lacks a method of `contract`.
+    """
+    found: Any = imported_class(key, part, contract)
+    own = made(key, part, lambda: found(**arguments, **part.options))
+    if not isinstance(own, found):
+        raise _refused(key, part, f"it made a {type(own).__name__} of its options; let it make one of its own")
+    for name, promised in vars(contract).items():
+        if isinstance(promised, FunctionType) and not name.startswith("_"):
+            _check_method(key, part, own, promised)
+    return typing.cast(T, own)
+
+
+def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
+    """One that is not there, or is called otherwise, would fail once for each answer of a run."""
+    name = promised.__name__
+    method = getattr(own, name)
+    if getattr(method, "__func__", None) is promised:
+        raise _refused(key, part, f"it has no {name}; write one, as {key}'s contract says")
+    if inspect.iscoroutinefunction(promised) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+        raise _refused(key, part, f"its {name} cannot be awaited; write `async def {name}`")
+    _, *given = inspect.signature(promised).parameters
+    try:
+        inspect.signature(method).bind(*given)
+    except (TypeError, ValueError) as error:
+        raise _refused(key, part, f"its {name} takes other arguments than ({', '.join(given)}): {error}") from None
+
+
 def made(key: str, part: Imported, make: Callable[[], T]) -> T:
     """What `make` gives; `ConfigError` where it fails, be it that it takes other options."""
     try:
         return make()
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{key}.options = {part.options!r}: {part.path} failed with {_said(error)}; give it options that it takes"
         ) from error
@@ -63,9 +97,12 @@ def made(key: str, part: Imported, make: Callable[[], T]) -> T:
 def _attribute(key: str, part: Imported) -> Any:
     module, _, name = part.path.partition(":")
     found = _module(key, part, module)
-    if not hasattr(found, name):
-        raise _refused(key, part, f"the module {module} has no {name}; name something that it has")
-    return getattr(found, name)
+    try:
+        return getattr(found, name)
+    except AttributeError:
+        raise _refused(key, part, f"the module {module} has no {name}; name something that it has") from None
+    except (Exception, SystemExit) as error:  # a module may make its names when it is asked for them
+        raise _refused(key, part, f"its module failed with {_said(error)}; correct it") from error
 
 
 def _module(key: str, part: Imported, name: str) -> ModuleType:
@@ -76,7 +113,7 @@ def _module(key: str, part: Imported, name: str) -> ModuleType:
             cure = "install its package, or put the folder that holds it into PYTHONPATH"
             raise _refused(key, part, f"there is no module {error.name} on this machine; {cure}") from None
         raise _refused(key, part, f"importing {name} failed with {_said(error)}; install that") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script ends the process that imports it
         raise _refused(key, part, f"importing {name} failed with {_said(error)}; correct it") from error
     _check_place(key, part, found)
     return found
@@ -97,8 +134,14 @@ def _check_place(key: str, part: Imported, module: ModuleType) -> None:
 def _returned(function: Callable[..., Any]) -> Any:
     try:
         return typing.get_type_hints(function).get("return")
-    except (NameError, TypeError, AttributeError):  # annotations that only a type checker can read
+    except Exception:  # noqa: BLE001 - annotations that only a type checker can read
         return None
+
+
+def _is_later(function: FunctionType) -> bool:
+    """Whether a call gives something that is still to be awaited or gone through."""
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_kind(function) for is_kind in kinds)
 
 
 def _refused(key: str, part: Imported, why: str) -> ConfigError:
@@ -106,4 +149,4 @@ def _refused(key: str, part: Imported, why: str) -> ConfigError:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -7,7 +7,7 @@ import math
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ImportEnvironment
-from rollflow.tasks.imports import imported_class, made
+from rollflow.tasks.imports import imported_object
 from rollflow.tasks.verifiers.base import Score
 
 KEY = "environment"
@@ -17,9 +17,8 @@ class ImportedEnvironment(Environment):
     """The one that `environment.path` names. What it raises is its episode's reason, and the end of no other."""
 
     def __init__(self, config: ImportEnvironment) -> None:
-        """ConfigError: there is no such class, or it takes other options."""
-        own = imported_class(KEY, config, Environment)  # type: ignore[type-abstract]
-        self._own: Environment = made(KEY, config, lambda: own(**config.options))
+        """ConfigError: there is no such class, or it breaks the contract, or it takes other options."""
+        self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
 
     async def play(self, episode: Episode) -> Score | None:
         """See `Environment`."""

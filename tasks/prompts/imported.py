@@ -5,11 +5,11 @@ What the other sources guarantee by how they are made is looked at here, questio
 
 from __future__ import annotations
 
+import itertools
 import json
-from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.imports import imported_class, made
+from rollflow.tasks.imports import imported_object, made
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import ImportPrompts
 
@@ -21,10 +21,9 @@ class ImportedSource:
 
     def __init__(self, config: ImportPrompts, seed: int, held_out: int) -> None:
         """ConfigError: there is no such class, or it takes other options."""
-        # Its arguments are its own: the contract says what an instance does.
-        own: Any = imported_class(KEY, config, QuestionSource)
         self._config = config
-        self._own: QuestionSource = made(KEY, config, lambda: own(seed=seed, held_out=held_out, **config.options))
+        contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
+        self._own = imported_object(KEY, config, contract, seed=seed, held_out=held_out)
         self._held = {question.text for question in self.held_out(held_out)}
 
     def training(self, position: int) -> Question:
@@ -38,7 +37,7 @@ class ImportedSource:
 
     def held_out(self, count: int) -> list[Question]:
         """See `QuestionSource`."""
-        found = list(made(KEY, self._config, lambda: self._own.held_out(count)))[:count]
+        found = made(KEY, self._config, lambda: list(itertools.islice(self._own.held_out(count), count)))
         for question in found:
             self._check(f"held_out({count})", question)
         if len({question.text for question in found}) < len(found):
@@ -54,6 +53,9 @@ class ImportedSource:
     def _check(self, call: str, question: object) -> None:
         if not isinstance(question, Question):
             raise self._refused(call, f"gave a {type(question).__name__}; give rollflow's Question")
+        for name, text in (("text", question.text), ("answer", question.answer)):
+            if not isinstance(text, str) or not _is_utf8(text):
+                raise self._refused(call, f"has the {name} {text!r}; give a str that UTF-8 can say")
         try:
             json.dumps(dict(question.reference))
         except (TypeError, ValueError) as error:
@@ -63,3 +65,8 @@ class ImportedSource:
 
     def _refused(self, call: str, why: str) -> ConfigError:
         return ConfigError(f"{KEY}.path = {self._config.path!r}: {call} {why}")
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether it can be stored: half of a surrogate pair cannot."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -244,6 +244,29 @@ def test_a_loss_that_is_not_one_number_a_token_is_refused() -> None:
         objective.loss(tokens())
 
 
+class Silent(Objective):
+    """It keeps its loss to itself."""
+
+    def loss(self, tokens: MaskedTokens) -> TokenLoss:
+        return tokens.logp_M  # type: ignore[return-value]
+
+
+class Detached(Objective):
+    """There is nothing to learn from its loss."""
+
+    def loss(self, tokens: MaskedTokens) -> TokenLoss:
+        return TokenLoss(-tokens.logp_M.detach() * tokens.advantage_M, torch.zeros_like(tokens.logp_M).bool())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("Silent", "it gave a Tensor; give rollflow's TokenLoss"), ("Detached", "has no gradient")]
+)
+def test_a_loss_that_nothing_can_be_learnt_from_is_refused(name: str, words: str) -> None:
+    objective = build_objective(ImportObjective(path=f"{__name__}:{name}"))
+    with pytest.raises(ConfigError, match=rf"train\.objective\.path = .*{words}"):
+        objective.loss(tokens())
+
+
 def test_an_objective_that_takes_other_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_reach(monkeypatch, FOLDER)
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -128,15 +129,23 @@ class Own(QuestionSource):
             return "How many?"  # type: ignore[return-value]
         if self._wrong == "drawn":
             return self._question(f"{Own.opened}.{position}")
+        if self._wrong == "half":
+            return self._question("\ud83d")
         return self._question("h1" if self._wrong == "leak" else f"t{position}")
 
     def demonstration(self, position: int) -> Question:
         return self._question("h0" if self._wrong == "shown" else f"d{position}")
 
     def held_out(self, count: int) -> list[Question]:
+        if self._wrong == "nothing":
+            return None  # type: ignore[return-value]
+        if self._wrong == "endless":
+            return (self._question(f"h{i}") for i in itertools.count())  # type: ignore[return-value]
         return [self._question("h0" if self._wrong == "twice" else f"h{i}") for i in range(count)]
 
     def _question(self, text: str) -> Question:
+        if self._wrong == "number":
+            return Question(text, 1, {})  # type: ignore[arg-type]
         return Question(text, "1", {"answer": {1} if self._wrong == "set" else 1})
 
 
@@ -152,6 +161,9 @@ def own(wrong: str) -> ImportPrompts:
         ("leak", "training(0) asks a question that is held out"),
         ("twice", "asks a question twice; hold out distinct ones"),
         ("set", "has a reference that is no JSON"),
+        ("nothing", "failed with TypeError: 'NoneType' object is not iterable"),
+        ("half", "has the text '\\ud83d'; give a str that UTF-8 can say"),
+        ("number", "has the answer 1; give a str that UTF-8 can say"),
         ("drawn", "it asks other questions each time it is opened; draw from its seed alone"),
     ],
 )
@@ -166,6 +178,10 @@ def test_what_a_source_does_wrong_is_said_before_a_run_begins(wrong: str, words:
 def test_a_demonstration_that_is_held_out_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"demonstration\(0\) asks a question that is held out"):
         opened(own("shown")).demonstration(0)
+
+
+def test_of_held_out_questions_without_end_so_many_are_taken_as_are_wanted() -> None:
+    assert [prompt.text for prompt in opened(own("endless"), held_out=3).held_out()] == ["h0", "h1", "h2"]
 
 
 def test_a_class_that_is_no_source_is_refused() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from rollflow.flows.config import parse
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.imports import imported_class, imported_function
+from rollflow.tasks.imports import imported_class, imported_function, imported_object
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.config import ImportReward, RewardBase
@@ -25,8 +26,22 @@ def good(response, reference, *, least=0) -> Score:
 def bare(response, reference):
     return 1.0
 
+async def later(response, reference) -> Score:
+    return Score(1.0, "too late")
+
+def several(response, reference) -> Score:
+    yield Score(1.0, "the first")
+
+def unreadable(response, reference) -> "Score +":
+    return Score(1.0, "")
+
 class Thing:
     pass
+
+def __getattr__(name):
+    if name == "made":
+        raise RuntimeError("not\\ntoday")
+    raise AttributeError(name)
 """
 
 
@@ -36,6 +51,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own" / "__init__.py").write_text("")
     (tmp_path / "own" / "parts.py").write_text(MODULE)
     (tmp_path / "own" / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "own" / "script.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "own" / "needy.py").write_text("import a_library_that_is_not_there\n")
     put_in_reach(monkeypatch, tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "own"]:
@@ -62,6 +78,11 @@ def test_a_function_that_says_it_returns_a_score_is_taken_with_its_options() -> 
         ("own.needy:good", "No module named 'a_library_that_is_not_there'; install that"),
         ("own.parts:bare", "it is no function that is annotated to return rollflow's Score"),
         ("own.parts:Thing", "it is no function that is annotated"),
+        ("own.parts:unreadable", "it is no function that is annotated"),
+        ("own.parts:later", "it is asynchronous, or yields; write one that returns its Score"),
+        ("own.parts:several", "it is asynchronous, or yields; write one that returns its Score"),
+        ("own.parts:made", "its module failed with RuntimeError: not today; correct it"),
+        ("own.script:good", "importing own.script failed with SystemExit: 0; correct it"),
     ],
 )
 def test_what_cannot_be_had_is_said_in_one_sentence(path: str, words: str) -> None:
@@ -110,3 +131,66 @@ def test_a_relative_pythonpath_is_another_folder_in_other_processes(
 async def test_a_pool_without_its_verifier_scores_nothing(modules: Path) -> None:
     with pytest.raises(ConfigError, match="there is no module nowhere"):
         await RewardPool(reward("nowhere:good"), modules).start()
+
+
+class Contract(Protocol):
+    """What the classes below derive from."""
+
+    def answer(self, question: str) -> str:
+        """Something."""
+
+    async def wait(self) -> None:
+        """A while."""
+
+
+class Good(Contract):
+    @staticmethod
+    def answer(question: str, *, aloud: bool = False) -> str:
+        return question
+
+    async def wait(self) -> None:
+        return None
+
+
+class Mute(Contract):
+    async def wait(self) -> None:
+        return None
+
+
+class Deaf(Good):
+    def answer(self) -> str:  # type: ignore[override]
+        return ""
+
+
+class Hasty(Good):
+    def wait(self) -> None:  # type: ignore[override]
+        return None
+
+
+class Another(Good):
+    def __new__(cls) -> Good:  # type: ignore[misc]
+        return Good()
+
+
+class Ending(Good):
+    def __init__(self) -> None:
+        raise SystemExit(0)
+
+
+def test_a_class_that_has_what_its_contract_says_is_made() -> None:
+    assert isinstance(imported_object("reward", reward(f"{__name__}:Good"), Contract), Good)  # type: ignore[type-abstract]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Mute", "it has no answer; write one, as reward's contract says"),
+        ("Deaf", r"its answer takes other arguments than \(question\): too many positional arguments"),
+        ("Hasty", "its wait cannot be awaited; write `async def wait`"),
+        ("Another", "it made a Good of its options; let it make one of its own"),
+        ("Ending", "Ending failed with SystemExit: 0; give it options that it takes"),
+    ],
+)
+def test_a_class_that_would_fail_at_every_call_is_refused_before_the_first(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        imported_object("reward", reward(f"{__name__}:{name}"), Contract)  # type: ignore[type-abstract]
