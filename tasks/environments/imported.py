@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.imports import imported_object
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.verifiers.base import Score, failed, sound
 
 KEY = "environment"
 
@@ -24,10 +22,8 @@ class ImportedEnvironment(Environment):
         """See `Environment`."""
         try:
             score = await self._own.play(episode)
-            if score is not None and not math.isfinite(score.reward):
-                raise ValueError(f"its reward is {score.reward}")
         except RollflowError:  # the run's own: an engine that failed
             raise
-        except Exception as error:  # noqa: BLE001 - an environment may be foreign code
-            return Score(0.0, f"environment failed: {type(error).__name__}: {error}"[:200])
-        return score
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
+            return failed("environment", error)
+        return None if score is None else sound("environment", score)

@@ -10,8 +10,10 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,27 @@ def judge(verify: Verifier, where: str, response: str, reference: Mapping[str, A
     """Run a verifier on the part of `response` that counts; what it raises becomes a score of 0 with the reason."""
     started = time.perf_counter()
     try:
-        score = verify(answer_of(response, where), reference)
+        score = sound("verifier", verify(answer_of(response, where), reference))
+    except Exception as error:  # noqa: BLE001 - a verifier is foreign code; its failure is this response's reason
+        score = failed("verifier", error)
+    return replace(score, seconds=time.perf_counter() - started)
+
+
+def sound(who: str, score: Score) -> Score:
+    """What foreign code gave as a score, as it can be stored; `failed` where it is none."""
+    try:
         if not math.isfinite(score.reward):
             raise ValueError(f"its reward is {score.reward}")
-        return Score(float(score.reward), str(score.reason), time.perf_counter() - started)
-    except Exception as error:  # noqa: BLE001 - a verifier is foreign code; its failure is this response's reason
-        reason = f"verifier failed: {type(error).__name__}: {error}"[:200]
-        return Score(0.0, reason, time.perf_counter() - started)
+        return Score(float(score.reward), _storable(str(score.reason), LONGEST_REASON))
+    except Exception as error:  # noqa: BLE001 - it may be anything
+        return failed(who, error)
+
+
+def failed(who: str, error: BaseException) -> Score:
+    """The score of a response that foreign code raised something for."""
+    return Score(0.0, _storable(f"{who} failed: {type(error).__name__}: {error}", LONGEST_FAILURE))
+
+
+def _storable(reason: str, longest: int) -> str:
+    """So much of it that a pipe and a batch take it: half of a surrogate pair is no text to either."""
+    return reason[:longest].encode("utf-8", "backslashreplace").decode()

@@ -222,7 +222,12 @@ class _Worker:
 
     async def verdict(self, seconds: float) -> Score:
         """The next verdict; `TimeoutError` after `seconds` (it is still to come), `WorkerDied` if the process ended."""
-        return Score(*json.loads(await self._line(seconds)))
+        line = await self._line(seconds)
+        try:
+            return Score(*json.loads(line))
+        except (ValueError, TypeError):
+            await self.end()
+            raise WorkerDied("it said what is no verdict") from None
 
     async def skip(self, count: int, deadline: float) -> None:
         """Let `count` verdicts go by that others have given; it is ended if it does not come to the end of them."""
@@ -234,8 +239,12 @@ class _Worker:
 
     async def _line(self, seconds: float) -> bytes:
         assert self._process.stdout is not None
-        async with asyncio.timeout(seconds):
-            line = await self._process.stdout.readline()
+        try:
+            async with asyncio.timeout(seconds):
+                line = await self._process.stdout.readline()
+        except ValueError:  # longer than any verdict: where the next one begins is not known
+            await self.end()
+            raise WorkerDied("it said what is no verdict") from None
         if not line:
             await self._process.wait()
             raise WorkerDied("it ended without an answer")

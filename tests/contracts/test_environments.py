@@ -220,6 +220,14 @@ class Odd(Environment):
         await episode.generate()
         if self.wrong == "error":
             raise LookupError("no such room")
+        if self.wrong == "exit":
+            raise SystemExit(0)
+        if self.wrong == "number":
+            return 1.0  # type: ignore[return-value]
+        if self.wrong == "half":
+            return Score(0.0, "\ud83d")
+        if self.wrong == "unsaid":
+            return Score(0.0, None)  # type: ignore[arg-type]
         if self.wrong == "full":
             episode.add((1,) * 65)
         if self.wrong == "engine":
@@ -238,6 +246,10 @@ def own(wrong: str) -> Environment:
         ("full", "environment failed: ValueError: 65 tokens are more than the response has room for"),
         ("nan", "environment failed: ValueError: its reward is nan"),
         ("nothing", "the episode ended without a reward"),
+        ("exit", "environment failed: SystemExit: 0"),
+        ("number", "environment failed: AttributeError: 'float' object has no attribute 'reward'"),
+        ("half", r"\ud83d"),
+        ("unsaid", "None"),
     ],
 )
 def test_what_goes_wrong_in_an_episode_is_its_reason(wrong: str, reason: str) -> None:

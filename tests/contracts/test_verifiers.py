@@ -6,7 +6,7 @@ import asyncio
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Verifier, judge
+from rollflow.tasks.verifiers.base import Score, Verifier, judge
 from rollflow.tasks.verifiers.config import ExactReward, ImportReward, ReasoningGymReward, RewardConfig
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.own_parts import FOLDER, put_in_reach
@@ -112,3 +112,20 @@ async def test_a_worker_process_says_the_same(case: Case, verify: Verifier, fold
     expected = [judge(verify, "all", tokenizer.decode(one), case.reference) for one in tokens]
     assert [(s.reward, s.reason) for s in found] == [(s.reward, s.reason) for s in expected]
     assert found[0].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("score", "kept"),
+    [
+        (Score(1, "one", 3.0), Score(1.0, "one")),
+        (Score(0.5, "x" * 100_000), Score(0.5, "x" * 1000)),
+        (Score(0.5, "half \ud83d"), Score(0.5, r"half \ud83d")),
+        (Score(0.5, None), Score(0.5, "None")),  # type: ignore[arg-type]
+        (Score(math.inf, "much"), Score(0.0, "verifier failed: ValueError: its reward is inf")),
+        (Score("1", "text"), Score(0.0, "verifier failed: TypeError: must be real number, not str")),  # type: ignore[arg-type]
+        (1.0, Score(0.0, "verifier failed: AttributeError: 'float' object has no attribute 'reward'")),
+    ],
+)
+def test_whatever_is_given_as_a_score_can_be_stored(score: Score, kept: Score) -> None:
+    assert replace(judge(lambda _, __: score, "all", "", {}), seconds=0.0) == kept
+    kept.reason.encode()

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reasoning_gym
@@ -31,6 +32,7 @@ for line in sys.stdin:
         open(reference["die"], "w").close()
         os.kill(os.getpid(), 9)
     if reference.get("always_die"): os._exit(3)
+    if reference.get("says"): print(reference["says"] * reference.get("times", 1), flush=True)
     print(json.dumps([1.0, "fine", 0.0]), flush=True)
 """
 
@@ -144,6 +146,13 @@ async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folde
     once = ScoreRequest([], {"die": str(tmp_path / "died")})
     always = ScoreRequest([], {"always_die": True})
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS, workers=2), [once, always, ScoreRequest([], {})])
+    assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
+
+
+@pytest.mark.parametrize("odd", [{"says": "x", "times": 100_000}, {"says": "hello"}, {"says": "[1, 2, 3, 4]"}])
+async def test_a_worker_that_says_what_is_no_verdict_is_replaced(folder: Path, odd: dict[str, Any]) -> None:
+    requests = [ScoreRequest([], reference) for reference in ({}, odd, {})]
+    found = await scores(odd_pool(folder, deadline=HANG_SECONDS), requests)
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
