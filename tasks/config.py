@@ -87,7 +87,7 @@ class RunConfig(Section):
     name: RecipeName = "run"
     seed: int = Field(0, ge=0)
     versions: int = Field(100, gt=0, description="policy versions to train")
-    async_ratio: float = Field(2.0, ge=0, description="alpha: the largest staleness that may be trained on")
+    async_ratio: float = Field(2.0, ge=0, le=1e9, description="alpha: the largest staleness that may be trained on")
     groups: int = Field(32, gt=0, description="prompt groups in a train step")
     group_size: int = Field(8, gt=0, description="responses to one prompt")
     policy: PolicyConfig = PolicyConfig(cold_start=ColdStart())

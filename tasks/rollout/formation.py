@@ -53,7 +53,9 @@ class Formation:
             return True
         if self.limits.at_bound == "drop" or is_lost:
             return False
-        return any(self._crowds(number, later) for later in range(1, math.floor(self.limits.async_ratio) + 1))
+        filled = (self.starts.count(math.inf) - 1) // self.limits.groups  # more batches than that crowd nobody
+        reached = min(math.floor(self.limits.async_ratio), filled)
+        return any(self._crowds(number, later) for later in range(1, reached + 1))
 
     def _crowds(self, number: int, later: int) -> bool:
         """Whether this batch would take younger groups while more old ones run than the `later` batches hold that may

@@ -8,7 +8,7 @@ Those of `test_scheduler` go through batch files and the audit as well; these ar
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -178,6 +178,12 @@ def test_a_fraction_ahead_is_started_once_however_long_the_learner_takes(seconds
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
     assert ledger.issued == [16]
     assert ledger.discards[DiscardReason.STALE] <= 3 * 2
+
+
+@pytest.mark.parametrize("at_bound", ["wait", "drop"])
+def test_an_alpha_that_no_run_comes_to_costs_no_time(at_bound: Literal["wait", "drop"]) -> None:
+    case = Case(async_ratio=20.0, groups=3, group_size=2, slots=4, at_bound=at_bound, batches=8)
+    assert said(ran(replace(case, async_ratio=1e9))) == said(ran(case))  # or it is not over today
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])
