@@ -116,8 +116,11 @@ def _quarantined(context: RunContext, console: Console) -> None:
 
 
 def _recoveries(context: RunContext, console: Console) -> None:
-    recoveries = RecoveryLog(context.store).read()
+    journal = RecoveryLog(context.store)
+    recoveries = journal.read()
     console.print(f"recoveries: {len(recoveries) or 'none'}")
+    for path in journal.damaged:
+        console.print(f"  {path} is damaged: it is no recovery", soft_wrap=True)
     for recovery in recoveries:
         console.print(f"  {_clock(recovery.noticed_at)}  {recovery.sentence()}", soft_wrap=True)
 

@@ -35,7 +35,8 @@ class GaveUp(RollflowError):
 
 def pause_after(restarts: int, limits: RecoveryConfig) -> float:
     """Seconds to wait before one more start, after so many within the window."""
-    return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0 ** (restarts - 1)) if restarts else 0.0
+    doublings = min(restarts - 1, 1000)  # a float has no more
+    return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0**doublings) if restarts else 0.0
 
 
 class Budget:

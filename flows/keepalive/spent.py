@@ -4,7 +4,7 @@ A keeper that is started again (its flow was killed, a supervisor took over) goe
 resumes the run, the budget begins anew: what used it up has been looked at.
 
 The journal is read in the background and waited for a moment at most, once. Storage that does not answer holds up no
-restart; until it does, a keeper counts what it has seen itself.
+restart; until it does, a keeper counts what it has seen itself. A record that is damaged is passed over.
 
 A restart is on record once its recovery is complete: who is killed with one under way takes that one along, and his
 own end counts for who keeps him.

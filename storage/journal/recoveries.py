@@ -2,7 +2,7 @@
 
 Any process may append. It takes a number by an atomic create, and the next number if that one is taken. The records are
 for people, the summary and MLflow, and for a keeper that follows another one and goes on with its budget. Nothing waits
-for them: see `Notes`.
+for them (see `Notes`), and one that is damaged is passed over: a run does not end of its journal.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+
+from pydantic import TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Conflict, Corrupt, RollflowError
 from rollflow.storage.objects.base import ObjectStore, first_missing
@@ -44,9 +46,7 @@ class Recovery:
         return f"{self.role}: {self.reason}; back after {self.seconds:.1f} s; done again: {self.redone}"
 
 
-def _recovery(data: bytes) -> Recovery:
-    fields = json.loads(data)
-    return Recovery(**fields | {"restarts": tuple(map(float, fields.get("restarts", ())))})
+RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)
 
 
 def recovery_path(number: int) -> str:
@@ -60,13 +60,14 @@ class RecoveryLog:
     def __init__(self, run: ObjectStore) -> None:
         self.run = run
         self._known: list[Recovery] = []
+        self.damaged: list[str] = []  # objects that are no recovery
         self._unsure: int | None = None  # the number under which a failed `append` may have written after all
 
     def append(self, recovery: Recovery) -> int:
         """Write a recovery down; returns its number. A call that failed may be repeated: the record is there once."""
         data = json.dumps(asdict(recovery)).encode()
         if self._unsure is None:
-            self._unsure = first_missing(self.run, recovery_path, len(self._known))
+            self._unsure = first_missing(self.run, recovery_path, self._read)
         while True:
             try:
                 self.run.create(recovery_path(self._unsure), data)
@@ -77,14 +78,18 @@ class RecoveryLog:
             number, self._unsure = self._unsure, None
             return number
 
+    @property
+    def _read(self) -> int:
+        return len(self._known) + len(self.damaged)
+
     def read(self) -> list[Recovery]:
-        """All recoveries; asks the store only for the ones it has not seen."""
-        for number in range(len(self._known), first_missing(self.run, recovery_path, len(self._known))):
+        """All recoveries that can be read; asks the store only for the ones it has not seen."""
+        for number in range(self._read, first_missing(self.run, recovery_path, self._read)):
             path = recovery_path(number)
             try:
-                self._known.append(_recovery(self.run.get(path)))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise Corrupt(f"{path} is not a recovery: {error}") from error
+                self._known.append(RECOVERY.validate_json(self.run.get(path)))
+            except (ValidationError, Corrupt):
+                self.damaged.append(path)
         return list(self._known)
 
 

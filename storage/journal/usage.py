@@ -11,7 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
+from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import ObjectStore
+
+SEEN: TypeAdapter[dict[str, dict[str, float]]] = TypeAdapter(dict[str, dict[str, float]])
 
 
 class Cost(NamedTuple):
@@ -46,9 +51,12 @@ def store_usage(run: ObjectStore, writer: str, usage: Usage) -> None:
 
 
 def read_usage(run: ObjectStore) -> Usage:
-    """What all writers have seen."""
+    """What all writers have seen; an object that is damaged is passed over."""
     usage = Usage()
     for path in run.list("usage"):
-        seen: dict[str, dict[str, float]] = json.loads(run.get(path))
+        try:
+            seen = SEEN.validate_json(run.get(path))
+        except (ValidationError, Corrupt):
+            continue
         usage.note(Cost(role, process, s) for role, processes in seen.items() for process, s in processes.items())
     return usage

@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.keepalive import spent as spent_module
-from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, Budget, GaveUp, Restarts
+from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, Budget, GaveUp, Restarts, pause_after
 from rollflow.flows.keepalive.spent import Earlier, begin_anew, spent
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
+from rollflow.storage.journal.recoveries import Recovery, RecoveryLog, recovery_path
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.config import RecoveryConfig
 from tests.support.waiting import HANG_SECONDS, until
@@ -183,6 +183,42 @@ def test_who_starts_the_run_again_has_the_whole_budget(monkeypatch: pytest.Monke
     assert budget.attempt(ROLE) == 3
     with pytest.raises(GaveUp):
         budget.spend(ROLE, "gone")
+
+
+GONE = f'{{"role": "{ROLE}", "reason": "x", "restored_at": 1.0, "resumed_at": 2.0, '
+DAMAGED = (
+    "", "null", "[]", "{}", "[" * 100_000, "\0", GONE + '"noticed_at": "soon"}', GONE + '"noticed_at": null}',
+    GONE + '"noticed_at": 995.0, "attempt": "second"}', GONE + '"noticed_at": 995.0, "restarts": 3}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_record_that_is_damaged_gives_nobody_his_budget_back(damaged: str) -> None:
+    run = MemoryStore(uuid.uuid4().hex)
+    journal = RecoveryLog(run)
+    journal.append(record(ROLE, 1, 990.0, 991.0))
+    run.put(recovery_path(1), damaged.encode())
+    journal.append(record(ROLE, 2, 992.0, 993.0))
+    assert [one.attempt for one in journal.read()] == [1, 2]
+    journal.append(record(ROLE, 3, 994.0, 995.0))
+    assert [one.attempt for one in journal.read()] == [1, 2, 3]
+    assert journal.damaged == [recovery_path(1)]
+    budget = Budget(LIMITS, lambda: 1000.0, Earlier(run, 100.0, lambda: 1000.0, lambda: 1000.0))
+    with pytest.raises(GaveUp):
+        budget.spend(ROLE, "gone")
+
+
+def test_a_record_of_a_later_release_is_read() -> None:
+    run = MemoryStore(uuid.uuid4().hex)
+    run.put(recovery_path(0), (GONE + '"noticed_at": 995, "node": "a"}').encode())
+    assert [one.noticed_at for one in RecoveryLog(run).read()] == [995.0]
+
+
+def test_a_pause_has_an_end_however_often_a_role_was_started_again() -> None:
+    limits = RecoveryConfig(restarts=10**6, backoff_seconds=1e-300)
+    assert [pause_after(restarts, limits) for restarts in (0, 1, 10**6)] == [0.0, 1e-300, 1e-300 * 2.0**1000]
+    assert pause_after(10**6, RecoveryConfig()) == LONGEST_PAUSE
+    assert pause_after(10**6, RecoveryConfig(backoff_seconds=0.0)) == 0.0
 
 
 class Hanging(MemoryStore):

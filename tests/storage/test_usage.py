@@ -36,6 +36,16 @@ def test_a_role_goes_on_when_its_process_or_who_looks_is_replaced(tmp_path: Path
     assert read_usage(run).totals() == {"learner": 34.0, "scheduler": 5.0}
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", "null", '{"learner": 3}', '{"learner": {"a": "much"}}'])
+def test_what_is_damaged_is_passed_over(damaged: str, tmp_path: Path) -> None:
+    run = open_store(str(tmp_path))
+    usage = Usage()
+    usage.note([Cost("learner", "a:1:1", 3.0)])
+    store_usage(run, "one", usage)
+    run.put("usage/another.json", damaged.encode())
+    assert read_usage(run).totals() == {"learner": 3.0}
+
+
 def test_an_actor_tells_its_own_and_what_it_started_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "LOOK_SECONDS", -1.0)
     clock = CpuClock("engine", "engine core")
