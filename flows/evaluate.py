@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +14,7 @@ from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.names import RunPlace
-from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_path, store_evaluation
+from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_of, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.verifiers.base import Score
@@ -26,8 +25,8 @@ from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
     """The evaluation of `version`: as the run itself stored it, or made now on an engine of its own."""
     context = await_run(run)
-    if context.store.exists(evaluation_path(version)):
-        return dict(json.loads(context.store.get(evaluation_path(version))))
+    if stored := evaluation_of(context.store, version):
+        return asdict(stored)
     evaluation = asyncio.run(evaluate_now(context, version))
     store_evaluation(context.store, evaluation)
     return asdict(evaluation)

@@ -20,7 +20,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, EngineFailed, Missing
 from rollflow.storage.objects.base import ObjectStore
@@ -33,6 +35,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, Started
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
+T = TypeVar("T")
 AGAIN_SECONDS = 1.0  # before an evaluation whose engine died is begun again
 
 
@@ -48,6 +51,17 @@ class Evaluation:
     pinned: bool  # every token came from `version`
 
 
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A version that could not be evaluated."""
+
+    version: int
+    reason: str
+
+
+EVALUATION, SKIPPED = TypeAdapter(Evaluation), TypeAdapter(Skipped)
+
+
 def evaluation_path(version: int) -> str:
     """Where the evaluation of `version` lies."""
     return f"evaluations/{version:08d}.json"
@@ -59,8 +73,20 @@ def skipped_path(version: int) -> str:
 
 
 def evaluated(run: ObjectStore, version: int) -> bool:
-    """Whether `version` was evaluated or skipped."""
-    return run.exists(evaluation_path(version)) or run.exists(skipped_path(version))
+    """Whether `version` was evaluated or skipped. What is damaged is neither: it is made again."""
+    return evaluation_of(run, version) is not None or _read(run, skipped_path(version), SKIPPED) is not None
+
+
+def evaluation_of(run: ObjectStore, version: int) -> Evaluation | None:
+    """The evaluation of `version`, if there is one that can be read."""
+    return _read(run, evaluation_path(version), EVALUATION)
+
+
+def _read(run: ObjectStore, path: str, kind: TypeAdapter[T]) -> T | None:
+    try:
+        return kind.validate_json(run.get(path))
+    except (Missing, Corrupt, ValidationError):
+        return None
 
 
 def evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
@@ -68,20 +94,12 @@ def evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> l
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
     wanted = takewhile(lambda path: not end or path <= end, paths)
-    return [Evaluation(**json.loads(run.get(path))) for path in wanted]
+    return [one for path in wanted if (one := _read(run, path, EVALUATION))]
 
 
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
     """Keep an evaluation in the run's storage."""
     run.put(evaluation_path(evaluation.version), json.dumps(asdict(evaluation)).encode())
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A version that could not be evaluated."""
-
-    version: int
-    reason: str
 
 
 def store_skipped(run: ObjectStore, one: Skipped) -> None:
@@ -91,7 +109,7 @@ def store_skipped(run: ObjectStore, one: Skipped) -> None:
 
 def skipped(run: ObjectStore) -> list[Skipped]:
     """The versions that could not be evaluated, and why."""
-    return [Skipped(**json.loads(run.get(path))) for path in run.list("evaluations_skipped")]
+    return [one for path in run.list("evaluations_skipped") if (one := _read(run, path, SKIPPED))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,10 @@ from rollflow.tasks.rollout.evaluation import (
     Means,
     Skipped,
     evaluated,
+    evaluation_path,
     evaluations,
     skipped,
+    skipped_path,
     store_evaluation,
     store_skipped,
 )
@@ -243,6 +245,21 @@ def test_a_successor_evaluates_what_was_not_stored() -> None:
     ran(again, store=store)
     assert sorted(again.at) == [2, 6]
     assert evaluations(first.store) == kept
+
+
+@pytest.mark.parametrize(
+    "damaged", ["", "[]", "null", '{"version": 1}', '{"version": 1, "reason": 3, "accuracy": "all"}']
+)
+def test_what_is_damaged_was_not_evaluated_and_hides_no_other(damaged: str) -> None:
+    run = MemoryStore(uuid4().hex)
+    good = Evaluation(0, 0.5, 0.5, 8, 3.0, True)
+    store_evaluation(run, good)
+    store_skipped(run, Skipped(2, "its weights are gone"))
+    run.put(evaluation_path(1), damaged.encode())
+    run.put(skipped_path(1), damaged.encode())
+    assert [evaluated(run, version) for version in range(4)] == [True, False, True, False]
+    assert evaluations(run) == [good]
+    assert [one.version for one in skipped(run)] == [2]
 
 
 def test_a_version_whose_weights_are_gone_is_skipped_with_its_reason() -> None:
