@@ -56,6 +56,8 @@ class ImportedSource:
         for name, text in (("text", question.text), ("answer", question.answer)):
             if not isinstance(text, str) or not _is_utf8(text):
                 raise self._refused(call, f"has the {name} {text!r}; give a str that UTF-8 can say")
+        if not question.text.strip():
+            raise self._refused(call, "asks nothing; give a text that is not empty")
         try:
             json.dumps(dict(question.reference))
         except (TypeError, ValueError) as error:

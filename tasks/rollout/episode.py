@@ -7,6 +7,7 @@ generated (and whether it is wanted then), and who judges it.
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,9 +75,10 @@ class PlayedEpisode:
 
     def add(self, tokens: Sequence[int]) -> None:
         """See `Episode`."""
-        if len(tokens) > self.room:
-            raise ValueError(f"{len(tokens)} tokens are more than the response has room for ({self.room})")
-        self._append(tuple(tokens), (False,) * len(tokens), (0.0,) * len(tokens), (-1,) * len(tokens))
+        given = _checked(tokens)
+        if len(given) > self.room:
+            raise ValueError(f"{len(given)} tokens are more than the response has room for ({self.room})")
+        self._append(given, (False,) * len(given), (0.0,) * len(given), (-1,) * len(given))
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """See `Episode`."""
@@ -150,3 +152,11 @@ class PlayedEpisode:
             self.at = asyncio.get_running_loop().time()
             self.wanted = await self.closed(self)
         return self.wanted
+
+
+def _checked(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that an environment gave, as engines take them; others would be an engine's end."""
+    given = tuple(operator.index(token) for token in tokens)
+    if given and min(given) < 0:
+        raise ValueError(f"{min(given)} is no token")
+    return given

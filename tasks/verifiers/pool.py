@@ -26,7 +26,7 @@ from typing import Any
 
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.verifiers import build_verifier
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.verifiers.base import Score, failed
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
 
 CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;
@@ -79,7 +79,10 @@ class RewardPool:
         """The scores to come, in the order of the requests."""
         futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
-            self._put(_Job(next(self._arrivals), request, future))
+            try:
+                self._put(_Job(next(self._arrivals), request.line(), future))
+            except (TypeError, ValueError) as error:  # what an environment of a person's own asked
+                future.set_result(failed("request", error))
         return futures
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -135,7 +138,7 @@ class RewardPool:
         started, handed_over = time.monotonic(), None
         try:
             await worker.ready()
-            worker.send([job.request for job in jobs])
+            worker.send([job.line for job in jobs])
             while jobs:
                 try:
                     score = await worker.verdict(self._quick)
@@ -175,7 +178,7 @@ class _Job:
     """A request on its way to its score: in the queue, or with one worker."""
 
     arrival: int
-    request: ScoreRequest
+    line: bytes  # the request, as the worker reads it
     future: asyncio.Future[Score]
     deaths: int = 0
 
@@ -215,10 +218,10 @@ class _Worker:
             raise WorkerDied(f"it was not ready in {START_SECONDS:g} s") from None
         self._is_ready = True
 
-    def send(self, requests: Sequence[ScoreRequest]) -> None:
+    def send(self, lines: Sequence[bytes]) -> None:
         """Hand over requests; their verdicts come in order."""
         assert self._process.stdin is not None
-        self._process.stdin.write(b"".join(request.line() for request in requests))
+        self._process.stdin.write(b"".join(lines))
 
     async def verdict(self, seconds: float) -> Score:
         """The next verdict; `TimeoutError` after `seconds` (it is still to come), `WorkerDied` if the process ended."""

@@ -228,6 +228,8 @@ class Odd(Environment):
             return Score(0.0, "\ud83d")
         if self.wrong == "unsaid":
             return Score(0.0, None)  # type: ignore[arg-type]
+        if self.wrong in ("below", "part", "word"):
+            episode.add({"below": [-1], "part": [1.5], "word": ["a"]}[self.wrong])  # type: ignore[arg-type]
         if self.wrong == "full":
             episode.add((1,) * 65)
         if self.wrong == "engine":
@@ -246,6 +248,9 @@ def own(wrong: str) -> Environment:
         ("full", "environment failed: ValueError: 65 tokens are more than the response has room for"),
         ("nan", "environment failed: ValueError: its reward is nan"),
         ("nothing", "the episode ended without a reward"),
+        ("below", "environment failed: ValueError: -1 is no token"),
+        ("part", "environment failed: TypeError: 'float' object cannot be interpreted as an integer"),
+        ("word", "environment failed: TypeError: 'str' object cannot be interpreted as an integer"),
         ("exit", "environment failed: SystemExit: 0"),
         ("number", "environment failed: AttributeError: 'float' object has no attribute 'reward'"),
         ("half", r"\ud83d"),

@@ -129,6 +129,8 @@ class Own(QuestionSource):
             return "How many?"  # type: ignore[return-value]
         if self._wrong == "drawn":
             return self._question(f"{Own.opened}.{position}")
+        if self._wrong == "empty":
+            return self._question(" ")
         if self._wrong == "half":
             return self._question("\ud83d")
         return self._question("h1" if self._wrong == "leak" else f"t{position}")
@@ -162,6 +164,7 @@ def own(wrong: str) -> ImportPrompts:
         ("twice", "asks a question twice; hold out distinct ones"),
         ("set", "has a reference that is no JSON"),
         ("nothing", "failed with TypeError: 'NoneType' object is not iterable"),
+        ("empty", "training(0) asks nothing; give a text that is not empty"),
         ("half", "has the text '\\ud83d'; give a str that UTF-8 can say"),
         ("number", "has the answer 1; give a str that UTF-8 can say"),
         ("drawn", "it asks other questions each time it is opened; draw from its seed alone"),

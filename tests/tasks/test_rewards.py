@@ -156,6 +156,13 @@ async def test_a_worker_that_says_what_is_no_verdict_is_replaced(folder: Path, o
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
+async def test_a_request_that_no_worker_can_be_told_holds_up_no_other(folder: Path) -> None:
+    odd = [ScoreRequest(["a", {1}], {}), ScoreRequest([], {"answer": {1}}), ScoreRequest(None, {})]  # type: ignore[arg-type, list-item]
+    found = await scores(odd_pool(folder, deadline=HANG_SECONDS), [*odd, ScoreRequest([], {})])
+    assert [reward for reward, _ in found] == [0.0, 0.0, 0.0, 1.0]
+    assert all(reason.startswith("request failed: TypeError: ") for _, reason in found[:3])
+
+
 async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
