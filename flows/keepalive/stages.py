@@ -18,7 +18,7 @@ from uuid import UUID, uuid4
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 
-from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts
+from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import api, going, start, states_of
 from rollflow.flows.views.status import StageStatus
@@ -134,7 +134,8 @@ class Stages:
 
     def _see_state(self, stage: Stage, client: SyncPrefectClient, states: Mapping[UUID, State]) -> None:
         if stage.run is None:
-            self._start(stage, client)
+            if self.restarts.may_start(stage.name):
+                self._start(stage, client)
             return
         state = states.get(stage.run)
         if state is None:
@@ -157,10 +158,8 @@ class Stages:
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _again(self, stage: Stage, reason: str) -> None:
-        outage = self.restarts.down(stage.name, reason)
-        self._reporter.noticed(outage)
-        time.sleep(outage.pause)
-        stage.run, stage.running, stage.key = None, False, uuid4().hex  # asked for at the next look
+        self._reporter.noticed(self.restarts.down(stage.name, reason))
+        stage.run, stage.running, stage.key = None, False, uuid4().hex  # asked for once its pause is over
         self._looked = 0.0
 
     def _ask(self, stage: Stage) -> None:
@@ -181,6 +180,10 @@ class Stages:
 
     def _look_after_channel(self) -> None:
         """Start the channel if it does not live; its clients find the new one by its name."""
+        outage = self.restarts.outage(CHANNEL)
+        if outage and outage.launched is None:
+            self._channel_again()
+            return
         try:
             if self._channel is None:
                 patient = self.restarts.outage(CHANNEL) is None
@@ -191,15 +194,15 @@ class Stages:
                 self._reporter.write(self.restarts.back(CHANNEL))
         except RollflowError as error:
             self._channel = None
-            self._channel_again(str(error).splitlines()[0])
+            self._reporter.noticed(self.restarts.down(CHANNEL, first_line(error), "a refill from storage"))
+            cluster.kill_named([CHANNEL])
+            self._channel_again()
 
-    def _channel_again(self, reason: str) -> None:
-        outage = self.restarts.down(CHANNEL, reason, "a refill from storage")
-        time.sleep(outage.pause)
-        self._reporter.noticed(outage)
-        cluster.kill_named([CHANNEL])
-        self._start_channel()
-        self.restarts.launched(CHANNEL)
+    def _channel_again(self) -> None:
+        """Start it once its pause is over; nobody waits for that."""
+        if self.restarts.may_start(CHANNEL):
+            self._start_channel()
+            self.restarts.launched(CHANNEL)
 
     def _start_channel(self) -> None:
         """Its own reads fail where storage does not answer: who asked for a batch asks again, and holds no call."""

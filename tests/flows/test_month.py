@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 from rollflow.flows.keepalive import engines, stages
 from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
 from rollflow.flows.keepalive.engines import Engines
-from rollflow.flows.keepalive.restarts import Budget
+from rollflow.flows.keepalive.restarts import Budget, GaveUp, Restarts
 from rollflow.flows.keepalive.services import SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stage, Stages
 from rollflow.flows.services import cluster
@@ -170,6 +171,39 @@ def test_the_channel(context: RunContext, budget: Budget, days: Days, monkeypatc
         kept._look_after_channel()
         days.pass_one()
     assert started == [day * DAY for day in range(DAYS)]
+
+
+@pytest.fixture
+def paused(context: RunContext, days: Days, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    """A supervisor's stages, with long pauses; what sleeps through one sees no other death, and writes no status."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it slept for {seconds:g} s"))
+    kept = Stages(context, "a:1", print)
+    kept.restarts = Restarts(Budget(RecoveryConfig(restarts=3, backoff_seconds=20.0), days), days, days)
+    return kept
+
+
+def test_the_pause_of_a_stage_holds_up_nobody_else(paused: Stages, days: Days, prefect: Prefect) -> None:
+    stage, started = paused.all["train"], dict[uuid.UUID, float]()
+    with stages.api() as client:
+        for _ in range(30):
+            paused._see_state(stage, client, prefect.states)
+            if stage.run is not None:
+                started.setdefault(stage.run, days.now)
+                prefect.run_of(stage).crashed = len(started) < 3
+            days.now += 1.0
+    assert list(started.values()) == [0.0, 2.0, 23.0]
+
+
+def test_neither_does_that_of_the_channel(paused: Stages, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[float] = []
+    monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
+    monkeypatch.setattr(cluster, "actor", lambda *_: dies())
+    for _ in range(63):
+        paused._look_after_channel()
+        days.now += 1.0
+    assert started == [0.0, 21.0, 62.0]
+    with pytest.raises(GaveUp, match="channel was started again 3 times"):
+        paused._look_after_channel()
 
 
 def dies() -> None:
