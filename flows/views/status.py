@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from uuid import UUID
 
-from rollflow.storage.errors import Missing
+from rollflow.storage.errors import Corrupt, Missing
 
 if TYPE_CHECKING:
     from rollflow.tasks.run_context import RunContext
@@ -97,9 +97,12 @@ def _stage(raw: Mapping[str, Any]) -> StageStatus:
 
 
 def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
-    """The run's `status.json`, unless another supervisor than `flow_run` wrote it (which no clock would tell)."""
+    """The run's `status.json`, unless another supervisor than `flow_run` wrote it (which no clock would tell).
+
+    One that is damaged is none: the next is written within a second, and nobody's run ends of it.
+    """
     try:
         status = RunStatus.from_json(context.store.get(STATUS))
-    except Missing:
+    except (Missing, Corrupt, ValueError, TypeError, AttributeError):
         return None
     return status if flow_run is None or status.flow_run == str(flow_run) else None

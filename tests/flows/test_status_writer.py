@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.views.status import RunStatus, StageStatus, read_status
+from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.storage.journal.usage import Usage
 from rollflow.storage.objects import open_store
@@ -64,3 +64,14 @@ def test_the_phase_is_what_the_learner_is_at_whatever_it_calls_it(
 def test_groups_that_are_ready_count_with_those_of_batches_that_wait(tmp_path: Path) -> None:
     status = shown(tmp_path, RolloutStatus(buffered=3, waiting=2, running=5), LearnerStatus())
     assert (status.buffer_groups, status.in_flight_groups) == (3 + 2 * 4, 5)
+
+
+DAMAGED = ["", "[]", "null", '{"run_id": "new", "staleness": 3}', '{"run_id": "new", "odd": "\xff"}']
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_status_that_is_damaged_is_none_and_ends_nobody(tmp_path: Path, damaged: str) -> None:
+    describe(open_store(str(tmp_path)), "new")
+    context = RunContext(str(tmp_path), tmp_path / "cache")
+    context.store.put(STATUS, damaged.encode("latin-1"))
+    assert read_status(context) is None
