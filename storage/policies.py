@@ -77,7 +77,7 @@ class PolicyStore:
 
     def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
         """The weights of a version that is `in_use` stay as long as it is, whatever retention says."""
-        self.log, self.run, self._in_use = log, log.run, in_use
+        self.log, self.store, self._in_use = log, log.store, in_use
         self._held: Held | None = None  # the fetched weights that were asked for last
 
     @property
@@ -92,7 +92,7 @@ class PolicyStore:
 
         def staged(name: str) -> StoredObject:
             path, parts = f"policies/{version:08d}/{writer.claim}/{name}", pieces(files[name])
-            return StoredObject(path, sum(map(len, parts)), self.run.put(path, parts))
+            return StoredObject(path, sum(map(len, parts)), self.store.put(path, parts))
 
         return tuple(each(staged, files))
 
@@ -121,7 +121,7 @@ class PolicyStore:
         found = {one: paths for one in free if (paths := self._paths_of(*one)) is not None}
         if objects := tuple(found):
             writer.append(lambda state, _: Pruned(objects))
-            each(self.run.delete, [path for several in found.values() for path in several])
+            each(self.store.delete, [path for several in found.values() for path in several])
         return objects
 
     def _paths_of(self, version: int, kind: Kind) -> list[str] | None:
@@ -161,9 +161,9 @@ class PolicyStore:
 
     def read(self, stored: StoredObject) -> memoryview:
         """An object, checked against its entry; `Corrupt` if it is missing or differs. A local one is mapped."""
-        local = self.run.local_path(stored.path)
+        local = self.store.local_path(stored.path)
         try:
-            data = mapped(local) if local is not None else memoryview(self.run.get(stored.path))
+            data = mapped(local) if local is not None else memoryview(self.store.get(stored.path))
         except Missing as error:
             raise Corrupt(f"{stored.path} is missing") from error
         _check(stored, len(data), hashlib.sha256(data).hexdigest())
@@ -176,9 +176,9 @@ class PolicyStore:
         `cache` is the node's, for all its processes and runs. A fetched copy stays until this object is asked for
         another version.
         """
-        local = self.run.local_path(version.weights[0].path)
+        local = self.store.local_path(version.weights[0].path)
         name = f"{version.number:08d}-{version.sha256[:12]}"
-        node = NodeCache(cache, self.run.uri, self.run.patience)
+        node = NodeCache(cache, self.store.uri, self.store.patience)
         if local is not None:  # an empty folder says that the store's own was checked
             node.hold(name, lambda _: self._check_all(version), lambda _: _whole(local.parent, version))
             return local.parent
@@ -191,7 +191,7 @@ class PolicyStore:
     def check_kept(self, version: PolicyVersion) -> None:
         """Raise `Missing` unless all weights of the version are in storage; reads none of them."""
         for stored in version.weights:
-            if not self.run.exists(stored.path):
+            if not self.store.exists(stored.path):
                 raise Missing(f"there is no object {stored.path}")
 
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:
@@ -204,7 +204,7 @@ class PolicyStore:
         def copied(stored: StoredObject) -> None:
             file = folder / Path(stored.path).name
             try:
-                sha256 = self.run.fetch(stored.path, file)
+                sha256 = self.store.fetch(stored.path, file)
             except Missing as error:
                 raise Corrupt(f"{stored.path} is missing") from error
             _check(stored, file.stat().st_size, sha256)

@@ -40,7 +40,7 @@ class TrajectoryStore:
     """Commits, reads and voids the batches of one run. See the module's docstring for the guarantees."""
 
     def __init__(self, log: Log) -> None:
-        self.log, self.run = log, log.run
+        self.log, self.store = log, log.store
 
     def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, Path | pa.Buffer]:
         """Make a staged batch durable; returns its entry, and where its file lies on this machine, or else its bytes.
@@ -68,7 +68,7 @@ class TrajectoryStore:
             )
 
         entry = writer.append(body, attached)
-        return entry, self.run.local_path(attached.path) or pa.py_buffer(b"".join(attached.data))
+        return entry, self.store.local_path(attached.path) or pa.py_buffer(b"".join(attached.data))
 
     def waiting(self, number: int) -> Waiting | None:
         """Batch `number`, committed and not trained on; None if there is none. Reads what is new."""
@@ -83,7 +83,7 @@ class TrajectoryStore:
         """
         written = self.log.read(entry)
         if written is None or not isinstance(written.entry.body, BatchCommitted):
-            raise Corrupt(f"entry {entry} of {self.run.uri} commits no batch")
+            raise Corrupt(f"entry {entry} of {self.store.uri} commits no batch")
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
@@ -113,7 +113,7 @@ class TrajectoryStore:
             Corrupt: it is gone, or not what was committed.
         """
         try:
-            data = _bytes_of(self.run, file.path)
+            data = _bytes_of(self.store, file.path)
         except Missing as error:
             raise Corrupt(f"{file.path} is missing") from error
         verify(file, data)

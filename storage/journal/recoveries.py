@@ -57,8 +57,8 @@ def recovery_path(number: int) -> str:
 class RecoveryLog:
     """The recoveries of one run, oldest first."""
 
-    def __init__(self, run: ObjectStore) -> None:
-        self.run = run
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
         self._known: list[Recovery] = []
         self.damaged: list[str] = []  # objects that are no recovery
         self._unsure: int | None = None  # the number under which a failed `append` may have written after all
@@ -67,12 +67,12 @@ class RecoveryLog:
         """Write a recovery down; returns its number. A call that failed may be repeated: the record is there once."""
         data = json.dumps(asdict(recovery)).encode()
         if self._unsure is None:
-            self._unsure = first_missing(self.run, recovery_path, self._read)
+            self._unsure = first_missing(self.store, recovery_path, self._read)
         while True:
             try:
-                self.run.create(recovery_path(self._unsure), data)
+                self.store.create(recovery_path(self._unsure), data)
             except Conflict:
-                if self.run.get(recovery_path(self._unsure)) != data:
+                if self.store.get(recovery_path(self._unsure)) != data:
                     self._unsure += 1
                     continue
             number, self._unsure = self._unsure, None
@@ -84,10 +84,10 @@ class RecoveryLog:
 
     def read(self) -> list[Recovery]:
         """All recoveries that can be read; asks the store only for the ones it has not seen."""
-        for number in range(self._read, first_missing(self.run, recovery_path, self._read)):
+        for number in range(self._read, first_missing(self.store, recovery_path, self._read)):
             path = recovery_path(number)
             try:
-                self._known.append(RECOVERY.validate_json(self.run.get(path)))
+                self._known.append(RECOVERY.validate_json(self.store.get(path)))
             except (ValidationError, Corrupt):
                 self.damaged.append(path)
         return list(self._known)
@@ -96,8 +96,8 @@ class RecoveryLog:
 class Notes:
     """Recoveries on their way into a run's log: `add` returns at once; what cannot be stored is tried again."""
 
-    def __init__(self, run: ObjectStore) -> None:
-        self._recoveries = RecoveryLog(run)
+    def __init__(self, store: ObjectStore) -> None:
+        self._recoveries = RecoveryLog(store)
         self._waiting: deque[Recovery] = deque()
         self._lock = threading.Lock()
 

@@ -77,24 +77,24 @@ def audit(run: ObjectStore, *, deep: bool = False, progress: Callable[[Progress]
 class _Audit:
     """One audit."""
 
-    def __init__(self, run: ObjectStore, *, deep: bool, progress: Callable[[Progress], None] | None) -> None:
-        self.run, self.deep, self.progress = run, deep, progress
-        snapshots = audits.snapshots(run)  # before the log is read: what they were made of is there
-        newest, self.others = audits.newest(run)
+    def __init__(self, store: ObjectStore, *, deep: bool, progress: Callable[[Progress], None] | None) -> None:
+        self.store, self.deep, self.progress = store, deep, progress
+        snapshots = audits.snapshots(store)  # before the log is read: what they were made of is there
+        newest, self.others = audits.newest(store)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = Audited() if deep else newest
         self.begun_at = begun.state.n
         self.report = replace(begun.report, since=self.begun_at + 1)
-        self.fold = Refold(run, begun.state, self.report.add)
+        self.fold = Refold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
         self.latest = begun.state.version  # of what was read; the fold may have ended before
         self.outcomes: dict[int, int | None] = {}  # entry of a batch -> the version trained on it; None: voided
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}  # unpruned -> entry, objects
         self.doubts: list[Named] = []
-        self.told = Progress(0, first_missing(run, entry_path, self.report.since) if progress else 0, 0, 0, 0)
+        self.told = Progress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
 
     def made(self) -> AuditReport:
-        with Looking(self.run, self._take) as looking:
+        with Looking(self.store, self._take) as looking:
             self._read_log(looking)
             self._look_at_versions(looking)
             looking.finish()
@@ -107,23 +107,23 @@ class _Audit:
 
     def _leave_word(self) -> None:
         if not self.report.clean and self.deep:
-            audits.withdraw(self.run, self.others)
+            audits.withdraw(self.store, self.others)
         if self.report.clean and self.fold.state.n > self.begun_at:
-            audits.keep(self.run, Audited(self.fold.state, self.report, self.rows, self.responses))
+            audits.keep(self.store, Audited(self.fold.state, self.report, self.rows, self.responses))
 
     # --- entries ------------------------------------------------------------------------------------------------
 
     def _read_log(self, looking: Looking) -> None:
-        found = entries(self.run, self.report.since, to_the_last=self.deep)
+        found = entries(self.store, self.report.since, to_the_last=self.deep)
         for written, _, counts in self.fold.over(found):
             if not self.responses and (written.entry.n > 0 or not counts):
                 break  # the first entry is lost
             self._note(written, counts, looking)
             self._tell(entries=self.told.entries + 1)
         if self.fold.state.n < 0:
-            raise Missing(f"there is no run at {self.run.uri}")
+            raise Missing(f"there is no run at {self.store.uri}")
         if not self.responses:
-            raise Corrupt(f"{self.run.uri}: {self.report.violations[0].what}; nothing is known of this run")
+            raise Corrupt(f"{self.store.uri}: {self.report.violations[0].what}; nothing is known of this run")
 
     def _note(self, written: Written, counts: bool, looking: Looking) -> None:
         """Note the objects that an entry names; `counts` is false if the entry itself is not to be believed."""
@@ -206,7 +206,7 @@ class _Audit:
         """Look again at what was found wrong, and name it unless an entry excuses it, even a new one."""
         again: list[Looked] = []
         doubts, self.doubts = self.doubts, []
-        with Looking(self.run, again.append) as looking:
+        with Looking(self.store, again.append) as looking:
             for named in doubts:
                 self._ask(named, looking)
             looking.finish()
@@ -222,8 +222,8 @@ class _Audit:
     def _since(self) -> tuple[set[int], set[tuple[int, str]]]:
         """Entries of batches that were voided, and objects that were pruned, since the log was read."""
         voided, pruned = set[int](), set[tuple[int, str]]()
-        later = Refold(self.run, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
-        for written, _, counts in later.over(entries(self.run, self.fold.state.n + 1)):
+        later = Refold(self.store, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
+        for written, _, counts in later.over(entries(self.store, self.fold.state.n + 1)):
             match written.entry.body:
                 case BatchVoided() as body if counts:
                     voided.add(body.entry)
@@ -236,13 +236,13 @@ class _Audit:
     def _hear(self, n: int, sha256: str) -> None:
         """Compare entry `n` with what snapshots and older audits say of it."""
         witness = self.witnesses.pop(n, None)
-        if witness and not sha256.startswith(witness.sha256) and audits.is_sound(self.run, witness):
+        if witness and not sha256.startswith(witness.sha256) and audits.is_sound(self.store, witness):
             self.report.add("altered", entry_path(n), f"{witness.path} was made of another entry {n}")
 
     def _hear_the_others(self) -> None:
         """Check whether entries that snapshots or older audits have seen are gone from the log's end."""
         end = self.fold.state.n
-        beyond = [witness for n, witness in self.witnesses.items() if n > end and audits.is_sound(self.run, witness)]
+        beyond = [witness for n, witness in self.witnesses.items() if n > end and audits.is_sound(self.store, witness)]
         if beyond:
             newest = max(beyond, key=lambda witness: witness.n)
             what = f"the log ends with entry {end}, {newest.path} was made when there was an entry {newest.n}"

@@ -111,7 +111,7 @@ def find_version(log: Log, version: int) -> Written:
     """
     state = log.state
     if not 0 <= version <= state.version:
-        raise Missing(f"{log.run.uri} has no version {version}, the newest is {state.version}")
+        raise Missing(f"{log.store.uri} has no version {version}, the newest is {state.version}")
     if version in state.held:  # as the newest is
         return there(log, next(iter(state.held[version].values())))
     low, high = 0, state.published  # the version is newer than entry `low` says, and not than entry `high` says

@@ -74,16 +74,16 @@ def creation(run: ObjectStore) -> Entry:
 class Log:
     """One process's view of a run's log. Safe to use from threads; `state` is a value that nobody changes."""
 
-    def __init__(self, run: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         """From the newest snapshot and what follows it.
 
         Raises:
             Corrupt: an entry is missing, damaged or refused.
         """
-        self.run = run
+        self.store = store
         self._lock = threading.RLock()
         self._keeping: list[threading.Thread] = []
-        self._state = newest_snapshot(run)
+        self._state = newest_snapshot(store)
         self._ahead: dict[int, bytes] = {}
         self._drafts: dict[str, _Draft] = {}  # appends under way, by id
         due, listed = None, self._listed()
@@ -116,7 +116,7 @@ class Log:
         """
         path = entry_path(n)
         try:
-            return self._decoded(self._ahead.pop(n) if n in self._ahead else self.run.get(path), n)
+            return self._decoded(self._ahead.pop(n) if n in self._ahead else self.store.get(path), n)
         except Missing:
             return None if n > self._state.n else self._healed(n, f"{path} is missing")
         except Corrupt as error:
@@ -180,7 +180,7 @@ class Log:
             elif written.entry.id == draft.id:
                 self._keep(due)
                 return written.entry
-        raise Unreachable(f"{self.run.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
+        raise Unreachable(f"{self.store.uri}: an entry could not be appended in {TRIES} tries: {lost}") from lost
 
     def _tried(self, draft: _Draft, n: int) -> tuple[Written | None, Exception]:
         """The entry that has number `n` after one try, if one has; else why this one has not."""
@@ -200,7 +200,7 @@ class Log:
         attached = draft.attached
         if attached is None or draft.stored is not None:
             entry, encoded = self._encoded(self._proposed(draft, n, draft.stored))
-            self.run.create(entry_path(n), encoded.data)
+            self.store.create(entry_path(n), encoded.data)
         else:
             entry, encoded = self._write_both(draft, n, attached)
         draft.written = Written(entry, encoded.sha256)
@@ -218,7 +218,7 @@ class Log:
             return made[0][2].data
 
         try:
-            self.run.create_naming(entry_path(n), content, attached.path, attached.data)
+            self.store.create_naming(entry_path(n), content, attached.path, attached.data)
         except (Conflict, Unreachable) as error:
             if made and (isinstance(error, Conflict) or not self._is_near):  # a disk that failed may not have it yet
                 draft.stored = made[0][0]
@@ -229,7 +229,7 @@ class Log:
         """An entry and its bytes; its index object is there."""
         encoded = encode(entry)
         if encoded.index is not None:
-            self.run.put(encoded.index.path, encoded.index_data)
+            self.store.put(encoded.index.path, encoded.index_data)
         return entry, encoded
 
     def _proposed(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
@@ -243,7 +243,7 @@ class Log:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def _decoded(self, data: bytes, n: int) -> Written:
-        return decode(data, n, self.run.get)
+        return decode(data, n, self.store.get)
 
     def _follow(self, last: float = math.inf) -> tuple[list[Written], RunState | None]:
         """Read what is new up to entry `last`; returns it, and the newest state for which a snapshot is due."""
@@ -265,7 +265,7 @@ class Log:
 
     def _healed(self, n: int, why: str) -> Written:
         """Entry `n` from its segment, if the entry after it says that it is the one."""
-        found = healed(self.run, n, n + 1)
+        found = healed(self.store, n, n + 1)
         if found is None:
             raise Corrupt(f"{why}; no segment has it: `rollflow repair` says what can be done")
         return self._decoded(found[0], n)
@@ -274,19 +274,19 @@ class Log:
         """The entries that follow the snapshot, where each read is a request."""
         if self._is_near:
             return []
-        paths = self.run.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
+        paths = self.store.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
         return [n for path in paths if (n := entry_number(path)) is not None]
 
     def _read_ahead(self, numbers: Sequence[int]) -> None:
         """Get these entries, several at a time."""
         with ThreadPoolExecutor(READERS) as readers:
-            self._ahead |= zip(numbers, readers.map(self.run.get, map(entry_path, numbers)), strict=True)
+            self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
         """Whether there is an entry behind the end. Then the one in between was written a moment ago, or is lost."""
         n = self._state.n + 1
         if self._is_near:  # to list a folder of a long run takes longer than some probes
-            beyond = next((m for m in range(n + 1, n + AHEAD) if self.run.exists(entry_path(m))), -1)
+            beyond = next((m for m in range(n + 1, n + AHEAD) if self.store.exists(entry_path(m))), -1)
         else:
             beyond = min((m for m in self._ahead if m > n), default=-1)
         if beyond <= n:
@@ -296,7 +296,7 @@ class Log:
 
     @property
     def _is_near(self) -> bool:
-        return self.run.local_path(FOLDER) is not None
+        return self.store.local_path(FOLDER) is not None
 
     def _keep(self, state: RunState | None) -> None:
         """Take the snapshot that is due, in the background."""
@@ -308,8 +308,8 @@ class Log:
         thread.start()
 
     def _seal(self, state: RunState) -> None:
-        keep_segments(self.run, state.n)
-        keep_snapshot(self.run, state)
+        keep_segments(self.store, state.n)
+        keep_snapshot(self.store, state)
 
 
 @dataclass(slots=True)

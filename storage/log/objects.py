@@ -86,8 +86,8 @@ def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes
 class Looking:
     """Looks at objects in threads. The results are handed on in the caller's thread, in the order of the objects."""
 
-    def __init__(self, run: ObjectStore, done: Callable[[Looked], None]) -> None:
-        self.run, self.done = run, done
+    def __init__(self, store: ObjectStore, done: Callable[[Looked], None]) -> None:
+        self.store, self.done = store, done
         self._pool = ThreadPoolExecutor(AT_ONCE, "audit")
         self._under_way: deque[tuple[int, Future[Looked]]] = deque()
         self._bytes = 0
@@ -104,7 +104,7 @@ class Looking:
         while len(self._under_way) >= 2 * AT_ONCE or (self._under_way and self._bytes + size > MOST_BYTES):
             self._take()
         self._bytes += size
-        self._under_way.append((size, self._pool.submit(look, self.run, named, rules)))
+        self._under_way.append((size, self._pool.submit(look, self.store, named, rules)))
 
     def finish(self) -> None:
         """Wait for those that are under way."""

@@ -38,7 +38,7 @@ REFUSALS = (
 class Refold:
     """A fold that is given the entries in order, from the one after `state` on."""
 
-    run: ObjectStore
+    store: ObjectStore
     state: RunState
     add: Callable[[ViolationKind, str, str], None]
     lost: bool = False  # an entry that the state depends on cannot be read
@@ -87,16 +87,16 @@ class Refold:
     def _parse(self, n: int, found: bytes | Corrupt) -> Written:
         if isinstance(found, Corrupt):
             raise found
-        return decode(found, n, self.run.get)
+        return decode(found, n, self.store.get)
 
     def _heal(self, hole: Hole) -> Iterator[tuple[Written, bytes, bool]]:
-        found = healed(self.run, hole.first, hole.end)
+        found = healed(self.store, hole.first, hole.end)
         if found is None:
             self._lose(hole)
             return
         for n, data in zip(range(hole.first, hole.end), found, strict=True):
             try:
-                written = decode(data, n, self.run.get)
+                written = decode(data, n, self.store.get)
             except Corrupt:  # its index is gone
                 self._lose(Hole(n, n + 1))
                 continue

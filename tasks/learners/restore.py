@@ -223,6 +223,6 @@ def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObjec
     for stored in damaged:
         data = made[name_of(stored)]
         if digest(pieces(data)) == stored.sha256:
-            policies.run.put(stored.path, data)
+            policies.store.put(stored.path, data)
             healed.append(stored.path)
     return healed

@@ -100,7 +100,7 @@ def present(policies: PolicyStore) -> dict[Kind, set[int]]:
     for number in range(policies.newest() + 1):
         version = policies.find(number)
         for kind, objects in zip(KINDS, (version.weights, version.state), strict=True):
-            there = {policies.run.exists(stored.path) for stored in objects}
+            there = {policies.store.exists(stored.path) for stored in objects}
             assert len(there) <= 1
             found[kind] |= {number} if there == {True} else set()
     return found
