@@ -11,7 +11,7 @@ import operator
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollflow.storage.errors import RollflowError
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Ending, Prompt, Trajectory
 from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments.base import Environment
@@ -114,10 +114,10 @@ class PlayedEpisode:
         """The version its staleness counts from.
 
         Raises:
-            RollflowError: nothing was generated.
+            ConfigError: nothing was generated.
         """
         if self.first is None:
-            raise RollflowError("environment: it ended an episode without a generation; ask for one in each")
+            raise ConfigError("environment: it ended an episode without a generation; ask for one in each")
         if staleness == "oldest-token":
             return min((version for version in self.versions if version >= 0), default=self.first.version)
         return self.first.version

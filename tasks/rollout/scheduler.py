@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollflow.storage.batch import packed
-from rollflow.storage.errors import RollflowError
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
@@ -231,7 +231,7 @@ class RolloutScheduler:
         self._filtered_in_a_row += 1
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.most:
-            raise RollflowError(
+            raise ConfigError(  # a scheduler that is started again would generate as many in vain
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last: {why}); "
                 "widen it, or choose prompts that this policy sometimes answers right"
             )

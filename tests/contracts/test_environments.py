@@ -264,12 +264,15 @@ def test_what_goes_wrong_in_an_episode_is_its_reason(wrong: str, reason: str) ->
     assert all(one.reason.startswith(reason) for one in trajectories(pipeline))
 
 
-@pytest.mark.parametrize(("wrong", "words"), [("silent", "without a generation"), ("engine", "none is left")])
-def test_what_no_episode_can_go_on_with_ends_the_run(wrong: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "kind", "words"),
+    [("silent", ConfigError, "without a generation"), ("engine", EngineFailed, "none is left")],
+)
+def test_what_no_episode_can_go_on_with_ends_the_run(wrong: str, kind: type[RollflowError], words: str) -> None:
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))
     with pytest.raises(BaseExceptionGroup) as ended:
         run_virtual(pipeline.run())
-    _, others = ended.value.split(lambda error: isinstance(error, RollflowError) and words in str(error))
+    _, others = ended.value.split(lambda error: type(error) is kind and words in str(error))
     assert others is None
 
 
