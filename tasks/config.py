@@ -22,7 +22,7 @@ from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
-from rollflow.tasks.sections import Section, check_storable, refuse
+from rollflow.tasks.sections import LONGEST_SECONDS, Section, check_storable, refuse
 from rollflow.tasks.verifiers.config import ReasoningGymReward, RewardConfig
 
 
@@ -41,7 +41,10 @@ class StoreConfig(Section):
         2**28, ge=0, description="largest file of prompts that is kept with the run; of a larger one its hash"
     )
     patience_seconds: float = Field(
-        3600.0, gt=0, description="longest wait for a store that does not answer; the run goes on when it does"
+        3600.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="longest wait for a store that does not answer; the run goes on when it does",
     )
     shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
 
@@ -50,11 +53,13 @@ class RecoveryConfig(Section):
     """How long the supervisors go on restarting what died or hangs."""
 
     restarts: int = Field(5, ge=0, description="restarts of one role within the window before the run fails")
-    window_seconds: float = Field(600.0, gt=0)
+    window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS)
     backoff_seconds: float = Field(
         1.0, ge=0, description="pause before the second restart within the window; doubled for each one after it"
     )
-    answer_seconds: float = Field(30.0, gt=0, description="an actor that is silent for so long is stuck")
+    answer_seconds: float = Field(
+        30.0, gt=0, le=LONGEST_SECONDS, description="an actor that is silent for so long is stuck"
+    )
 
 
 class ClusterConfig(Section):

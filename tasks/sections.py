@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 LARGEST = 2**63 - 1
+LONGEST_SECONDS = 1e9  # thirty years; Ray and threads can wait no longer than some hundred
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 

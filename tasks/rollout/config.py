@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Section
+from rollflow.tasks.sections import LONGEST_SECONDS, Section
 
 Routing = Literal["least-work", "prefix", "group"]
 
@@ -66,7 +66,9 @@ class RolloutConfig(Section):
     )
     filter: FilterConfig | None = None
     attempts: int = Field(3, gt=0, description="times a request that failed is sent before the run fails")
-    patience_seconds: float = Field(600.0, gt=0, description="longest wait without any progress before the stage fails")
+    patience_seconds: float = Field(
+        600.0, gt=0, le=LONGEST_SECONDS, description="longest wait without any progress before the stage fails"
+    )
 
     @property
     def bound(self) -> Literal["drop", "wait"]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Imported, Section
+from rollflow.tasks.sections import LONGEST_SECONDS, Imported, Section
 
 
 class RewardBase(Section):
@@ -17,7 +17,7 @@ class RewardBase(Section):
     )
     workers: int = Field(1, gt=0)
     deadline_seconds: float = Field(
-        10.0, gt=0, description="longest time for one response; later it scores 0 with a reason"
+        10.0, gt=0, le=LONGEST_SECONDS, description="longest time for one response; later it scores 0 with a reason"
     )
 
 

@@ -61,6 +61,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("tracking.uri=https://me:hidden@hub/x", ["tracking.uri = 'https://...@hub'", "MLFLOW_TRACKING_PASSWORD"]),
         ("nonsense", ["'nonsense'", "key=value"]),
         ("async_ratio=1e308", ["async_ratio = 1e+308", "less than or equal to 1000000000"]),
+        ("recovery.answer_seconds=1e308", ["recovery.answer_seconds = 1e+308", "less than or equal to 1000000000"]),
+        ("rollout.patience_seconds=1e17", ["rollout.patience_seconds = 1e+17", "less than or equal to 1000000000"]),
         ("async_ratio=inf", ["async_ratio = inf", "choose a finite one"]),
         ("rollout.filter.min_mean=nan", ["rollout.filter.min_mean = nan", "choose a finite one"]),
         ("train.betas=[0.9, inf]", ["train.betas.1 = inf", "choose a finite one"]),
