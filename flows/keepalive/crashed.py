@@ -104,12 +104,12 @@ def is_up(successor: Successor) -> bool:
         return False
 
 
-def start_again(flow_run: UUID, context: RunContext, *, first: UUID | None = None) -> Successor | None:
+def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
     """Start the supervisor of `context` again after `flow_run` crashed, or find the one that follows it already.
 
     None where nothing is to be done: the run has ended, or the flow run did not crash.
 
-    Only crashes of `first` and of what followed it count against the budget (None: those of all the run's supervisors).
+    What was started before a person or a schedule last started the run counts against no budget.
 
     Raises:
         GaveUp: it crashed too often.
@@ -127,7 +127,7 @@ def start_again(flow_run: UUID, context: RunContext, *, first: UUID | None = Non
         if not (crashed.state and crashed.state.is_crashed() and crashed.deployment_id):
             return None
         crashes = [run for run in attempts if run.state and run.state.is_crashed()]
-        counted = {run.id for run in line(attempts, first)} if first else {run.id for run in crashes}
+        counted = {run.id for run in line_before(attempts, crashed)}
         pause = _pause(client, crashed, [ended_at(run) for run in crashes if run.id in counted])
         made = client.create_flow_run_from_deployment(
             crashed.deployment_id,
@@ -150,6 +150,15 @@ def line(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
     found = [run for run in attempts if run.id == first]
     while found and (successor := after.get(f"after:{found[-1].id}")):
         found.append(successor)
+    return found
+
+
+def line_before(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
+    """`last` and the flow runs that it follows, back to the one that a person or a schedule started."""
+    by_follower = {f"after:{run.id}": run for run in attempts}
+    found = [last]
+    while before := by_follower.get(found[-1].idempotency_key or ""):
+        found.append(before)
     return found
 
 

@@ -40,7 +40,7 @@ class SupervisorKeeper:
         self._usage, self._writer, self._counted = Usage(), f"session-{flow_run.hex[-12:]}", 0.0
         self.context, self.flow_run, self._services = replace(context, patience=READ_SECONDS), flow_run, services
         self._patience = context.config.rollout.patience_seconds
-        self._first, self._since = flow_run, time.monotonic()
+        self._since = time.monotonic()
         self._successor: Successor | None = None
         self._notes = Notes(context.store)
         self._moved = (-1.0, time.monotonic())
@@ -122,7 +122,7 @@ class SupervisorKeeper:
     def _start_again(self, status: RunStatus) -> RunStatus:
         from rollflow.flows.keepalive.crashed import start_again
 
-        successor = start_again(self.flow_run, self.context, first=self._first)
+        successor = start_again(self.flow_run, self.context)
         if successor is None:
             return replace(status, phase="done")
         self._successor, self.flow_run, self._since = successor, successor.flow_run, time.monotonic()

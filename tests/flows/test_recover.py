@@ -218,7 +218,7 @@ def test_who_follows_is_newer_whatever_the_clock_said(
     assert (late.flow_run, late.pending) == (second.flow_run, None)
     with api() as client:
         client.set_flow_run_state(second.flow_run, Crashed(message="killed. By the test"), force=True)
-    third = start_again(second.flow_run, run, first=second.flow_run)
+    third = start_again(second.flow_run, run)
     assert third is not None
     assert third.pending is not None
     assert third.flow_run not in (first, second.flow_run)

@@ -14,20 +14,21 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.objects import FlowRun
-from prefect.states import Crashed
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Crashed, Failed
 
 from rollflow.flows import post_training
 from rollflow.flows.commands import run as run_command
 from rollflow.flows.keepalive import crashed as crashed_module
 from rollflow.flows.keepalive import supervisor as supervisor_module
+from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.supervisor import AWAY, SupervisorKeeper
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import Unfinished
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 
@@ -136,6 +137,48 @@ def test_a_long_run_is_started_again_though_many_began_after_it(
     successor = crashed_module.start_again(oldest.id, RunContext(f"{tmp_path}/runs/run-0", tmp_path))
     assert successor is not None
     assert str(successor.flow_run) == f"after:{oldest.id}"
+
+
+def test_who_starts_the_run_again_has_the_whole_budget_of_supervisors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no session follows it, but an automation, which knows of no beginning."""
+    config = {"config": RunConfig(recovery=RecoveryConfig(restarts=2)).model_dump(mode="json")}
+    there: list[FlowRun] = []
+
+    def supervisor(state: State, after: FlowRun | None = None) -> FlowRun:
+        number = len(there)
+        one = FlowRun(
+            flow_id=uuid4(),
+            deployment_id=uuid4(),
+            name="it",
+            created=datetime.fromtimestamp(number, UTC),
+            end_time=datetime.now(UTC),
+            state=state,
+            parameters=config | {"storage": f"{tmp_path}/runs/run"},
+            idempotency_key=f"after:{after.id}" if after else uuid4().hex,
+        )
+        there.insert(0, one)
+        return one
+
+    def follow_up(one: FlowRun) -> Any:
+        return crashed_module.start_again(one.id, RunContext(f"{tmp_path}/runs/run", tmp_path))
+
+    client = SimpleNamespace(
+        read_flow_runs=lambda limit, offset=0, **_: there[offset : offset + limit],
+        create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(id=named["idempotency_key"]),
+        set_flow_run_state=lambda *_, **__: None,
+    )
+    monkeypatch.setattr(crashed_module, "api", lambda: contextlib.nullcontext(client))
+    second = supervisor(Crashed(), after=supervisor(Crashed()))
+    supervisor(Failed(message="over the budget"), after=second)
+    one = supervisor(Crashed())  # of a person
+    assert follow_up(one).pending.attempt == 3
+    two = supervisor(Crashed(), after=one)
+    assert follow_up(two).pending.attempt == 4
+    last = supervisor(Crashed(), after=two)
+    with pytest.raises(GaveUp, match="started again 2 times"):
+        follow_up(last)
 
 
 @pytest.fixture
