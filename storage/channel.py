@@ -12,7 +12,7 @@ It is a cache of the trajectory store and holds nothing that is not committed in
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
 
-This is plain asyncio; `ray_channel` puts it into an actor.
+This is plain asyncio; `tasks/actors/channel.py` puts it into an actor.
 """
 
 from __future__ import annotations
