@@ -65,14 +65,14 @@ def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: 
     """A run whose version 0 is published, on the cluster at `address`."""
     from rollflow.flows.prepare import prepare
     from rollflow.storage.log.entries import VersionPublished
-    from rollflow.tasks.learners.config import TrainConfig
+    from rollflow.tasks.learners.config import TorchTrain
     from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
     from rollflow.tasks.run_context import claim
 
     os.environ["ROLLFLOW_HOME"] = str(home)
     context = prepare(recipe(case, threads), f"overhead-{case.max_new_tokens}-{time.time_ns()}")
     model = load_model(context.policy_folder, "float32", trained=False)
-    learner = TorchLearner(model, TrainConfig(), temperature=1.0, versions=1, seed=0)
+    learner = TorchLearner(model, TorchTrain(), temperature=1.0, versions=1, seed=0)
     claim(context, "supervisor", address)
     writer, store = claim(context, "learner", address), context.policies
     weights, state = (store.stage(writer, 0, files) for files in (learner.weights(), learner.state()))

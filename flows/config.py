@@ -86,15 +86,15 @@ def _override(tree: dict[str, Any], override: str) -> None:
     value = _toml_value(text.strip())
     if isinstance(node, list):
         raise ConfigError(f"--set {key}: give a position and a key, e.g. --set {'.'.join(parents)}.0.{last}={text}")
-    if last == "kind" and node.get("kind") != value:
-        _change_kind(node, parents, value)
+    if node.get(last) != value:
+        _change_kind(node, parents, last, value)
     node[last] = value
 
 
-def _change_kind(node: dict[str, Any], parents: list[str], kind: object) -> None:
+def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
     """A section that changes its kind loses the keys that only other kinds have."""
     choices = _choices(parents)
-    for chosen in (choice for choice in choices if _kind(choice) == kind):
+    for chosen in (choice for choice in choices if choice.kind_key == key and _kind(choice) == kind):
         for name in {name for choice in choices for name in choice.model_fields} - chosen.model_fields.keys():
             node.pop(name, None)
 
@@ -109,8 +109,9 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
 
 
 def _kind(section: type[Section]) -> object:
-    """What its `kind` says; None where it has none."""
-    return section.model_fields["kind"].get_default() if "kind" in section.model_fields else None
+    """Which one of several it is; None where there is one alone."""
+    field = section.model_fields.get(section.kind_key)
+    return field.get_default() if field else None
 
 
 def _item(node: list[Any], name: str, key: str) -> Any:
@@ -135,7 +136,8 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
     key = ".".join(str(part) for part in error["loc"] if part not in kinds)
     if error["type"] == "union_tag_invalid":
         tags = error["ctx"]
-        return f"{key}.kind = {tags['tag']!r}: choose one of {tags['expected_tags']}"
+        key += "." + tags["discriminator"].strip("'")
+        return f"{key} = {tags['tag']!r}: choose one of {tags['expected_tags']}"
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: it has no kind; `rollflow keys` lists those there are"
     if error["type"] == "extra_forbidden":

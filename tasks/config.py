@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from rollflow.tasks.engines.config import EngineBase, EngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
-from rollflow.tasks.learners.config import TrainConfig
+from rollflow.tasks.learners.config import TorchTrain, TrainConfig
 from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import PromptConfig, ReasoningGymPrompts
@@ -101,7 +101,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = SingleTurnEnvironment()
     reward: RewardConfig = ReasoningGymReward()
-    train: TrainConfig = TrainConfig()
+    train: TrainConfig = TorchTrain()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
     recovery: RecoveryConfig = RecoveryConfig()

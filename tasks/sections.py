@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import date, time
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 LARGEST = 2**63 - 1
@@ -20,15 +21,22 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    kind_key: ClassVar[str] = "kind"  # the key that says which of several sections stands in a place
+
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
         """A section below this one that names no kind is of the kind that is the default."""
         if not isinstance(tree, Mapping):
             return tree
-        kinds = {name: getattr(info.default, "kind", None) for name, info in cls.model_fields.items()}
-        without = {name for name, given in tree.items() if isinstance(given, Mapping) and "kind" not in given}
-        return {**tree, **{name: {"kind": kinds[name], **tree[name]} for name in without if kinds.get(name)}}
+        return {name: _with_kind(given, cls.model_fields.get(name)) for name, given in tree.items()}
+
+
+def _with_kind(given: Any, info: FieldInfo | None) -> Any:
+    """What stands in a field, with the kind that is its default where there are several."""
+    if info is None or not isinstance(info.discriminator, str) or not isinstance(given, Mapping):
+        return given
+    return {info.discriminator: getattr(info.default, info.discriminator), **given}
 
 
 class Imported(Section):

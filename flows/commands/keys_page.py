@@ -27,7 +27,7 @@ config models; `tests/test_docs.py` fails when it is out of date. `rollflow keys
 - `rollflow run RECIPE --set train.learning_rate=1e-4` changes one key; of a list, name the position:
   `--set prompts.0.share=2`.
 - `rollflow check RECIPE` says in one sentence what is wrong: the key, the value, the cure.
-- Where a section has a `kind`, the kind decides which other keys it has.
+- Where a section has a `kind` (`[train]` calls it `learner`), the kind decides which other keys it has.
 """
 TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
@@ -44,7 +44,7 @@ def _section(section: type[Section], path: str, default: Any) -> Iterator[str]:
     plain: list[tuple[str, FieldInfo]] = []
     nested: list[tuple[str, FieldInfo]] = []
     for name, info in section.model_fields.items():
-        if not (name == "kind" and _kind(section)):  # its heading says it
+        if not (name == section.kind_key and _kind(section)):  # its heading says it
             (nested if list(sections_of(info.annotation)) else plain).append((name, info))
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     yield from (_row(name, info) for name, info in plain)
@@ -59,7 +59,7 @@ def _headed(section: type[Section], info: FieldInfo, path: str, default: Any) ->
     """A section under its heading as a recipe writes it, with the kind where there are several."""
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
     kind = _kind(section)
-    yield from (f"### {heading} with `kind = {json.dumps(kind)}`" if kind else f"### {heading}", "")
+    yield from (f"### {heading} with `{section.kind_key} = {json.dumps(kind)}`" if kind else f"### {heading}", "")
     if section.__doc__:
         yield from (inspect.cleandoc(section.__doc__), "")
     if default is None:
@@ -71,7 +71,7 @@ def _headed(section: type[Section], info: FieldInfo, path: str, default: Any) ->
 
 def _kind(section: type[Section]) -> str | None:
     """The kind that a section always has: it is one choice of several. None where a person may choose it."""
-    field = section.model_fields.get("kind")
+    field = section.model_fields.get(section.kind_key)
     choices = get_args(field.annotation) if field else ()
     return choices[0] if len(choices) == 1 else None
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version as package_version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -35,14 +35,12 @@ from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.cpu import CpuClock
+from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.run_context import RunContext, claim
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
-
-if TYPE_CHECKING:  # torch is loaded in the actor alone: the flow that starts it needs only the class
-    from rollflow.tasks.learners.torch_learner import TorchLearner
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -81,7 +79,7 @@ class LearnerActor:
     policies: PolicyStore
     batches: TrajectoryStore
     writer: Writer
-    learner: TorchLearner
+    learner: Learner
 
     def __init__(self, context: RunContext, address: str = "", channel: BatchFeed | None = None) -> None:
         """Reads nothing, so that `status` can tell while storage is waited for. `address` is that of the actor's

@@ -1,1 +1,44 @@
-"""Learners turn a trajectory batch into the next policy version."""
+"""Learners turn a trajectory batch into the next policy version: one contract (`base`), a file each.
+
+`build_learner` chooses one and loads only that. A learner's start is mostly imports, and a run whose learner died waits
+for them: so this module imports no torch, nor does a process that only starts the learner's actor.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rollflow.tasks.learners.config import TorchTrain, TrainConfig
+
+if TYPE_CHECKING:
+    from rollflow.tasks.learners.base import Learner, LearnerStart
+
+
+def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
+    """The learner that `[train]` asks for, before its first step."""
+    with _quick_imports():
+        match config:
+            case TorchTrain():
+                from rollflow.tasks.learners.torch_learner import TorchLearner
+
+                return TorchLearner.begun(config, start)
+
+
+@contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Import faster.
+
+    Imported modules stay, so it is lost time to look for garbage in them. Only the losses and decoding of other models
+    need scikit-learn and SciPy.
+    """
+    gc.disable()
+    try:
+        import transformers.utils
+
+        transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
+        yield
+    finally:
+        gc.enable()

@@ -3,23 +3,49 @@
 - `step` is a function of the learner's state and the batch: the same state and batch give the same weights,
   bit for bit, on the same kind of machine (so any step can be replayed).
 - `state` is everything `load` needs to go on as if nothing had happened: optimizer, RNG and step count.
-- `weights` are ordinary Hugging Face safetensors; tied tensors are stored once.
+- `weights` are ordinary Hugging Face safetensors; tied tensors are stored once. Their names begin with `weights/`, and
+  those of the state's files do not.
+- `load` refuses, with `Corrupt` and one sentence, what another learner or another model gave. The learner is then as
+  it was.
 
 A file is given as bytes, or as a sequence of buffers that are its bytes one after the other. The buffers are views of
 the tensors, valid until the next `step` or `load`.
+
+Each is tested once for all learners in `tests/contracts/test_learners.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
 
+WEIGHTS = "weights/"  # what names of weight files begin with
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerStart:
+    """What a learner begins with, beside `[train]`: the policy, and what it has to know of the run."""
+
+    folder: Path  # a Hugging Face folder
+    trained: bool  # whether it begins with the folder's weights; else untrained, of the folder's architecture
+    dtype: str = "float32"  # of weights and optimizer; or bfloat16
+    temperature: float = 1.0  # that tokens are sampled at
+    versions: int = 1  # that the run trains, for schedules
+    seed: int = 0
+    shard_bytes: int = 2**28  # tensors in one file
+
 
 class Learner(Protocol):
-    """Trains one policy."""
+    """Trains one policy. See the module's docstring for the guarantees."""
+
+    @property
+    def model(self) -> Any:
+        """The policy as a transformers model in this process; a cold start trains it in place, before any `step`."""
 
     def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
         """Train `version` into `version + 1`; returns metrics."""
@@ -37,4 +63,8 @@ class Learner(Protocol):
         """File name -> safetensors file."""
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Take over what `weights` and `state` returned."""
+        """Take over what `weights` and `state` returned.
+
+        Raises:
+            Corrupt: they are not those of this kind of learner and this model.
+        """

@@ -1,8 +1,8 @@
-"""The `[train]` section: the learner."""
+"""The `[train]` section: what trains. One class a kind; the key `learner` says which, as `kind` does elsewhere."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,10 +10,11 @@ from rollflow.tasks.objectives.config import GrpoObjective, ObjectiveConfig
 from rollflow.tasks.sections import Section
 
 
-class TrainConfig(Section):
-    """The learner."""
+class TrainBase(Section):
+    """What all learners share."""
 
-    learner: Literal["torch"] = "torch"
+    kind_key: ClassVar[str] = "learner"
+
     objective: ObjectiveConfig = GrpoObjective()
     baseline: Literal["group", "none"] = Field("group", description="what is subtracted from the reward")
     normalize: bool = Field(True, description="divide advantages by the group's standard deviation")
@@ -31,4 +32,12 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
     micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
+
+
+class TorchTrain(TrainBase):
+    learner: Literal["torch"] = Field("torch", description="torch, on one device")
     threads: int = Field(1, gt=0, description="CPU threads of the learner")
+
+
+# Of two kinds it is Annotated[TorchTrain | Other, Field(discriminator="learner")]; of one, pydantic refuses that.
+TrainConfig = TorchTrain

@@ -11,13 +11,10 @@ Imports no torch, so that a process that only starts the learner's actor, or pri
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt
@@ -27,13 +24,9 @@ from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.policies import MOVERS, PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
-from rollflow.tasks.learners.base import Learner
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
 from rollflow.tasks.run_context import RunContext
-
-if TYPE_CHECKING:
-    from rollflow.tasks.learners.torch_learner import TorchLearner
-
-WEIGHTS = "weights/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +62,19 @@ class Restored:
         return ", ".join(said)
 
 
-def new_learner(context: RunContext, folder: Path | None = None) -> TorchLearner:
+def new_learner(context: RunContext, folder: Path | None = None) -> Learner:
     """The run's learner before its first step: with the weights in `folder`; without a folder, an untrained policy."""
-    with _quick_imports():
-        import torch
-
-        from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-
-        config = context.config
-        torch.set_num_threads(config.train.threads)
-        torch.manual_seed(config.seed)
-        model = load_model(folder or context.policy_folder, config.policy.dtype, trained=folder is not None)
-    return TorchLearner(
-        model,
-        config.train,
+    config = context.config
+    start = LearnerStart(
+        folder or context.policy_folder,
+        trained=folder is not None,
+        dtype=config.policy.dtype,
         temperature=config.engine.temperature,
         versions=config.versions,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
     )
-
-
-@contextmanager
-def _quick_imports() -> Iterator[None]:
-    """Import faster: a learner's start is mostly imports, and a run whose learner died waits for them.
-
-    Imported modules stay, so it is lost time to look for garbage in them. Only the losses and decoding of other models
-    need scikit-learn and SciPy.
-    """
-    gc.disable()
-    try:
-        import transformers.utils
-
-        transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
-        yield
-    finally:
-        gc.enable()
+    return build_learner(config.train, start)
 
 
 def restore(

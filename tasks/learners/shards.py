@@ -100,7 +100,7 @@ def _tensors(file: str, data: memoryview) -> dict[str, Tensor]:
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(bytes(data[8:start]))
         return {name: _tensor(data[start:], entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Corrupt(f"{file} is not a safetensors file: {error}") from error
 
 

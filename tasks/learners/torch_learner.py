@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
-from rollflow.tasks.learners.config import TrainConfig
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.advantages import group_advantages
@@ -28,6 +29,7 @@ from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
 
 WEIGHTS = "weights/model"
 STATE = "learner/state"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that it has changed
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
@@ -46,7 +48,7 @@ class TorchLearner:
     def __init__(
         self,
         model: Any,
-        config: TrainConfig,
+        config: TorchTrain,
         *,
         temperature: float,
         versions: int,
@@ -63,6 +65,20 @@ class TorchLearner:
         self.shard_bytes = shard_bytes
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        )
+
+    @classmethod
+    def begun(cls, config: TorchTrain, start: LearnerStart) -> Self:
+        """The learner before its first step."""
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(start.seed)
+        return cls(
+            load_model(start.folder, start.dtype, trained=start.trained),
+            config,
+            temperature=start.temperature,
+            versions=start.versions,
+            seed=start.seed,
+            shard_bytes=start.shard_bytes,
         )
 
     def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
@@ -105,15 +121,13 @@ class TorchLearner:
         return to_files(STATE, {"rng": torch.get_rng_state(), **self._moments()}, self.shard_bytes)
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """See `Learner`; `Corrupt` if the tensors are not those of this model."""
-        named = self._named()
-        loaded = from_files(weights)
-        if named.keys() != loaded.keys():
-            raise Corrupt(f"weights do not fit the model: {sorted(named.keys() ^ loaded.keys())[:4]}")
+        """See `Learner`."""
+        named, loaded, saved = self._named(), from_files(weights), from_files(state)
+        _check_fit("weights do", loaded, named)
+        _check_fit("the learner state does", saved, self._like(saved))
         with torch.no_grad():
             for name, tensor in named.items():
                 tensor.copy_(loaded[name])
-        saved = from_files(state)
         torch.set_rng_state(saved.pop("rng").clone())
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
@@ -121,6 +135,17 @@ class TorchLearner:
             key, _, parameter = name.partition("/")
             device = "cpu" if key == "step" else self.device
             self.optimizer.state[parameters[parameter]][key] = value.to(device, copy=True)
+
+    def _like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state of the parameters that `saved` has something of: each tensor's shape and type, not its values."""
+        trained = {name.partition("/")[2] for name in saved}
+        one = torch.zeros(())
+        return {"rng": torch.get_rng_state()} | {
+            f"{key}/{name}": one if key == "step" else parameter
+            for name, parameter in self.model.named_parameters()
+            for key in MOMENTS
+            if name in trained
+        }
 
     def _named(self) -> dict[str, Tensor]:
         """Tensors by Hugging Face name; a tensor tied to another is named once."""
@@ -201,6 +226,13 @@ class TorchLearner:
         row, position = (index.to(self.device) for index in micro.where)
         logits_MV = self.model.get_output_embeddings()(hidden[row, position]).float() / self.temperature
         return torch.log_softmax(logits_MV, -1).gather(1, micro.targets.to(self.device)[:, None]).squeeze(1)
+
+
+def _check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """`Corrupt` if they are not the same tensors by name, shape and type."""
+    found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
+    if differing := sorted({name for name, *_ in found ^ wanted}):
+        raise Corrupt(f"{what} not fit the model: {', '.join(differing[:4])}")
 
 
 def _finite(tensor: Tensor) -> bool:

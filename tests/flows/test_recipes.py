@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field, ValidationError
 
-from rollflow.flows.config import describe_keys, load_recipe, parse
+from rollflow.flows.commands.cli import main
+from rollflow.flows.config import describe_keys, load_recipe, parse, sentence
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
+from rollflow.tasks.learners.config import TorchTrain, TrainBase
 from rollflow.tasks.objectives.config import DecoupledPpoObjective
+from rollflow.tasks.sections import Section
 
 ENGINE = '[engine]\nkind = "vllm"\nslots = 7\nthreads = 3\nkv_cache_bytes = 4\n'
 
@@ -72,3 +77,37 @@ def test_a_section_that_names_no_kind_has_the_default() -> None:
             "train": {"objective": {"kind": "grpo", "clip_low": 0.1}},
         }
     )
+
+
+class Other(TrainBase):
+    """Another learner."""
+
+    learner: Literal["other"] = "other"
+    rank: int = 1
+
+
+class Tree(Section):
+    """A config in which there are two kinds of learners."""
+
+    train: Annotated[TorchTrain | Other, Field(discriminator="learner")] = TorchTrain()
+
+
+def test_of_two_learners_the_key_learner_says_which() -> None:
+    assert Tree.model_validate({"train": {"threads": 2}}).train == TorchTrain(threads=2)
+    assert Tree.model_validate({"train": {"learner": "other", "rank": 3}}).train == Other(rank=3)
+    for wrong, words in (
+        ({"learner": "third"}, "train.learner = 'third': choose one of 'torch', 'other'"),
+        ({"learner": "other", "rank": "x"}, "train.rank = 'x': input should be"),
+        ({"learner": "other", "threads": 2}, "train.threads = 2: there is no such key"),
+    ):
+        with pytest.raises(ValidationError) as refused:
+            Tree.model_validate({"train": wrong})
+        assert sentence(refused.value.errors()[0], Tree).startswith(words)
+
+
+def test_a_run_that_was_recorded_before_says_its_learner_as_now() -> None:
+    tree = RunConfig().model_dump(mode="json")
+    assert tree["train"]["learner"] == "torch"
+    assert RunConfig.model_validate(tree).sha256() == RunConfig().sha256()
+    assert main(["check", "flows/recipes/arithmetic.toml", "--set", "train.learner=torch"]) == 0
+    assert main(["check", "flows/recipes/arithmetic.toml", "--set", "train.learner=jax"]) == 2

@@ -17,7 +17,7 @@ from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
-from rollflow.tasks.learners.config import TrainConfig
+from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.shards import NAMES, from_files, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.config import ColdStart
@@ -91,7 +91,7 @@ def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> No
 
     def learner(seed: int, *, trained: bool = False) -> TorchLearner:
         model = load_model(tmp_path, "bfloat16", trained=trained)
-        return TorchLearner(model, TrainConfig(), temperature=1.0, versions=1, seed=seed, shard_bytes=9000)
+        return TorchLearner(model, TorchTrain(), temperature=1.0, versions=1, seed=seed, shard_bytes=9000)
 
     made = learner(0)
     describe(run := open_store(str(tmp_path / "run") if uri == "local" else uri))

@@ -1,0 +1,271 @@
+"""What every learner guarantees (tasks/learners/base.py), on each kind. A new one is one line in CASES."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rollflow.flows.config import sections_of
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.objects import Data
+from rollflow.storage.objects.base import pieces
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
+from rollflow.tasks.learners.config import TorchTrain, TrainConfig
+from rollflow.tasks.objectives.config import DecoupledPpoObjective
+from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
+from tests.tasks.test_algorithms import batch_of, trajectory
+
+CASES: dict[str, TrainConfig] = {
+    "torch": TorchTrain(warmup_versions=2),
+    "torch, two steps a version": TorchTrain(minibatches=2, objective=DecoupledPpoObjective(), schedule="linear"),
+}
+PROBE = (3, 4, 5, 6)
+Files = dict[str, bytes]
+Change = Callable[[dict[str, Tensor]], object]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> LearnerStart:
+    """The start of a run of ten versions; its policy has a tied output head."""
+    folder = make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+    return LearnerStart(folder, trained=True, versions=10, shard_bytes=100_000)
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def config(request: pytest.FixtureRequest) -> TrainConfig:
+    found: TrainConfig = request.param
+    return found
+
+
+@pytest.fixture
+def learner(config: TrainConfig, start: LearnerStart) -> Learner:
+    return build_learner(config, start)
+
+
+def batch(seed: int) -> TrajectoryBatch:
+    """Four groups of four answers, every other one of them right."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 300, (count,), generator=draw).tolist()
+
+    prompts = [tokens(5) for _ in range(4)]
+    answers = [[tokens(2 + (seed + sample) % 4) for sample in range(4)] for _ in prompts]
+    groups = [
+        [trajectory(prompt, answer, sample, reward=float(sample % 2)) for sample, answer in enumerate(four)]
+        for prompt, four in zip(prompts, answers, strict=True)
+    ]
+    return batch_of(*groups)
+
+
+def joined(files: Mapping[str, Data]) -> Files:
+    """Files as the bytes they are in storage; the views a learner gives change with its next step."""
+    return {name: b"".join(pieces(data)) for name, data in files.items()}
+
+
+def saved(learner: Learner) -> tuple[Files, Files]:
+    """Its weights and its state."""
+    return joined(learner.weights()), joined(learner.state())
+
+
+def trained(learner: Learner, versions: int) -> Learner:
+    for version in range(versions):
+        learner.step(batch(version), version)
+    return learner
+
+
+def changed(files: Files, change: Change) -> Files:
+    """The files with other tensors in them: what `change` does to those of the one that has the most."""
+    name = max((name for name in files if name.endswith(".safetensors")), key=lambda name: len(files[name]))
+    tensors = load(files[name])
+    change(tensors)
+    return files | {name: save(tensors)}
+
+
+def test_there_is_a_case_for_every_kind() -> None:
+    assert {type(config) for config in CASES.values()} == set(sections_of(TrainConfig))
+
+
+# --- a step is a function of the state and the batch --------------------------------------------------------
+
+
+@pytest.mark.parametrize("versions", [0, 2])
+def test_what_was_restored_takes_the_same_next_step(
+    learner: Learner, config: TrainConfig, start: LearnerStart, versions: int
+) -> None:
+    """Bit for bit, and the one after it: so any version can be replayed. The other learner has had a life before."""
+    before = saved(trained(learner, versions))
+    other = trained(build_learner(config, replace(start, trained=False, seed=99)), 1)
+    torch.rand(7)  # the generator is part of the state
+    other.load(*before)
+    assert saved(other) == before
+    for version in (versions, versions + 1):
+        metrics = learner.step(batch(7 + version), version)
+        once = saved(learner)
+        assert other.step(batch(7 + version), version) == metrics
+        assert saved(other) == once
+        assert once[0] != before[0]
+        assert once[1] != before[1]
+
+
+def test_it_can_go_back_to_where_it_was(learner: Learner) -> None:
+    """As it does when a batch is voided while it is trained on."""
+    before = saved(trained(learner, 1))
+    learner.step(batch(1), 1)
+    once = saved(learner)
+    learner.load(*before)
+    assert saved(learner) == before
+    learner.step(batch(1), 1)
+    assert saved(learner) == once
+
+
+def test_another_batch_gives_other_weights(learner: Learner) -> None:
+    before = saved(learner)
+    learner.step(batch(0), 0)
+    one = saved(learner)
+    learner.load(*before)
+    learner.step(batch(1), 0)
+    assert saved(learner) != one
+
+
+def test_to_look_at_it_changes_nothing(learner: Learner) -> None:
+    before = saved(trained(learner, 1))
+    assert learner.logprobs(PROBE) == learner.logprobs(PROBE)
+    assert learner.broken() is None
+    assert saved(learner) == before
+
+
+def test_the_same_start_gives_the_same_untrained_policy(config: TrainConfig, start: LearnerStart) -> None:
+    fresh = replace(start, trained=False)
+    first, again, other = (build_learner(config, s) for s in (fresh, fresh, replace(fresh, seed=3)))
+    assert saved(first) == saved(again)
+    assert saved(first)[0] != saved(other)[0]
+
+
+# --- what is stored -----------------------------------------------------------------------------------------
+
+
+def test_weights_are_a_hugging_face_folder(learner: Learner, start: LearnerStart, tmp_path: Path) -> None:
+    """transformers reads them to the same log-probs, with the output head that is tied and not stored."""
+    trained(learner, 1)
+    make_policy(tmp_path)
+    for name, data in joined(learner.weights()).items():
+        (tmp_path / name.removeprefix(WEIGHTS)).write_bytes(data)
+    assert reference_logprobs(tmp_path, PROBE) == pytest.approx(learner.logprobs(PROBE), abs=1e-5)
+    assert reference_logprobs(start.folder, PROBE) != pytest.approx(learner.logprobs(PROBE), abs=1e-5)
+    stored = [name for file in tmp_path.glob("*.safetensors") for name in load(file.read_bytes())]
+    assert "lm_head.weight" not in stored
+    assert len(stored) == len(set(stored))
+
+
+def test_weights_and_state_are_told_apart_by_their_names(learner: Learner) -> None:
+    trained(learner, 1)
+    assert all(name.startswith(WEIGHTS) for name in learner.weights())
+    assert not any(name.startswith(WEIGHTS) for name in learner.state())
+    assert len(learner.weights()) > 2  # in shards of the size that was asked for
+
+
+def test_its_model_is_what_it_stores(learner: Learner) -> None:
+    """A cold start trains it in place."""
+    before = saved(learner)[0]
+    with torch.no_grad():
+        next(iter(learner.model.parameters())).add_(1.0)
+    assert saved(learner)[0] != before
+
+
+def test_a_step_says_finite_figures(learner: Learner) -> None:
+    metrics = learner.step(batch(0), 0)
+    assert metrics
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_log_probs_are_those_of_each_token_after_the_first(learner: Learner) -> None:
+    found = learner.logprobs(PROBE)
+    assert len(found) == len(PROBE) - 1
+    assert all(logprob < 0 for logprob in found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("part", [0, 1], ids=["weights", "state"])
+def test_a_broken_tensor_is_named(learner: Learner, part: int, value: float) -> None:
+    names: list[str] = []
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        names.append(name := max(tensors, key=lambda name: tensors[name].numel() * tensors[name].is_floating_point()))
+        tensors[name].view(-1)[-1] = value
+
+    files = list(saved(trained(learner, 1)))
+    files[part] = changed(files[part], spoil)
+    learner.load(*files)
+    assert learner.broken() in names
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors[max(tensors)]
+
+
+def add(tensors: dict[str, Tensor]) -> None:
+    tensors["exp_avg/of nobody"] = torch.zeros(2)
+
+
+def reshape(tensors: dict[str, Tensor]) -> None:
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    tensors[name] = tensors[name].reshape(-1)[:3].clone()
+
+
+def retype(tensors: dict[str, Tensor]) -> None:
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    tensors[name] = tensors[name].to(torch.float16)
+
+
+@pytest.mark.parametrize("change", [drop, add, reshape, retype])
+@pytest.mark.parametrize("part", [0, 1], ids=["weights", "state"])
+def test_tensors_of_another_model_are_refused_and_change_nothing(learner: Learner, part: int, change: Change) -> None:
+    files = list(saved(trained(learner, 1)))
+    learner.step(batch(1), 1)
+    before = saved(learner)
+    files[part] = changed(files[part], change)
+    assert_refused(learner, files[0], files[1])
+    assert saved(learner) == before
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[::-1]])
+@pytest.mark.parametrize("part", [0, 1], ids=["weights", "state"])
+def test_files_that_are_none_are_refused_and_change_nothing(
+    learner: Learner, part: int, damage: Callable[[bytes], bytes]
+) -> None:
+    files = list(saved(trained(learner, 1)))
+    learner.step(batch(1), 1)
+    before = saved(learner)
+    name = max(name for name in files[part] if name.endswith(".safetensors"))
+    files[part] = files[part] | {name: damage(files[part][name])}
+    assert_refused(learner, files[0], files[1])
+    assert saved(learner) == before
+
+
+@pytest.mark.parametrize("swap", [lambda w, s: (w, {}), lambda w, s: ({}, s), lambda w, s: (s, w)])
+def test_so_is_a_half_of_it_or_the_one_for_the_other(
+    learner: Learner, swap: Callable[[Files, Files], tuple[Files, Files]]
+) -> None:
+    before = saved(trained(learner, 1))
+    assert_refused(learner, *swap(*before))
+    assert saved(learner) == before
+
+
+def assert_refused(learner: Learner, weights: Files, state: Files) -> None:
+    """`Corrupt`, with one sentence."""
+    with pytest.raises(Corrupt) as caught:
+        learner.load(weights, state)
+    assert len(str(caught.value).splitlines()) == 1
