@@ -15,7 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rollflow.storage.errors import ConfigError, Missing
+from pydantic import ValidationError
+
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.log.entries import Entry, Role, RunCreated, entry_path
 from rollflow.storage.log.log import Log, Writer, creation
 from rollflow.storage.objects import ObjectStore, open_store
@@ -103,8 +105,17 @@ class RunContext:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The run's config."""
-        return RunConfig.model_validate(self.created.config)
+        """The run's config.
+
+        Raises:
+            Corrupt: it is none that a run can have.
+        """
+        try:
+            return RunConfig.model_validate(self.created.config)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise Corrupt(f"{self.uri}/{entry_path(0)} has a config that is none: {key}: {first['msg']}") from None
 
     @property
     def probe_tokens(self) -> list[int]:

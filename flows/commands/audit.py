@@ -7,7 +7,8 @@ import argparse
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.audit_table import print_report, show_audit
-from rollflow.storage.errors import ConfigError, Missing
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.tasks.run_context import RunContext
 
 
 def command(options: argparse.Namespace) -> int:
@@ -19,5 +20,13 @@ def command(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"run {options.run!r}: there is no such run in {context.uri}; check the run id or --store"
         ) from None
-    print_report(report, context.config.shares)
+    print_report(report, _shares(context))
     return OK if report.clean else FAILED
+
+
+def _shares(context: RunContext) -> dict[str, float]:
+    """The shares that the domains were to have; none where the config is so damaged that it says none."""
+    try:
+        return context.config.shares
+    except Corrupt:
+        return {}

@@ -52,7 +52,7 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
         return
     console.print(f"[red]{len(report.violations)} violations[/]")
     for violation in report.violations:
-        console.print(f"  [red]{violation.kind}[/] {violation.where}: {violation.what}")
+        console.print(f"  [red]{violation.kind}[/] {escape(f'{violation.where}: {violation.what}')}")
 
 
 def read_line(report: AuditReport) -> str:

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import audits
@@ -88,6 +89,8 @@ class _Audit:
         self.fold = Refold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
         self.latest = begun.state.version  # of what was read; the fold may have ended before
+        self.most = begun.state.version  # that so many entries can have published, with those that are lost
+        self.read_to = begun.state.n
         self.outcomes: dict[int, int | None] = {}  # entry of a batch -> the version trained on it; None: voided
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}  # unpruned -> entry, objects
         self.doubts: list[Named] = []
@@ -130,7 +133,9 @@ class _Audit:
         entry, n = written.entry, written.entry.n
         self._hear(n, written.sha256)
         newest = entry.version if self.fold.missed and counts else self.fold.state.version
-        self.latest = max(self.latest, newest)
+        self.most += n - self.read_to - 1 + isinstance(entry.body, VersionPublished)
+        self.read_to = n
+        self.latest = max(self.latest, min(newest, self.most))
         match entry.body:
             case RunCreated() if n == 0:
                 self._begin(entry.body, looking)
@@ -148,13 +153,36 @@ class _Audit:
 
     def _begin(self, body: RunCreated, looking: Looking) -> None:
         """Take what entry 0 says: the config, and the objects that the run was prepared with."""
-        state, config = self.fold.state, body.config
-        self.responses = state.group_size + int(config.get("rollout", {}).get("extra_responses", 0))
+        config = body.config
+        self.responses = self.fold.state.group_size + self._extra_responses(config)
         if hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
             self.report.add("altered", entry_path(0), "the config is not the one whose hash stands beside it")
-        kept = [StoredObject(pin["kept"], pin["size"], pin["sha256"]) for pin in body.prompts if pin.get("kept")]
-        for stored in (*kept, *body.policy):
+        for stored in (*self._prompts(body), *body.policy):
             self._ask(Named(stored, 0, "run"), looking)
+
+    def _extra_responses(self, config: Mapping[str, Any]) -> int:
+        """How many responses to a prompt are started beyond those that are kept; 0 if the config does not say it."""
+        rollout = config.get("rollout", {})
+        extra = rollout.get("extra_responses", 0) if isinstance(rollout, Mapping) else None
+        if isinstance(extra, int) and extra >= 0:
+            return extra
+        self.report.add(
+            "lineage", entry_path(0), f"its config says rollout = {rollout!r}, no number of extra responses"
+        )
+        return 0
+
+    def _prompts(self, body: RunCreated) -> Iterator[StoredObject]:
+        """Files of prompts that the run keeps."""
+        for pin in body.prompts:
+            described = pin.get("kept"), pin.get("size"), pin.get("sha256")
+            match described:
+                case (None | "", _, _):
+                    pass
+                case (str(path), int(size), str(sha256)):
+                    yield StoredObject(path, size, sha256)
+                case _:
+                    what = f"it describes a file of prompts by path, size and hash {described!r}"
+                    self.report.add("lineage", entry_path(0), what)
 
     def _note_version(self, body: VersionPublished, n: int, counts: bool) -> None:
         own: dict[Kind, tuple[StoredObject, ...]] = {"weights": body.weights, "state": body.state}

@@ -19,6 +19,7 @@ The size of the state does not grow with the number of versions.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -232,14 +233,22 @@ def deposed(state: RunState, role: Role) -> Deposed:
 def _create(s: RunState, body: RunCreated) -> None:
     _need(s.n == 0, "a run is created once")
     _need(body.sources > 0, "a run has prompt sources")
+    alpha = float(body.config["async_ratio"])
+    _need(math.isfinite(alpha) and alpha >= 0, f"the config says async_ratio = {alpha:g}")
     store = body.config.get("store", {})
-    known = {name: store[name] for name in ("keep_last", "keep_every", "state_every") if name in store}
-    s.run_id, s.alpha = body.run_id, float(body.config["async_ratio"])
-    capacity = int(s.alpha) + 1  # engines may still fetch versions that are so far behind the learner
-    rules = Retention(**known)
-    s.group_size = int(body.config["group_size"])
+    known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
+    rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch versions that are so far behind
+    s.run_id, s.alpha, s.group_size = body.run_id, alpha, _number(body.config, "group_size")
     s.retention = Retention(max(rules.keep_last, capacity), rules.keep_every, rules.state_every)
     s.issued, s.filtered = [0] * body.sources, [0] * body.sources
+
+
+def _number(section: Mapping[str, object], key: str) -> int:
+    """A count that a config says: 1 or more."""
+    value = section[key]
+    _need(isinstance(value, int) and value > 0, f"the config says {key} = {value!r}")
+    assert isinstance(value, int)
+    return value
 
 
 def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:

@@ -10,14 +10,25 @@ import pytest
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import Pruned, encode, entry_path
+from rollflow.storage.log.entries import Pruned, RunCreated, encode, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
 from tests.support.audited import VERSIONS, found, lagging, weights_of
-from tests.support.log_runs import Actors, changed, committed, forget, of_kind, published, read, resealed, rewritten
+from tests.support.log_runs import (
+    Actors,
+    changed,
+    committed,
+    forget,
+    of_kind,
+    published,
+    read,
+    resealed,
+    rewritten,
+    sha256_of,
+)
 
 
 @pytest.mark.parametrize("segments", [True, False])
@@ -173,7 +184,21 @@ def test_a_first_entry_that_is_lost_says_nothing_of_the_run(run: MemoryStore) ->
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"async_ratio": None}, {"async_ratio": "inf"}, {"group_size": "four"}, {"store": None}, {"store": "keep_last"}],
+    [
+        {"async_ratio": None},
+        {"async_ratio": "inf"},
+        {"async_ratio": -1.0},
+        {"group_size": "four"},
+        {"group_size": 0},
+        {"store": None},
+        {"store": "keep_last"},
+        {"store": {"keep_last": 0}},
+        {"store": {"keep_every": 0}},
+        {"store": {"keep_every": "4"}},
+        {"store": {"state_every": 0}},
+        {"store": {"state_every": None}},
+    ],
+    ids=str,
 )
 def test_a_config_that_no_role_would_write_says_nothing_of_the_run(run: MemoryStore, wrong: dict[str, object]) -> None:
     changed(run, 0, lambda body: replace(body, config=body.config | wrong))
@@ -259,3 +284,32 @@ def test_whatever_object_is_damaged_is_named(run: MemoryStore, how: str) -> None
             )
         run.put(path, data)
         forget(run)
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [None, [], "none", {"extra_responses": None}, {"extra_responses": "two"}, {"extra_responses": -4}],
+    ids=str,
+)
+def test_a_config_that_says_no_number_of_responses_is_one_finding(run: MemoryStore, rollout: object) -> None:
+    """All else is judged as if a group had none to spare."""
+    changed_config(run, rollout=rollout)
+    assert found(run) == {("lineage", entry_path(0))}
+    [violation] = audit(run).violations
+    assert violation.what.startswith("its config says rollout")
+
+
+@pytest.mark.parametrize("pin", [{"kept": "prompts/0"}, {"kept": 7, "size": 1, "sha256": ""}], ids=str)
+def test_a_file_of_prompts_that_is_not_described_is_one_finding(run: MemoryStore, pin: dict[str, object]) -> None:
+    changed(run, 0, lambda body: replace(body, prompts=(pin,)))
+    assert found(run) == {("lineage", entry_path(0))}
+
+
+def changed_config(run: MemoryStore, **other: object) -> None:
+    """The log with another config in its first entry, hashed and chained anew."""
+
+    def body(before: RunCreated) -> RunCreated:
+        config = {**before.config, **other}
+        return replace(before, config=config, config_sha256=sha256_of(config))
+
+    changed(run, 0, body)

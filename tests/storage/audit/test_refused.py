@@ -290,3 +290,13 @@ def test_an_empty_batch(run: MemoryStore) -> None:
     file = StoredObject(path, len(data), run.put(path, data))
     changed(run, entry.n, lambda body: replace(body, file=file, groups=(), rows=0))
     assert found(run) == {("lineage", entry_path(entry.n))}
+
+
+def test_nor_does_one_behind_it_that_claims_what_nobody_published(run: MemoryStore) -> None:
+    """Under version 10**6 no other one would be needed."""
+    entry, lost = committed(run, 2), weights_of(run, VERSIONS)
+    at = entry.n + 1
+    inserted(run, at, entry)
+    inserted(run, at + 1, replace(entry, version=10**6))
+    run.delete(lost)
+    assert ("missing", lost) in found(run)

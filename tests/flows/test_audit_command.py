@@ -1,0 +1,48 @@
+"""`rollflow audit` of runs whose first entry has a config that nobody would write: one sentence, and no traceback."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.storage.log.entries import RunCreated
+from rollflow.storage.objects.local import LocalStore
+from rollflow.tasks.run_context import FORMAT
+from tests.support.log_runs import Actors, changed, sha256_of
+
+
+def audited(folder: Path, **wrong: object) -> int:
+    """The exit code of an audit of a run with another config, hashed and chained anew."""
+    store = LocalStore(folder / "odd")
+    Actors.begin(store).train(3)
+
+    def other(body: RunCreated) -> RunCreated:
+        config = {**body.config, **wrong}
+        return replace(body, config=config, config_sha256=sha256_of(config), format=FORMAT)
+
+    changed(store, 0, other)
+    return main(["audit", store.uri])
+
+
+@pytest.mark.parametrize("wrong", [{"group_size": 0}, {"store": {"keep_every": 0}}, {"store": None}], ids=str)
+def test_one_that_says_no_rules_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, object]
+) -> None:
+    assert audited(tmp_path, **wrong) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("rollflow: ")
+    assert "nothing is known of this run" in line
+
+
+@pytest.mark.parametrize("rollout", [None, "[/red]", {"extra_responses": "[bold]"}], ids=str)
+def test_one_that_says_too_little_is_a_finding_of_a_whole_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rollout: object
+) -> None:
+    assert audited(tmp_path, rollout=rollout) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "1 violations" in out
+    assert f"rollout = {rollout!r}" in " ".join(out.split())
