@@ -6,8 +6,11 @@ Importing this module loads no torch, Ray, vLLM, Prefect or MLflow: each verb's 
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from rollflow.flows.commands import BAD_INPUT, FAILED
 from rollflow.flows.commands.options import parser
@@ -15,7 +18,25 @@ from rollflow.storage.errors import ConfigError, RollflowError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb: `command(options)` of its module. Returns the exit code."""
+    """Run one verb: `command(options)` of its module. Returns the exit code.
+
+    Ends without a word where the reader of its output went away, as in `rollflow keys | head`.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, and not at the interpreter's end, where nobody can catch what it raises
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _reader_gone(stream)]
+        if not gone:  # another pipe broke
+            raise
+        for stream in gone:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return FAILED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(importlib.import_module(f"rollflow.flows.commands.{options.verb}").command(options))
@@ -28,6 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rollflow: stopped", file=sys.stderr)
         return FAILED
+
+
+def _reader_gone(stream: TextIO) -> bool:
+    """Whether nobody is at the other end of the pipe that is written to."""
+    try:
+        polled = select.poll()
+        polled.register(stream, 0)
+    except (OSError, ValueError):  # no file, or one that is closed
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""Every command ends quietly when the reader of its output goes away, as in `rollflow keys | head`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.storage.objects.local import LocalStore
+from tests.support.described import describe
+from tests.support.waiting import HANG_SECONDS
+
+RECIPE = "flows/recipes/arithmetic.toml"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def unread(arguments: list[str], *, stderr_too: bool = False) -> tuple[int, bytes]:
+    """Exit code and standard error of a command whose output nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments]
+    with os.fdopen(writing, "wb") as output:
+        error = output if stderr_too else subprocess.PIPE
+        run = subprocess.run(command, cwd=ROOT, stdout=output, stderr=error, timeout=HANG_SECONDS)
+    return run.returncode, run.stderr or b""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """Where a run lies that was only prepared."""
+    store = LocalStore(tmp_path / "some")
+    describe(store)
+    return store.uri
+
+
+@pytest.mark.parametrize("verb", ["keys", "keys --markdown", "keys --hardware", f"check {RECIPE}"])
+def test_whatever_it_prints(verb: str) -> None:
+    code, said = unread(verb.split())
+    assert said == b""
+    assert code == 1
+
+
+def test_help_that_nobody_reads() -> None:
+    """argparse prints it, and takes no note."""
+    assert unread(["--help"]) in ((0, b""), (1, b""))
+
+
+@pytest.mark.parametrize("verb", ["audit", "log", "log --json"])
+def test_whatever_it_prints_of_a_run(verb: str, run: str) -> None:
+    code, said = unread([*verb.split()[:1], run, *verb.split()[1:]])
+    assert said == b""
+    assert code == 1
+
+
+def test_nor_does_it_complain_where_its_complaints_go_the_same_way() -> None:
+    assert unread(["check", "no such recipe"], stderr_too=True)[0] == 1
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to a process that died, say."""
+
+    def broken(options: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("rollflow.flows.commands.keys.command", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["keys"])
