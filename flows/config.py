@@ -44,13 +44,17 @@ def load_hardware(path: Path) -> Hardware:
     """
     from rollflow.tasks.simulation.hardware import Hardware
 
-    shipped = SHIPPED_HARDWARE / f"{path.name}.toml"
-    if len(path.parts) == 1 and not path.suffix and shipped.exists():
-        path = shipped
+    path = hardware_file(path)
     try:
         return Hardware.model_validate(_read(path, "hardware file"))
     except ValidationError as error:
         raise ConfigError(f"hardware file {str(path)!r}: {sentence(error.errors()[0], Hardware)}") from None
+
+
+def hardware_file(path: Path) -> Path:
+    """The file that `path` names: itself, or the one of that name that comes with rollflow."""
+    shipped = SHIPPED_HARDWARE / f"{path.name}.toml"
+    return shipped if len(path.parts) == 1 and not path.suffix and shipped.exists() else path
 
 
 def _read(path: Path, what: str) -> dict[str, Any]:

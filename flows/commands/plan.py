@@ -1,7 +1,7 @@
 """`rollflow plan`: which split between rollout and training, and which alpha, by simulation.
 
-It prints the best few beside what is proven. On request it writes the recipe with the changes (its comments stay) and
-the divided hardware, ready for `rollflow run` and `rollflow simulate`. It needs neither Ray nor torch.
+It prints the best few beside what is proven. On request it writes the recipe with the changes and the divided hardware
+(the comments of both stay), ready for `rollflow run` and `rollflow simulate`. It needs neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands.toml import rewritten, to_toml
-from rollflow.flows.config import load_hardware, load_recipe
+from rollflow.flows.commands.toml import rewritten
+from rollflow.flows.config import hardware_file, load_hardware, load_recipe
 from rollflow.flows.views.console import duration
 from rollflow.flows.views.simulation import as_json
 from rollflow.storage.errors import ConfigError
@@ -44,9 +44,10 @@ HEADINGS = (
 def command(options: argparse.Namespace) -> int:
     """`rollflow plan RECIPE`."""
     config, hardware = load_recipe(options.recipe, options.set), load_hardware(options.hardware)
-    limits, text = Limits(options.max_bias, options.max_waste), options.recipe.read_text(encoding="utf-8-sig")
+    limits, files = Limits(options.max_bias, options.max_waste), (options.recipe, hardware_file(options.hardware))
+    texts = (file.read_text(encoding="utf-8-sig") for file in files)
     asked = PlanRequest(
-        options.recipe, text, options.gpus, options.alpha, options.best, options.quick, limits, options.write,
+        options.recipe, *texts, options.gpus, options.alpha, options.best, options.quick, limits, options.write,
         options.json,
     )  # fmt: skip
     planned = run_plan(config, hardware, asked)
@@ -59,6 +60,7 @@ class PlanRequest:
 
     recipe: Path
     text: str  # the recipe's, with its comments
+    hardware_text: str  # the hardware file's, with its own
     gpus: int
     largest: float
     best: int
@@ -280,8 +282,8 @@ def _write(one: Outcome, config: RunConfig, hardware: Hardware, asked: PlanReque
     changed = "".join(f"# changed: {key} = {json.dumps(value)}\n" for key, value in changes.items())
     tree = recipe.model_dump(mode="json", exclude_unset=True)
     asked.write.write_text(f"{made}{changed}\n{rewritten(EARLIER.sub('', asked.text), tree)}")
-    tree = divided.model_dump(exclude_defaults=True)
-    asked.hardware_file.write_text(f"{made}\n{to_toml(tree)}")
+    tree = divided.model_dump(mode="json", exclude_unset=True)
+    asked.hardware_file.write_text(f"{made}\n{rewritten(EARLIER.sub('', asked.hardware_text), tree)}")
     console.print(f"recipe in {asked.write}, hardware in {asked.hardware_file}; simulate them with:", soft_wrap=True)
     command = f"rollflow simulate {asked.write} --hardware {asked.hardware_file} --versions {one.versions}"
     console.print(f"  {command}", soft_wrap=True)

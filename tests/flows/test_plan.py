@@ -17,9 +17,11 @@ from rollflow.tasks.simulation.candidates import Budget
 RECIPE = "flows/recipes/arithmetic.toml"
 SMALL = ("--set", "groups=8", "--set", "group_size=4", "--alpha", "2", "--quick")
 FILE = """
+# a small machine, measured in May
 [engines]
-slots = 4
+slots = 4  # as many as its cache holds
 seconds_per_token = 0.1
+prefill_seconds = 0.0  # nothing to speak of
 
 [responses]
 median = 20
@@ -93,6 +95,20 @@ def test_the_written_recipe_has_the_comments_of_the_given_one(file: Path, tmp_pa
         assert written.count("# Planned for 6 GPUs") == 1
     assert tomllib.loads(once.read_text())["async_ratio"] > 0
     assert tomllib.loads(once.read_text()) == tomllib.loads(twice.read_text())
+
+
+def test_so_has_the_written_hardware(file: Path, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once.toml", tmp_path / "twice.toml"
+    arguments = [RECIPE, "--gpus", "6", *SMALL]
+    assert main(["plan", *arguments, "--hardware", str(file), "--write", str(once)]) == 0
+    divided = tmp_path / "once-hardware.toml"
+    assert main(["plan", *arguments, "--hardware", str(divided), "--write", str(twice)]) == 0
+    for path in (divided, tmp_path / "twice-hardware.toml"):
+        written = path.read_text()
+        assert "# a small machine, measured in May\n[engines]\nslots = 4  # as many as its cache holds\n" in written
+        assert "prefill_seconds = 0.0  # nothing to speak of\n" in written
+        assert written.count("# Planned for 6 GPUs") == 1
+    assert tomllib.loads(divided.read_text()) == tomllib.loads((tmp_path / "twice-hardware.toml").read_text())
 
 
 @pytest.mark.long
