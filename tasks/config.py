@@ -53,7 +53,7 @@ class RecoveryConfig(Section):
     """How long the supervisors go on restarting what died or hangs."""
 
     restarts: int = Field(5, ge=0, description="restarts of one role within the window before the run fails")
-    window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS)
+    window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS, description="for how long a restart counts")
     backoff_seconds: float = Field(
         1.0, ge=0, description="pause before the second restart within the window; doubled for each one after it"
     )
@@ -72,7 +72,7 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str | None = Field(None, description="an MLflow tracking URI; default: SQLite in the run home")
-    experiment: str = "rollflow"
+    experiment: str = Field("rollflow", description="the MLflow experiment that runs are recorded in")
 
 
 SUMS = {
@@ -89,8 +89,8 @@ SUMS = {
 class RunConfig(Section):
     """A run: what one recipe says."""
 
-    name: RecipeName = "run"
-    seed: int = Field(0, ge=0)
+    name: RecipeName = Field("run", description="what runs of this recipe are called, before the time of their start")
+    seed: int = Field(0, ge=0, description="of all draws: prompts, sampling, fresh weights")
     versions: int = Field(100, gt=0, description="policy versions to train")
     async_ratio: float = Field(2.0, ge=0, le=1e9, description="alpha: the largest staleness that may be trained on")
     groups: int = Field(32, gt=0, description="prompt groups in a train step")

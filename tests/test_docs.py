@@ -11,6 +11,10 @@ import pytest
 
 from rollflow.flows.commands.keys_page import keys_page
 from rollflow.flows.commands.options import parser
+from rollflow.flows.config import describe_keys
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.sections import Section
+from rollflow.tasks.simulation.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -94,3 +98,8 @@ def test_every_verb_is_described() -> None:
 def test_the_configuration_page_is_current() -> None:
     page = ROOT / "docs" / "configuration.md"
     assert page.read_text() == keys_page(), "run `rollflow keys --markdown > docs/configuration.md`"
+
+
+@pytest.mark.parametrize("section", [RunConfig, Hardware])
+def test_every_key_says_what_it_means(section: type[Section]) -> None:
+    assert [line for line in describe_keys(section) if "  # " not in line] == []

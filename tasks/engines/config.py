@@ -12,10 +12,10 @@ from rollflow.tasks.sections import Section
 class EngineBase(Section):
     """What all engines share."""
 
-    replicas: int = Field(1, gt=0)
+    replicas: int = Field(1, gt=0, description="engines, each with the whole policy")
     slots: int = Field(256, gt=0, description="requests one engine runs at a time")
-    max_new_tokens: int = Field(64, gt=0)
-    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(64, gt=0, description="longest response")
+    temperature: float = Field(1.0, gt=0, description="of sampling; losses are at this temperature, too")
     in_flight: Literal["continue", "restart"] = Field(
         "continue", description="what running requests do at a weight update"
     )
@@ -25,31 +25,31 @@ class EngineBase(Section):
 
 
 class VllmEngineConfig(EngineBase):
-    kind: Literal["vllm"] = "vllm"
+    kind: Literal["vllm"] = Field("vllm", description="vLLM, on GPUs or on a CPU")
     kv_cache_bytes: int | None = Field(None, gt=0, description="default: 256 MiB on a CPU, vLLM's own choice on a GPU")
     prefix_caching: bool = Field(
         True, description="compute what responses to one prompt share once; never across versions"
     )
-    tensor_parallel: int = Field(1, gt=0)
+    tensor_parallel: int = Field(1, gt=0, description="GPUs that one engine is spread over")
     threads: int = Field(1, gt=0, description="CPU threads of one engine")
 
 
 class TransformersEngineConfig(EngineBase):
-    kind: Literal["transformers"] = "transformers"
-    threads: int = Field(1, gt=0)
+    kind: Literal["transformers"] = Field("transformers", description="slower, and the same bits each time")
+    threads: int = Field(1, gt=0, description="CPU threads of one engine")
 
 
 class TimedEngineConfig(EngineBase):
     """A latency model in place of a language model: for tests and simulation."""
 
-    kind: Literal["timed"] = "timed"
+    kind: Literal["timed"] = Field("timed", description="no model: drawn tokens, at a given speed")
     median_tokens: float = Field(16.0, gt=0, description="median response length")
     sigma: float = Field(1.0, ge=0, description="spread of the lognormal response length")
     correlation: float = Field(0.0, ge=0, le=1, description="of the lengths of responses to one prompt")
     lengths: tuple[int, ...] = Field((), description="measured response lengths, in place of the lognormal ones")
-    seconds_per_token: float = Field(0.002, ge=0)
-    prefill_seconds: float = Field(0.0, ge=0)
-    update_seconds: float = Field(0.05, ge=0)
+    seconds_per_token: float = Field(0.002, ge=0, description="of a request that runs alone")
+    prefill_seconds: float = Field(0.0, ge=0, description="of a prompt, before its first token")
+    update_seconds: float = Field(0.05, ge=0, description="pause for new weights")
     slowing: float = Field(0.0, ge=0, description="c: with n requests running each decodes at 1/(1 + c(n - 1) + r t)")
     reading: float = Field(0.0, ge=0, description="r: of each of the t tokens in the KV cache")
     kv_tokens: int | None = Field(None, gt=0, description="tokens the KV cache holds; default: no limit but slots")

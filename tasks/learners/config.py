@@ -21,15 +21,17 @@ class TrainBase(Section):
     negative_weight: float = Field(
         1.0, ge=0, description="weight of negative advantages; below 1 steadies stale batches"
     )
-    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
-    learning_rate: float = Field(5e-4, gt=0)
-    warmup_versions: int = Field(5, ge=0)
+    aggregation: Literal["token-mean", "sequence-mean"] = Field(
+        "token-mean", description="the mean loss of all tokens, or of all responses, each by its own mean"
+    )
+    learning_rate: float = Field(5e-4, gt=0, description="of AdamW, after the warm-up")
+    warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to its value")
     schedule: Literal["constant", "linear"] = Field(
         "constant", description="linear decays to a tenth at the last version"
     )
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW: decay of the gradient's mean and square")
+    max_grad_norm: float = Field(1.0, gt=0, description="a longer gradient is scaled down to this length")
     minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
     micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
 

@@ -13,15 +13,15 @@ class ColdStart(Section):
     """Build a small Llama policy and supervise it on demonstrations until it is weak but real."""
 
     hidden_size: int = Field(128, gt=0, description="width; a multiple of heads")
-    layers: int = Field(2, gt=0)
-    heads: int = Field(4, gt=0)
+    layers: int = Field(2, gt=0, description="transformer blocks")
+    heads: int = Field(4, gt=0, description="attention heads in a layer")
     context: int = Field(256, gt=0, description="longest prompt plus response, in tokens")
     vocabulary: int = Field(320, ge=260, description="size of the byte-level BPE vocabulary")
-    learning_rate: float = Field(2e-3, gt=0)
+    learning_rate: float = Field(2e-3, gt=0, description="of the supervised steps, after a warm-up")
     batch: int = Field(48, gt=0, description="demonstrations per supervised step")
     target_accuracy: float = Field(0.3, gt=0, lt=1, description="stop supervising at this held-out accuracy")
-    max_steps: int = Field(2000, gt=0)
-    evaluate_every: int = Field(10, gt=0)
+    max_steps: int = Field(2000, gt=0, description="supervised steps before the run fails: the target is too far")
+    evaluate_every: int = Field(10, gt=0, description="supervised steps between two looks at the accuracy")
 
 
 class PolicyConfig(Section):
@@ -29,4 +29,4 @@ class PolicyConfig(Section):
 
     path: str | None = Field(None, description="a local Hugging Face folder or a hub name")
     cold_start: ColdStart | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights, trained and served")

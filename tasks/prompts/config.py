@@ -10,17 +10,22 @@ from pydantic import Field
 from rollflow.tasks.sections import Imported, Section
 
 
-class ReasoningGymPrompts(Section):
-    """Procedural prompts of one reasoning-gym family."""
+class PromptBase(Section):
+    """What all sources share."""
 
-    kind: Literal["reasoning-gym"] = "reasoning-gym"
-    family: str = "chain_sum"
     share: float = Field(
         1.0, gt=0, allow_inf_nan=False, description="weight of this source's groups among all that are trained on"
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="the family's own options, e.g. {min_digits = 2}")
     chat: bool = Field(False, description="put the question through the tokenizer's chat template")
     system: str | None = Field(None, description="system message, with chat = true")
+
+
+class ReasoningGymPrompts(PromptBase):
+    """Procedural prompts of one reasoning-gym family."""
+
+    kind: Literal["reasoning-gym"] = Field("reasoning-gym", description="questions that reasoning-gym makes")
+    family: str = Field("chain_sum", description="the data set's name in reasoning-gym")
+    options: dict[str, Any] = Field(default_factory=dict, description="the family's own options, e.g. {min_digits = 2}")
 
     @property
     def domain(self) -> str:
@@ -28,15 +33,12 @@ class ReasoningGymPrompts(Section):
         return self.family
 
 
-class JsonlPrompts(Section):
+class JsonlPrompts(PromptBase):
     """Your own prompts: one JSON object a line with `question` and `answer`."""
 
-    kind: Literal["jsonl"] = "jsonl"
-    path: str
-    share: float = Field(1.0, gt=0, allow_inf_nan=False)
+    kind: Literal["jsonl"] = Field("jsonl", description="a file of your own")
+    path: str = Field(description="the file, one JSON object a line")
     held_out: float = Field(0.1, ge=0, lt=1, description="part of the lines kept for evaluation")
-    chat: bool = False
-    system: str | None = None
 
     @property
     def domain(self) -> str:
@@ -44,14 +46,11 @@ class JsonlPrompts(Section):
         return Path(self.path).stem
 
 
-class ImportPrompts(Imported):
+class ImportPrompts(Imported, PromptBase):
     """Prompts of your own making."""
 
     kind: Literal["import"] = Field("import", description="a class of your own, derived from QuestionSource")
     name: str = Field("", description="what its prompts are called in counts; default: the name of the class")
-    share: float = Field(1.0, gt=0, allow_inf_nan=False)
-    chat: bool = False
-    system: str | None = None
 
     @property
     def domain(self) -> str:

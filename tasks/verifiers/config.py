@@ -15,7 +15,7 @@ class RewardBase(Section):
     answer: Literal["all", "tag"] = Field(
         "all", description="judge the whole response, or what stands in <answer></answer>"
     )
-    workers: int = Field(1, gt=0)
+    workers: int = Field(1, gt=0, description="processes that judge, one response at a time each")
     deadline_seconds: float = Field(
         10.0, gt=0, le=LONGEST_SECONDS, description="longest time for one response; later it scores 0 with a reason"
     )
