@@ -1,0 +1,136 @@
+"""Stages and the channel wait for their restarts one beside the other: none holds up the supervision of the rest."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollflow.flows.keepalive import stages as stages_module
+from rollflow.flows.keepalive.restarts import Budget, Restarts
+from rollflow.flows.keepalive.stages import ACTORS, Stages
+from rollflow.flows.services import cluster
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.objects import open_store
+from rollflow.tasks.actors.channel import CHANNEL
+from rollflow.tasks.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run_context import RunContext
+from tests.support.described import describe
+
+STATES: Mapping[str, Any] = {
+    name: SimpleNamespace(
+        name=name,
+        message="killed",
+        is_crashed=lambda name=name: name == "Crashed",
+        is_final=lambda name=name: name in ("Crashed", "Completed"),
+        is_running=lambda name=name: name == "Running",
+        is_completed=lambda name=name: name == "Completed",
+    )
+    for name in ("Running", "Crashed", "Completed")
+}
+
+
+class World:
+    """A server and a cluster on a clock that a test moves: what was started when, by role, and what dies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, context: RunContext) -> None:
+        self.now = 1000.0
+        self.started: list[tuple[str, float]] = []
+        self.dead: set[str] = set()  # roles that die as soon as they run
+        self.runs: dict[uuid.UUID, str] = {}
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(stages_module, "time", clock)
+        monkeypatch.setattr(stages_module, "api", self.api)
+        monkeypatch.setattr(stages_module, "start", self.start)
+        monkeypatch.setattr(stages_module, "states_of", self.states_of)
+        monkeypatch.setattr(stages_module, "going", lambda *_: [])
+        monkeypatch.setattr(stages_module, "start_channel", lambda *_: self.started.append((CHANNEL, self.now)))
+        monkeypatch.setattr(cluster, "kill_named", lambda *_: [])
+        monkeypatch.setattr(cluster, "actor", self.actor)
+        monkeypatch.setattr(cluster, "done", lambda *_: True)
+        monkeypatch.setattr(cluster, "call", self.call)
+        self.stages = Stages(context, "a:1", lambda _: None)
+        limits = RecoveryConfig(restarts=100, backoff_seconds=40.0)
+        self.stages.restarts = Restarts(Budget(limits, lambda: self.now), lambda: self.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    @contextmanager
+    def api(self) -> Iterator[None]:
+        yield
+
+    def start(self, client: object, role: str, *_: object, **__: object) -> uuid.UUID:
+        run = uuid.uuid4()
+        self.runs[run] = role
+        self.started.append((role, self.now))
+        return run
+
+    def states_of(self, client: object, runs: list[uuid.UUID]) -> dict[uuid.UUID, Any]:
+        return {run: STATES["Crashed" if self.runs[run] in self.dead else "Running"] for run in runs}
+
+    def actor(self, name: str) -> Any:
+        def ask(*_: object) -> str:
+            return name
+
+        return SimpleNamespace(ping=SimpleNamespace(remote=ask), status=SimpleNamespace(remote=ask))
+
+    def call(self, asked: str, *_: object) -> Any:
+        if asked != CHANNEL or CHANNEL in self.dead:
+            raise EngineFailed("its process is gone")
+
+    def look_for(self, seconds: float) -> None:
+        """The supervisor's loop."""
+        until = self.now + seconds
+        while self.now < until:
+            self.stages.look()
+            self.now += 0.5
+
+    def starts_of(self, role: str) -> list[float]:
+        return [at for name, at in self.started if name == role]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    describe(open_store(str(tmp_path)), "run", RunConfig())
+    found = World(monkeypatch, RunContext(str(tmp_path), tmp_path / "cache"))
+    found.stages.start()
+    found.look_for(5.0)
+    return found
+
+
+def test_each_is_started_once(world: World) -> None:
+    assert sorted(role for role, _ in world.started) == sorted([CHANNEL, *ACTORS])
+
+
+@pytest.mark.parametrize(("waiting", "other"), permutations([*ACTORS, CHANNEL], 2))
+def test_who_waits_for_its_restart_delays_no_other(world: World, waiting: str, other: str) -> None:
+    """The first dies again and again, so that it has to wait 40 seconds; then another one dies for the first time."""
+    world.dead = {waiting}
+    world.look_for(5.0)
+    assert len(world.starts_of(waiting)) == 2  # and the successor died, too
+    died = world.now
+    world.dead |= {other}
+    world.look_for(3.0)
+    again = world.starts_of(other)[1]
+    assert again - died <= 2.0
+    assert len(world.starts_of(waiting)) == 2
+
+
+@pytest.mark.parametrize("role", [*ACTORS, CHANNEL])
+def test_a_pause_is_kept_to_its_end_and_no_longer(world: World, role: str) -> None:
+    world.dead = {role}
+    world.look_for(5.0)
+    second = world.starts_of(role)[1]
+    world.dead = set()
+    world.look_for(60.0)
+    [third] = world.starts_of(role)[2:]
+    assert 40.0 <= third - second <= 44.0
+    world.look_for(60.0)
+    assert len(world.starts_of(role)) == 3
