@@ -89,6 +89,7 @@ class ObjectStore(ABC):
 
         Raises:
             StoreFailed: the store takes no more writes; the object is as it was before.
+            Unreachable: it is not known whether this call has written it, or not whether that outlasts a power cut.
         """
 
     @abstractmethod

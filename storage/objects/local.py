@@ -64,9 +64,10 @@ class LocalStore(ObjectStore):
         with explained(target), hashed(parts) as sha256, self._written(parts) as (temporary, file):
             os.fsync(file)
             self._make_room(target)
-            os.replace(temporary, target)
             self._sync_above(target)
-            _sync_folder(target.parent)
+            with _unless_done(file, target):
+                os.replace(temporary, target)
+            _sync_name(target)
             return sha256()
 
     def create(self, path: str, data: Data) -> None:
@@ -75,7 +76,7 @@ class LocalStore(ObjectStore):
             os.fsync(file)
             self._make_room(target)
             self._sync_above(target)
-            self._name_once(temporary, target)
+            self._name_once(temporary, file, target)
             _sync_name(target)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
@@ -91,7 +92,7 @@ class LocalStore(ObjectStore):
                 self._sync_above(named)
                 self._sync_above(target)
                 _sync_folder(named.parent)
-                self._name_once(naming, target)
+                self._name_once(naming, naming_file, target)
                 _sync_name(target)
             return sha256()
 
@@ -206,25 +207,26 @@ class LocalStore(ObjectStore):
             with contextlib.suppress(OSError):  # it may have another name; what is left here is swept
                 temporary.unlink()
 
-    def _name_once(self, temporary: Path, target: Path) -> None:
+    def _name_once(self, temporary: Path, file: int, target: Path) -> None:
         try:
-            os.link(temporary, target)
-        except FileExistsError as error:
-            # A network file system may report the answer to a repeated request: then the name is ours.
-            if not os.path.samefile(temporary, target):
-                raise _taken(target) from error
+            with _unless_done(file, target):
+                os.link(temporary, target)
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            if error.errno in NO_LINKS:
+                self._rename_once(temporary, file, target)
+            elif isinstance(error, FileExistsError) or target.exists():
+                raise _taken(target) from error
+            else:
                 raise
-            self._rename_once(temporary, target)
 
-    def _rename_once(self, temporary: Path, target: Path) -> None:
+    def _rename_once(self, temporary: Path, file: int, target: Path) -> None:
         """For file systems without hard links: creators take turns. One that is killed loses its turn."""
         with open(self._scratch / TURN, "ab") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             if target.exists():
                 raise _taken(target)
-            os.rename(temporary, target)
+            with _unless_done(file, target):
+                os.rename(temporary, target)
 
 
 def _chunks(source: Path) -> Iterator[bytes]:
@@ -270,6 +272,31 @@ def _make_folder(folder: Path) -> None:
     except FileExistsError:
         return  # a racing writer made it
     _sync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def _unless_done(file: int, target: Path) -> Iterator[None]:
+    """A link or a rename may report a failure and have done its work: what counts is whether `file` lies there.
+
+    A network file system repeats a request whose answer was lost, and answers that the name is taken.
+    """
+    try:
+        yield
+    except OSError:
+        if not _lies_at(file, target):
+            raise
+
+
+def _lies_at(file: int, target: Path) -> bool:
+    """Whether the name is that of an open file."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(target))
+    except NO_FILE:
+        return False
+    except OSError as error:
+        raise Unreachable(
+            f"it is not known whether {target} was written ({error.strerror or error}): read it again"
+        ) from error
 
 
 def _taken(target: Path) -> Conflict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import Conflict, StoreFailed, Unreachable
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import local as local_backend
 from rollflow.storage.objects.base import Data
@@ -111,3 +112,160 @@ def test_a_file_that_a_disk_has_lost_is_written_again_with_its_entry(tmp_path: P
     [waiting] = Log(sound).state.waiting.values()
     assert sound.stat(waiting.file.path).size == waiting.file.size
     assert TrajectoryStore(Log(sound)).read(waiting.file) is not None
+
+
+# --- an answer that is not the truth: it failed, says the disk, and did what it was asked for ------------------
+
+
+def lost_answers(monkeypatch: pytest.MonkeyPatch, call: str, *, done: bool = True) -> None:
+    """From here on `os.link` (or another) reports that the disk failed, having done its work or not."""
+    real = getattr(os, call)
+
+    def failing(*names: Path) -> None:
+        if done:
+            real(*names)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(local_backend.os, call, failing)
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    """From here on nobody can look at what lies under a name."""
+    real = os.stat
+
+    def failing(path: Path, **more: bool) -> os.stat_result:
+        if path == target:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, **more)
+
+    monkeypatch.setattr(local_backend.os, "stat", failing)
+
+
+def test_a_link_that_is_there_is_ones_own_whatever_its_answer(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost_answers(monkeypatch, "link")
+    local.create("a/record", b"x")
+    local.create_naming("a/other", str.encode, "b/file", b"y")
+    assert (local.get("a/record"), local.get("b/file")) == (b"x", b"y")
+    assert local.exists("a/other")
+    assert [*local.unfinished()] == []
+
+
+def test_what_has_got_no_name_is_told_as_not_written(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.check()
+    lost_answers(monkeypatch, "link", done=False)
+    with pytest.raises(StoreFailed, match="nothing was committed"):
+        local.create("record", b"x")
+    assert not local.exists("record")
+
+
+def test_a_name_that_another_one_took_meanwhile_is_a_conflict(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(source: Path, target: Path) -> None:
+        target.write_bytes(b"another one's")
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(local_backend.os, "link", late)
+    with pytest.raises(Conflict):
+        local.create("a/record", b"x")
+
+
+@pytest.mark.parametrize("told", [errno.EIO, errno.EEXIST])
+def test_where_nobody_can_look_it_is_not_known(local: LocalStore, monkeypatch: pytest.MonkeyPatch, told: int) -> None:
+    link = os.link
+
+    def linking(source: Path, target: Path) -> None:
+        link(source, target)
+        unreadable(monkeypatch, target)
+        raise OSError(told, "it failed")
+
+    monkeypatch.setattr(local_backend.os, "link", linking)
+    with pytest.raises(Unreachable, match=r"it is not known whether .*a/record was written"):
+        local.create("a/record", b"x")
+
+
+def test_a_rename_that_is_done_is_ones_own_whatever_its_answer(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system has no hard links, creators take turns and rename."""
+
+    def unsupported(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(local_backend.os, "link", unsupported)
+    lost_answers(monkeypatch, "rename")
+    local.create("a/record", b"x")
+    assert local.get("a/record") == b"x"
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_put_whose_answer_is_lost_says_what_lies_there(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch, *, done: bool
+) -> None:
+    local.put("a/object", b"old")
+    lost_answers(monkeypatch, "replace", done=done)
+    if done:
+        assert local.put("a/object", b"new") == hashlib.sha256(b"new").hexdigest()
+        assert local.get("a/object") == b"new"
+        return
+    with pytest.raises(StoreFailed, match="nothing was committed"):
+        local.put("a/object", b"new")
+    assert local.get("a/object") == b"old"
+
+
+def test_a_put_that_nobody_can_look_at_may_have_happened(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.put("a/object", b"old")
+    with monkeypatch.context() as patch:
+        lost_answers(patch, "replace")
+        unreadable(patch, local.local_path("a/object"))
+        with pytest.raises(Unreachable, match=r"it is not known whether .*a/object was written"):
+            local.put("a/object", b"new")
+    assert local.get("a/object") == b"new"
+
+
+def test_a_put_that_has_its_name_is_not_told_as_not_written(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder cannot be synced: it is there, and nobody can say for how long."""
+    local.put("a/object", b"old")
+    with monkeypatch.context() as patch:
+        failing_folder(patch, local.root / "a")
+        with pytest.raises(Unreachable, match=r"a/object is there.*Input/output error"):
+            local.put("a/object", b"new")
+    assert local.get("a/object") == b"new"
+
+
+def test_a_put_below_a_folder_that_cannot_be_synced_leaves_all_as_it_was(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.put("object", b"old")
+    failing_folder(monkeypatch, local.root)
+    with pytest.raises(StoreFailed, match="nothing was committed"):
+        local.put("new/object", b"new")
+    assert not local.exists("new/object")
+
+
+def failing_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """From here on this folder cannot be synced."""
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), os.lstat(folder)):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(local_backend.os, "fsync", failing)
+
+
+def test_an_append_by_a_link_whose_answer_is_lost_stands_once(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_run(local)
+    claim = Supervisor(local).writer.claim
+    learner, scheduler = Learner(local, claim), Scheduler(local, claim)
+    learner.publish()
+    scheduler.log.follow()
+    lost_answers(monkeypatch, "link")
+    committed = scheduler.commit()
+    assert Log(local).state.n == committed.n
+    assert chained(entries(local))
