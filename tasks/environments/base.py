@@ -5,7 +5,8 @@
 - Generation is asked of the episode, which knows engines, versions and seeds: an environment never sees them.
 - Tokens that are added stand behind the response so far. They are not the policy's: nothing is trained on them.
 - An episode may be over at any time, because nobody wants it any more: then `generate` and `judge` give None, and the
-  environment returns. It need not clean up after the episode: what was generated is counted.
+  environment returns; where it awaits something of its own, that is cancelled. It need not clean up after the episode:
+  what was generated is counted.
 - An episode is played again after a death, with the same seeds: an environment keeps nothing from one to the next.
 
 Environments run in the scheduler's event loop, thousands at a time: they await, and never block.

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Ending, Prompt, Trajectory
@@ -37,6 +39,8 @@ class PlayedEpisode:
 
     `ask` gives None where nothing is wanted any more. `closed` is told once, when nothing more is to be generated, and
     says whether it is wanted; never of an episode that had no generation because nothing was wanted.
+
+    It is with its environment, or with who holds it: while something is asked of it. `let_go` ends the former.
     """
 
     prompt: Prompt
@@ -55,6 +59,10 @@ class PlayedEpisode:
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # when nothing more was to be generated
     wanted: bool | None = None  # known once that is so
+    _leader: asyncio.Task[Any] | None = None  # what its environment runs in
+    _asked: bool = False  # something, by its environment: an answer is under way
+    _gone: bool = False  # it was let go
+    _interrupted: bool = False  # while its environment thought
 
     @property
     def room(self) -> int:
@@ -65,12 +73,14 @@ class PlayedEpisode:
         """See `Episode`."""
         if self.wanted is not None or self.room <= 0:
             return None
-        started = await self.ask(Turn(self.turns, self.prompt.tokens + self.response, self.room))
-        if started is not None:
-            self._take(started)
-            if self.ending is not Ending.ABORTED:
-                return started.generation
-        await self._abandon()
+        with self._asking():
+            if not self._gone:
+                started = await self.ask(Turn(self.turns, self.prompt.tokens + self.response, self.room))
+                if started is not None:
+                    self._take(started)
+                    if self.ending is not Ending.ABORTED and not self._gone:
+                        return started.generation
+            await self._abandon()
         return None
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -82,13 +92,23 @@ class PlayedEpisode:
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """See `Episode`."""
-        if not await self._close():
-            return None
-        return await self.score(ScoreRequest(tokens, self.prompt.reference))
+        with self._asking():
+            if not await self._close():
+                return None
+            return await self.score(ScoreRequest(tokens, self.prompt.reference))
+
+    def let_go(self) -> None:
+        """Nobody wants it any more: an environment that thinks is interrupted, one that has asked is told."""
+        if self.wanted or self._gone:
+            return
+        self._gone = True
+        if self._leader is not None and not self._asked:
+            self._interrupted = True
+            self._leader.cancel()
 
     async def played(self, environment: Environment) -> Score | None:
         """Its reward, once `environment` has led it to its end; None if it is not wanted."""
-        score = await environment.play(self)
+        score = await self._led(environment)
         if not await self._close():
             return None
         return NO_REWARD if score is None else score
@@ -121,6 +141,30 @@ class PlayedEpisode:
         if staleness == "oldest-token":
             return min((version for version in self.versions if version >= 0), default=self.first.version)
         return self.first.version
+
+    async def _led(self, environment: Environment) -> Score | None:
+        """What its environment says of it; None, too, if that was interrupted."""
+        leader = self._leader = asyncio.current_task()
+        assert leader is not None
+        try:
+            return await environment.play(self)
+        except asyncio.CancelledError:
+            if not self._interrupted or leader.cancelling() > 1:
+                raise  # somebody ends the whole run
+        finally:
+            self._leader = None
+            if self._interrupted:
+                leader.uncancel()
+        await self._abandon()
+        return None
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        self._asked = True
+        try:
+            yield
+        finally:
+            self._asked = False
 
     def _take(self, started: Started) -> None:
         made = started.generation

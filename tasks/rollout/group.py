@@ -7,6 +7,7 @@
 - A request that no engine was left for is sent again, with its seed; what the others have is kept meanwhile.
 - Of responses beyond G the first G to end are kept, the others are aborted; their tokens are counted.
 - `give_up` aborts what still runs. The dispatch ends as a discard, with all tokens that were made for it.
+- An episode whose environment thinks, between two turns, has no request that could be aborted: it is interrupted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class GroupRollout:
     unanswered: int = field(init=False)  # requests whose end `generated` was not told of
     _reason: DiscardReason | None = None
     _within: Reservation | None = None
+    _playing: set[PlayedEpisode] = field(default_factory=set)
     _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
     _turns: Counter[int] = field(default_factory=Counter)  # sample -> the turn of its episode
     _tries: Counter[int] = field(default_factory=Counter)  # sample, or WHOLE -> times it failed
@@ -80,7 +82,9 @@ class GroupRollout:
         await self._abort()
 
     async def _abort(self) -> None:
-        """End its requests; those that have ended already are nothing to the proxy."""
+        """End its episodes and their requests; those that have ended already are nothing to the proxy."""
+        for episode in self._playing:
+            episode.let_go()
         await self.ports.proxy.abort([self._id(sample) for sample in range(self.responses)])
 
     def _id(self, sample: int) -> str:
@@ -120,7 +124,11 @@ class GroupRollout:
             return None
         ask = functools.partial(self._generation, sample)
         episode = PlayedEpisode(prompt, self.ports.limits.max_new_tokens, ask, self._closed, self.ports.score)
-        score = await episode.played(self.ports.environment)
+        self._playing.add(episode)
+        try:
+            score = await episode.played(self.ports.environment)
+        finally:
+            self._playing.discard(episode)
         if score is None:
             return None
         return episode.trajectory(sample, episode.started_version(self.ports.limits.staleness), score)
@@ -128,8 +136,6 @@ class GroupRollout:
     async def _generation(self, sample: int, turn: Turn) -> Started | None:
         """One generation of an episode. Its age is that of the first: the others' starts are nobody's concern."""
         limits = self.ports.limits
-        if turn.number and self._ended == limits.group_size:
-            return None  # it had no request that could be aborted: it was between two
         on_start = None if turn.number else functools.partial(self._note_start, sample)
         asked = RequestOptions(self.key.prompt, self.key, on_start, self._within)
         self._turns[sample] = turn.number

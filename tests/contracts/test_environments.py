@@ -197,7 +197,7 @@ class Thinking(Environment):
 
 
 def test_an_episode_that_is_caught_between_two_turns_makes_no_more_tokens() -> None:
-    """It has no request that could be aborted: it learns at its next turn that nobody wants it."""
+    """It has no request that could be aborted: it is interrupted."""
     choices = {"extra_responses": 1, "at_bound": "drop"}
     store = MemoryStore("between")
     pipeline = Pipeline(store, versions=2, group_size=1, sigma=0.0, environment=Thinking(), choices=choices)

@@ -1,0 +1,119 @@
+"""An episode that nobody wants any more ends at once, also while its environment thinks: it holds up no group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import GroupKey
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.rollout.group import GroupRollout
+from rollflow.tasks.verifiers.base import Score
+from tests.support.log_runs import read
+from tests.support.pipeline import Pipeline, prompt_at
+
+Place = Literal["before its first turn", "between two turns", "behind its last turn"]
+PLACES: tuple[Place, ...] = ("before its first turn", "between two turns", "behind its last turn")
+LONG = 1e6  # virtual seconds: no run of these tests takes a thousandth of it
+
+
+class Thinking(Environment):
+    """One episode of so many thinks for long, in one place."""
+
+    def __init__(self, place: Place, one_of: int = 2) -> None:
+        self.place, self.one_of, self.played, self.thought = place, one_of, 0, 0
+
+    async def play(self, episode: Episode) -> Score | None:
+        thinks, self.played = self.played % self.one_of == self.one_of - 1, self.played + 1
+        for place in PLACES:
+            if thinks and place == self.place:
+                self.thought += 1
+                await self.think()
+            if place != PLACES[2] and await episode.generate() is None:
+                return None
+        return Score(1.0, "said")
+
+    async def think(self) -> None:
+        await asyncio.sleep(LONG)
+
+
+class Stubborn(Thinking):
+    """It does not let itself be interrupted, and asks on."""
+
+    async def think(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(LONG)
+
+
+async def timed(pipeline: Pipeline) -> float:
+    await pipeline.run()
+    return asyncio.get_running_loop().time()
+
+
+def pipeline(environment: Environment, **changes: object) -> Pipeline:
+    choices = changes.pop("choices", {"extra_responses": 1, "at_bound": "drop"})
+    common: dict[str, object] = {"versions": 3, "group_size": 1, "sigma": 0.0, "environment": environment}
+    return Pipeline(MemoryStore(uuid.uuid4().hex), choices=choices, **{**common, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Thinking, Stubborn])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_group_that_has_enough_waits_for_nobody_who_thinks(place: Place, kind: type[Thinking]) -> None:
+    """What it had said until then is counted as surplus."""
+    spread = 1.0 if place == PLACES[2] else 0.0  # else both end at once, and nobody thinks behind its last turn
+    run = pipeline(environment := kind(place), sigma=spread)
+    assert run_virtual(timed(run)) < LONG / 1000
+    assert environment.thought > 0
+    assert audit(run.store).clean
+    surplus = [entry.body.surplus_tokens for entry in read(run.store) if isinstance(entry.body, BatchCommitted)]
+    assert sum(surplus) > 0 or place == PLACES[0]
+    if not spread:
+        assert surplus == [run.groups * 16 * PLACES.index(place)] * 3  # tokens of a turn
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_a_group_that_is_given_up_ends_at_once(place: Place) -> None:
+    """It gets too old while one of its episodes thinks; its prompt is asked again, and no batch waits for that."""
+    environment = Thinking(place, one_of=20)
+    run = pipeline(environment, versions=8, choices={"at_bound": "drop"})
+    assert run_virtual(timed(run)) < LONG / 1000
+    report = audit(run.store)
+    assert report.clean
+    assert report.fates["discarded: stale"] > 0, report.fates
+    assert environment.thought > 0
+
+
+@pytest.mark.parametrize("let_go", [False, True])
+def test_who_ends_the_run_ends_what_thinks(let_go: bool) -> None:
+    """Also where both come at once."""
+
+    async def main() -> None:
+        environment = Thinking("between two turns", one_of=1)
+        run = pipeline(environment, versions=1)
+        running = asyncio.create_task(run.run())
+        await asyncio.sleep(5.0)
+        ports = replace(run.scheduler._group_ports)
+        rollout = GroupRollout(GroupKey(99, 0), ports, 2, 99, awaited=False)
+        task = asyncio.create_task(rollout.run(prompt_at(99)))
+        await asyncio.sleep(5.0)
+        if let_go:
+            for episode in rollout._playing:
+                episode.let_go()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert asyncio.get_running_loop().time() < LONG / 1000
+
+    run_virtual(main())
