@@ -1,0 +1,20 @@
+"""Groups of tests that share a server or an engine stay in one process of `pytest -n`."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Name each test's group at the end of its id, where pytest-xdist looks for it.
+
+    pytest-xdist 3.8 does so itself, in an attribute that pytest has not read since 9.2, so that its groups come apart
+    and nobody says so (pytest-xdist issue 1386). `tests/test_groups.py` watches over it.
+    """
+    if not config.getoption("loadgroup", False):
+        return
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
+            item._id = type(item.id).parse(f"{item.nodeid}@{group.args[0]}")
