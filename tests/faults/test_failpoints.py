@@ -38,6 +38,12 @@ KILLS = 60
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter for each of some hundred points would take minutes
 
 
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process wrote, the kernel has. Syncs are for a power cut, and half of the time here on a disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 @dataclass(frozen=True)
 class KillingStore(LocalStore):
     """A folder whose writer dies at the `at`-th write, before or after it is tried. Some are written at a time."""
