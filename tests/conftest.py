@@ -1,6 +1,8 @@
-"""Groups of tests that share a server or an engine stay in one process of `pytest -n`."""
+"""What tests share; those that share something stay in one process of `pytest -n`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,3 +20,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         group = item.get_closest_marker("xdist_group")
         if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
             item._id = type(item.id).parse(f"{item.nodeid}@{group.args[0]}")
+
+
+@pytest.fixture(scope="session")
+def ray_node() -> Iterator[None]:
+    """One Ray node for all tests of this process that kill no node; each ends the actors that it starts."""
+    import ray
+
+    ray.init(num_cpus=2, namespace="tests", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

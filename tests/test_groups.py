@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,7 @@ def test_of_a_group(number, worker_id):
 """
 
 
+@pytest.mark.long
 def test_a_group_stays_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     beside = ["-p", "xdist", "-n", "2", "--dist", "loadgroup", "-p", "tests.conftest", "-c", os.devnull]

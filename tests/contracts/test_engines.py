@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from tests.support.tiny_policy import EOS, Here, greedy_tokens, make_policy, make_weights, reference_logprobs
+from tests.support.here import Here
+from tests.support.tiny_policy import EOS, greedy_tokens, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -73,17 +74,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
 def build(kind: str, folder: Path, request: pytest.FixtureRequest) -> Engine:
     config = CONFIGS[kind.removeprefix("ray-")]
     if kind.startswith("ray-"):
-        request.getfixturevalue("cluster")
+        request.getfixturevalue("ray_node")
         return RayEngine.spawn(config, folder / "policy")
     return build_engine(config, folder / "policy")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,7 @@ from rollflow.flows.views.progress import Progress
 from rollflow.storage.errors import Conflict, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.log.log import Log, Writer
-from rollflow.storage.log.state import Deposed, Superseded
+from rollflow.storage.log.state import Superseded
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
@@ -31,6 +29,7 @@ from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.batches import begin, train
 from tests.support.described import describe
+from tests.support.lives import Worker
 from tests.support.waiting import HANG_SECONDS
 
 
@@ -80,47 +79,7 @@ def test_the_newest_claim_holds(tmp_path: Path) -> None:
     assert first.log.state.claims["supervisor"].cluster == "b:1"
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster_of_one() -> Iterator[None]:
-    ray.init(num_cpus=2, namespace="kept", include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-class Worker:
-    """An actor whose lives end as the file `lives` says: "die", "full", "raise", "deposed", "hang", "work"."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        lives = folder / "lives"
-        self.life, *left = lives.read_text().split()
-        lives.write_text(" ".join(left or [self.life]))
-        self.made = 0
-
-    def run(self) -> str:
-        if self.life == "die":
-            time.sleep(0.5)
-            os._exit(1)
-        if self.life == "full":
-            raise StoreFailed("the disk is full: free space, then resume the run")
-        if self.life == "raise":
-            raise Conflict("somebody else published version 3")
-        if self.life == "deposed":
-            raise Deposed("this run has another worker now; this one stops")
-        if self.life == "superseded":
-            raise Superseded("a worker is claimed under the newest supervisor, which is another one")
-        while self.life == "hang":
-            time.sleep(0.1)
-        for _ in range(20):
-            time.sleep(0.1)
-            self.made += 1
-        return "done"
-
-    def status(self) -> RewardStatus:
-        return RewardStatus(scored=self.made, idle=time.monotonic())
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_node")]
 
 
 def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any]:

@@ -24,24 +24,11 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.rollout.config import EvaluationConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
+from tests.support.lives import Joins
 from tests.support.waiting import HANG_SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_node")]
 QUIET = RolloutStatus()
-
-
-class Joins:
-    """What a scheduler is to its engines' keeper: it takes them."""
-
-    def join(self, number: int) -> None:
-        pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_node() -> Iterator[None]:
-    ray.init(num_cpus=2, namespace="kept", include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 class Kept:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 EOS = 1
 VOCABULARY = 320
-
-
-@dataclass(frozen=True)
-class Here:
-    """A `WeightsSource` where there is one node: the folder, whatever the version."""
-
-    folder: Path = Path()
-    patience: float | None = None
-
-    def weights(self, version: int) -> Path:
-        """See `WeightsSource`."""
-        return self.folder
 
 
 def make_policy(folder: Path) -> Path:
@@ -40,21 +29,25 @@ def make_weights(folder: Path, seed: int) -> Path:
 
 def reference_logprobs(weights: Path, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
     """Log-probability of tokens[1:] given their prefixes."""
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     with torch.no_grad():
-        logits = model(torch.tensor([list(tokens)])).logits[0, :-1] / temperature
+        logits = _model(weights)(torch.tensor([list(tokens)])).logits[0, :-1] / temperature
     following = torch.tensor(list(tokens[1:])).unsqueeze(-1)
     return torch.log_softmax(logits, -1).gather(-1, following).squeeze(-1).tolist()
 
 
 def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]:
     """The most probable continuation, one token after another."""
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
-    tokens = list(prompt)
+    model, tokens = _model(weights), list(prompt)
     with torch.no_grad():
         for _ in range(count):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+@functools.lru_cache(maxsize=4)
+def _model(weights: Path) -> Any:
+    """The model of weights that do not change any more."""
+    return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
 
 
 def _config() -> Qwen2Config:

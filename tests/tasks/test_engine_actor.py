@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,18 +27,12 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from tests.support.tiny_policy import Here, make_policy, make_weights
+from tests.support.here import Here
+from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.waiting import HANG_SECONDS, soon
 
 pytestmark = pytest.mark.xdist_group("ray")
 TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
 
 
 def test_what_travels_arrives_unchanged() -> None:
@@ -58,7 +51,7 @@ def test_what_travels_arrives_unchanged() -> None:
 
 
 @pytest.mark.slow
-async def test_a_new_owner_takes_over(cluster: None) -> None:
+async def test_a_new_owner_takes_over(ray_node: None) -> None:
     """As after the death of the process that held the first one: its requests end, their ids are free again."""
     first = RayEngine.spawn(TIMED, None)
     await first.start()
@@ -81,7 +74,7 @@ async def test_a_new_owner_takes_over(cluster: None) -> None:
 
 
 @pytest.mark.slow
-async def test_an_engine_that_died_is_started_anew_within_its_actor(cluster: None) -> None:
+async def test_an_engine_that_died_is_started_anew_within_its_actor(ray_node: None) -> None:
     """It has no weights, and who used the dead one can tell; an actor that answers is not killed with its engine."""
     actor = RayEngine.spawn(TIMED, None).actor
     old = RayEngine(actor, keep_actor=True)
@@ -128,7 +121,7 @@ async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferencePro
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 async def test_what_a_dead_or_stuck_actor_ran_goes_on_elsewhere_with_its_tokens(
-    cluster: None, blow: signal.Signals
+    ray_node: None, blow: signal.Signals
 ) -> None:
     engines, proxy = await serving(HANG_SECONDS if blow == signal.SIGKILL else 4.0, HANG_SECONDS)
     requests = [GenerationRequest(f"r{i}", (3,), 300, seed=i) for i in range(8)]
@@ -150,7 +143,7 @@ async def test_what_a_dead_or_stuck_actor_ran_goes_on_elsewhere_with_its_tokens(
 
 
 @pytest.mark.slow
-async def test_an_engine_that_makes_no_token_has_failed(cluster: None) -> None:
+async def test_an_engine_that_makes_no_token_has_failed(ray_node: None) -> None:
     hanging = TIMED.model_copy(update={"seconds_per_token": 100.0})
     engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=3.0)
     await engine.start()
@@ -165,7 +158,7 @@ async def test_an_engine_that_makes_no_token_has_failed(cluster: None) -> None:
 
 
 @pytest.mark.slow
-async def test_busy_time_is_time_with_something_to_run(cluster: None) -> None:
+async def test_busy_time_is_time_with_something_to_run(ray_node: None) -> None:
     engine = RayEngine.spawn(TIMED, None)
     await engine.start()
     await asyncio.sleep(0.3)
@@ -188,7 +181,7 @@ async def test_busy_time_is_time_with_something_to_run(cluster: None) -> None:
 
 
 @pytest.mark.slow
-async def test_a_bad_request_fails_alone_and_a_second_start_changes_nothing(cluster: None, tmp_path: Path) -> None:
+async def test_a_bad_request_fails_alone_and_a_second_start_changes_nothing(ray_node: None, tmp_path: Path) -> None:
     engine = RayEngine.spawn(TransformersEngineConfig(), make_policy(tmp_path / "policy"))
     await engine.start()
     await engine.update(0, Here(make_weights(tmp_path / "0", seed=0)))
@@ -220,7 +213,7 @@ async def test_a_timed_response_is_a_function_of_its_seed() -> None:
 
 
 @pytest.mark.slow
-async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(cluster: None) -> None:
+async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(ray_node: None) -> None:
     """As when scheduler and engine restarted together, and the new scheduler found the new engine by itself."""
     engines, proxy = await serving(HANG_SECONDS)
     running = asyncio.create_task(proxy.generate(GenerationRequest("a", (3,), 500, seed=1)))
@@ -237,7 +230,7 @@ async def test_a_new_owner_of_the_same_actor_may_replace_the_old_one(cluster: No
 
 
 @pytest.mark.slow
-async def test_responses_that_take_no_time_end_on_the_actors_own_event_loop(cluster: None) -> None:
+async def test_responses_that_take_no_time_end_on_the_actors_own_event_loop(ray_node: None) -> None:
     """Ray's loop is not asyncio's: a timer that is due already is no timer there."""
     config = TimedEngineConfig(slots=8, max_new_tokens=4, seconds_per_token=0.0, update_seconds=0.0)
     engine = RayEngine.spawn(config, None)

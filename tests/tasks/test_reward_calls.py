@@ -23,7 +23,7 @@ from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_node")]
 WORKER = """
 import json, os, sys, time
 print("ready", flush=True)
@@ -41,13 +41,6 @@ class OddReward(RewardActor):
         pool = super()._build()
         pool._command = [sys.executable, "-c", WORKER]
         return pool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_node() -> Iterator[None]:
-    ray.init(num_cpus=2, namespace="rewards", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 
 from rollflow.storage.errors import ConfigError, EngineFailed
 from rollflow.storage.records import Ending
@@ -22,7 +21,8 @@ from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import GenerationRequest, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
-from tests.support.tiny_policy import Here, make_policy, make_weights, reference_logprobs
+from tests.support.here import Here
+from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -101,51 +101,47 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
     until(lambda: not any(map(_alive, children)))
 
 
-async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path) -> None:
+async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path, ray_node: None) -> None:
     """Its requests fail at once, their tokens are known, and a new actor of that name continues them."""
     policy, weights = make_policy(tmp_path / "policy"), make_weights(tmp_path / "0", seed=0)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        engine, processes = await _actor(policy, weights)
-        requests = [GenerationRequest(f"r{i}", (3 + i, 4, 5), 250) for i in range(32)]
-        running = [asyncio.create_task(engine.generate(request)) for request in requests]
-        had = await _progress(engine, requests)
-        os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)
-        outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), HANG_SECONDS)
-        failed = [r for r, o in zip(requests, outcomes, strict=True) if isinstance(o, EngineFailed) and r.id in had]
-        assert failed, "all ended before the death"
-        known = engine.progress({request.id: 0 for request in failed})
-        for request in failed:
-            assert known[request.id].tokens[: len(had[request.id])] == had[request.id].tokens
-        for call in (engine.actor.health.remote(), engine.actor.stats.remote()):
-            with pytest.raises(EngineFailed):
-                await asyncio.wait_for(call, HANG_SECONDS)
-        await engine.close()
-        until(lambda: not any(map(_alive, processes)))
-
-        engine, processes = await _actor(policy, weights)
-        resumed = [replace(request, prefix=known[request.id]) for request in failed]
-        for request, made in zip(resumed, await asyncio.gather(*map(engine.generate, resumed)), strict=True):
-            assert made.tokens[: len(request.prefix)] == request.prefix.tokens
-            assert made.ending is Ending.STOP or len(made.tokens) == request.max_new_tokens
-            expected = reference_logprobs(weights, request.prompt + made.tokens)[2:]
-            assert made.logprobs == pytest.approx(expected, abs=1e-4)
-
-        os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)  # idle
+    engine, processes = await _actor(policy, weights)
+    requests = [GenerationRequest(f"r{i}", (3 + i, 4, 5), 250) for i in range(32)]
+    running = [asyncio.create_task(engine.generate(request)) for request in requests]
+    had = await _progress(engine, requests)
+    os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)
+    outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), HANG_SECONDS)
+    failed = [r for r, o in zip(requests, outcomes, strict=True) if isinstance(o, EngineFailed) and r.id in had]
+    assert failed, "all ended before the death"
+    known = engine.progress({request.id: 0 for request in failed})
+    for request in failed:
+        assert known[request.id].tokens[: len(had[request.id])] == had[request.id].tokens
+    for call in (engine.actor.health.remote(), engine.actor.stats.remote()):
         with pytest.raises(EngineFailed):
-            await asyncio.wait_for(_while_healthy(engine), HANG_SECONDS)
-        await engine.actor.start.remote()  # in the same actor
-        again = RayEngine(engine.actor)
-        await again.update(0, Here(weights))
-        made = await again.generate(requests[0])
-        expected = reference_logprobs(weights, requests[0].prompt + made.tokens)[2:]
+            await asyncio.wait_for(call, HANG_SECONDS)
+    await engine.close()
+    until(lambda: not any(map(_alive, processes)))
+
+    engine, processes = await _actor(policy, weights)
+    resumed = [replace(request, prefix=known[request.id]) for request in failed]
+    for request, made in zip(resumed, await asyncio.gather(*map(engine.generate, resumed)), strict=True):
+        assert made.tokens[: len(request.prefix)] == request.prefix.tokens
+        assert made.ending is Ending.STOP or len(made.tokens) == request.max_new_tokens
+        expected = reference_logprobs(weights, request.prompt + made.tokens)[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-4)
-        processes = [processes[0], *processes[0].children(recursive=True)]
-        assert len(processes) > 1
-        os.kill(processes[0].pid, signal.SIGKILL)
-        until(lambda: not any(map(_alive, processes)))
-    finally:
-        ray.shutdown()
+
+    os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)  # idle
+    with pytest.raises(EngineFailed):
+        await asyncio.wait_for(_while_healthy(engine), HANG_SECONDS)
+    await engine.actor.start.remote()  # in the same actor
+    again = RayEngine(engine.actor)
+    await again.update(0, Here(weights))
+    made = await again.generate(requests[0])
+    expected = reference_logprobs(weights, requests[0].prompt + made.tokens)[2:]
+    assert made.logprobs == pytest.approx(expected, abs=1e-4)
+    processes = [processes[0], *processes[0].children(recursive=True)]
+    assert len(processes) > 1
+    os.kill(processes[0].pid, signal.SIGKILL)
+    until(lambda: not any(map(_alive, processes)))
 
 
 async def _actor(policy: Path, weights: Path) -> tuple[RayEngine, list[psutil.Process]]:

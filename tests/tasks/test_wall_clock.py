@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 
 from benchmarks.wall_clock import CASES, HARDWARE, WallWorld, engine_actors, recipe
 from rollflow.tasks.clock import run_virtual
@@ -23,11 +22,9 @@ VERSIONS = 3
 
 
 @pytest.fixture(scope="module")
-def actors() -> Iterator[list[Any]]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+def actors(ray_node: None) -> Iterator[list[Any]]:
     with engine_actors() as found:
         yield found
-    ray.shutdown()
 
 
 async def formed(world: World) -> list[Formed]:

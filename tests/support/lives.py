@@ -1,0 +1,51 @@
+"""Actors for tests of who keeps them. Their processes import this module: each import is paid for at each start."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from rollflow.storage.errors import Conflict, StoreFailed
+from rollflow.storage.log.state import Deposed, Superseded
+from rollflow.tasks.actors.statuses import RewardStatus
+
+
+class Worker:
+    """An actor whose lives end as the file `lives` says: "die", "full", "raise", "deposed", "hang", "work"."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        lives = folder / "lives"
+        self.life, *left = lives.read_text().split()
+        lives.write_text(" ".join(left or [self.life]))
+        self.made = 0
+
+    def run(self) -> str:
+        if self.life == "die":
+            time.sleep(0.5)
+            os._exit(1)
+        if self.life == "full":
+            raise StoreFailed("the disk is full: free space, then resume the run")
+        if self.life == "raise":
+            raise Conflict("somebody else published version 3")
+        if self.life == "deposed":
+            raise Deposed("this run has another worker now; this one stops")
+        if self.life == "superseded":
+            raise Superseded("a worker is claimed under the newest supervisor, which is another one")
+        while self.life == "hang":
+            time.sleep(0.1)
+        for _ in range(20):
+            time.sleep(0.1)
+            self.made += 1
+        return "done"
+
+    def status(self) -> RewardStatus:
+        return RewardStatus(scored=self.made, idle=time.monotonic())
+
+
+class Joins:
+    """What a scheduler is to its engines' keeper: it takes them."""
+
+    def join(self, number: int) -> None:
+        pass
