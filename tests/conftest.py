@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,12 @@ def ray_node() -> Iterator[None]:
     ray.init(num_cpus=2, namespace="tests", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a new Prefect database, for `give`; all processes of the tests share it."""
+    from tests.support.prefect_home import migrated
+
+    own = tmp_path_factory.getbasetemp()
+    return migrated((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "prefect-database")

@@ -7,12 +7,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from rollflow.flows.services.ray_head import NOTICE
 from tests.support.machines import BUCKET, Machine, Machines, why_not
+from tests.support.prefect_home import give
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +23,7 @@ RUN = "store/runs/machines"
 LONG_SECONDS = 300.0  # for one stretch of a run on a slow machine; a bound for a hang only
 RECIPE = """
 name = "machines"
-versions = 24
+versions = 16
 async_ratio = 2
 groups = 8
 group_size = 4
@@ -98,12 +100,13 @@ def actors(machine: Machine) -> set[str]:
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+Actor)\b", title))}
 
 
-def test_a_run_on_machines_without_a_common_disk(machines: Machines) -> None:
+def test_a_run_on_machines_without_a_common_disk(machines: Machines, prefect_database: Path) -> None:
     """The engine on the machine without the learner proves its weights at every update: its log-probs are probed."""
     left, right = machines.machine("left"), machines.machine("right")
     address = join(left, None)
     join(right, left)
     left.path(left.home / "recipe.toml").write_text(RECIPE)
+    give(prefect_database, left.path(left.home / "own"))
     refused = left.start(
         rollflow("run", "recipe.toml", "--set", f"cluster.address={address}", "--set", "store.uri=own/store")
     )
@@ -142,4 +145,4 @@ def wait(reached: Callable[[], bool], machine: Machine, what: str) -> None:
     limit = time.monotonic() + LONG_SECONDS
     while not reached():
         assert time.monotonic() < limit, f"waited {LONG_SECONDS:g} s for {what}:\n{machine.output()}\n{said(machine)}"
-        time.sleep(0.2)
+        time.sleep(0.5)  # each look asks the S3 server

@@ -32,6 +32,7 @@ from rollflow.flows.services.process import (
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, redact
 from rollflow.storage.errors import ConfigError, Unreachable
+from tests.support.prefect_home import give
 from tests.support.waiting import RUN_SECONDS, until
 
 MARK = "ROLLFLOW_TEST_MARK"
@@ -166,9 +167,10 @@ def asked(url: str, auth: str | None, body: bytes | None = None) -> int:
 
 @pytest.mark.slow
 def test_a_private_prefect_server_takes_orders_from_its_owner_only(
-    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prefect_database: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every user of a machine reaches its loopback, and a deployment's entrypoint is code."""
+    give(prefect_database, tmp_path)
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "of another server")
     server, other = PrefectServer(tmp_path), PrefectServer(tmp_path / "other")
     orders = [(f"{server.api_url}/flows/", b'{"name": "mine"}'), (f"{server.api_url}/deployments/filter", b"{}")]
