@@ -37,7 +37,7 @@ from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.rollout import build_scheduler
+from rollflow.tasks.rollout import build_limits, build_proxy, build_scheduler
 from rollflow.tasks.rollout.counts import Counts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
@@ -49,7 +49,6 @@ from rollflow.tasks.rollout.evaluation import (
     store_evaluation,
     store_skipped,
 )
-from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
@@ -174,7 +173,7 @@ class RolloutActor:
         self.patience = self.config.rollout.patience_seconds
         self.reward = RewardClient(self.patience)
         # Engines join as they get ready: none is waited for while another could work.
-        self.proxy = InferenceProxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
+        self.proxy = build_proxy([], self.config.engine.slots, self.patience, self.config.rollout.routing)
         self.scheduler = self._scheduler()
         self.evaluations = self._evaluations()
 
@@ -184,7 +183,7 @@ class RolloutActor:
         resume = ResumePoint.of_state(self.context.log.state)
         environment = build_environment(self.config.environment)
         ports = SchedulerPorts(self.prompts.prompt, self.reward.score, self._commit, environment=environment)
-        scheduler = build_scheduler(limits_of(self.config), ports, self.proxy, resume)
+        scheduler = build_scheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
         return scheduler
 

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from rollflow.tasks.sections import LONGEST_SECONDS, Section
 
-Routing = Literal["least-work", "prefix", "group"]
+Routing = Literal["least-work", "prefix"]
+AnyRouting = Literal[Routing, "group"]  # a baseline among them
 
 
 class FilterConfig(Section):
@@ -26,7 +27,7 @@ class RolloutConfig(Section):
     mode: Literal["queue", "batch"] = Field(
         "queue", description="batch: whole batches, rewards after the last response; the baseline, slower"
     )
-    routing: Routing = Field(
+    routing: AnyRouting = Field(
         "least-work",
         description="which engine a request goes to: the one that would be done first; prefix: one that runs the same "
         "prompt; group: a prompt holds the slots of one engine until its slowest response ends, a baseline",

@@ -27,12 +27,11 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Reservation, Started
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Started
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 T = TypeVar("T")
-WHOLE = -1  # in place of a sample: all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +57,10 @@ class GroupRollout:
     awaited: bool = field(kw_only=True)  # a batch waits for it rather than leave it behind
     unanswered: int = field(init=False)  # requests whose end `generated` was not told of
     _reason: DiscardReason | None = None
-    _within: Reservation | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
     _starts: dict[int, int] = field(default_factory=dict)  # sample -> version
     _turns: Counter[int] = field(default_factory=Counter)  # sample -> the turn of its episode
-    _tries: Counter[int] = field(default_factory=Counter)  # sample, or WHOLE -> times it failed
+    _tries: Counter[int] = field(default_factory=Counter)  # sample -> times it failed
     _oldest: int | None = None
     _ended: int = 0  # responses that ended by themselves
     _tokens: int = 0  # of all responses
@@ -98,25 +96,14 @@ class GroupRollout:
         Raises:
             EngineFailed: no engine was left for one of its requests, `RolloutLimits.attempts` times.
         """
-        made: list[Trajectory | None] = []
-        try:
-            if self.ports.limits.whole_groups:
-                reserve = functools.partial(self.ports.proxy.reserve, self.responses, self.key.prompt)
-                self._within = await self._insist(WHOLE, reserve)
-            async with asyncio.TaskGroup() as samples:
-                tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
-            made = [task.result() for task in tasks]
-        finally:
-            self._release()
+        async with asyncio.TaskGroup() as samples:
+            tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
+        made = [task.result() for task in tasks]
         if self._reason is not None:
             started = self.ports.proxy.version if self._oldest is None else self._oldest
             return Discard(self.key, self._reason, started, self._tokens)
         kept = tuple(one for one in made if one is not None)
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
-
-    def _release(self) -> None:
-        if self._within is not None:
-            self._within.release()
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
         """One episode to its reward; None if it is not among those that are kept."""
@@ -137,7 +124,7 @@ class GroupRollout:
         """One generation of an episode. Its age is that of the first: the others' starts are nobody's concern."""
         limits = self.ports.limits
         on_start = None if turn.number else functools.partial(self._note_start, sample)
-        asked = RequestOptions(self.key.prompt, self.key, on_start, self._within)
+        asked = RequestOptions(self.key.prompt, self.key, on_start)
         self._turns[sample] = turn.number
 
         def generate() -> Awaitable[Started]:
@@ -172,8 +159,6 @@ class GroupRollout:
     async def _closed(self, episode: PlayedEpisode) -> bool:
         """All of an episode is generated; whether it is kept."""
         self.unanswered -= 1
-        if self.unanswered == 0:
-            self._release()
         await self.ports.generated(episode.generated)
         return await self._is_kept(episode)
 

@@ -35,7 +35,6 @@ class RolloutLimits:
     at_bound: Literal["drop", "wait"] = "wait"
     order: Literal["finished", "started"] = "finished"
     staleness: Literal["started", "oldest-token"] = "started"
-    whole_groups: bool = False  # a group holds slots of one engine until its last response
     filter: FilterConfig | None = None
     shares: tuple[float, ...] = (1.0,)  # source of prompts -> its weight in what is trained
 
@@ -57,17 +56,14 @@ class RolloutLimits:
 def limits_of(config: RunConfig) -> RolloutLimits:
     """The scheduler's numbers from the config."""
     engine, rollout = config.engine, config.rollout
-    whole = rollout.routing == "group"
     slots = engine.slots * engine.replicas
-    launched = config.group_size + rollout.extra_responses
-    fitting = max(1, engine.slots // launched) * engine.replicas if whole else slots
     return RolloutLimits(
         seed=config.seed,
         batches=config.versions,
         groups=config.groups,
         group_size=config.group_size,
         async_ratio=config.async_ratio,
-        depth=rollout.depth or fitting,
+        depth=rollout.depth or slots,
         attempts=rollout.attempts,
         max_new_tokens=engine.max_new_tokens,
         temperature=engine.temperature,
@@ -81,7 +77,6 @@ def limits_of(config: RunConfig) -> RolloutLimits:
         at_bound=rollout.bound,
         order=rollout.order,
         staleness=rollout.staleness,
-        whole_groups=whole,
         filter=rollout.filter,
         shares=tuple(source.share for source in config.prompts),
     )

@@ -68,21 +68,6 @@ class _Taken:
     in_flight: InFlight
 
 
-@dataclass(slots=True)
-class Reservation:
-    """Slots of one engine that are held for a group, until they are released."""
-
-    queue: SlotQueue
-    lane: Lane
-    ticket: Ticket | None
-
-    def release(self) -> None:
-        """Give the slots back; a second call changes nothing."""
-        ticket, self.ticket = self.ticket, None
-        if ticket is not None:
-            self.queue.release(self.lane, ticket)
-
-
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """How to treat a request: its priority, which requests share its prompt, whom to tell that it starts."""
@@ -90,7 +75,6 @@ class RequestOptions:
     priority: float = 0.0  # the lowest goes first
     group: Hashable = None
     on_start: Callable[[int], None] | None = None  # called with the version it starts under; again if it starts again
-    within: Reservation | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -103,12 +87,6 @@ class _Job:
     lane: Lane | None = None
     started: int | None = None
     aborted: bool = False
-
-    @property
-    def held(self) -> Lane | None:
-        """The engine that holds a slot for it, while that lives."""
-        within = self.asked.within
-        return within.lane if within is not None and within.lane.failure is None else None
 
     def answer(self, generation: Generation, version: int) -> Started:
         """What the caller gets. A request that never started counts from the present version."""
@@ -189,16 +167,14 @@ class InferenceProxy:
         self._jobs[request.id] = job
         try:
             while True:
-                held = job.held
-                job.lane = lane = held or (None if job.aborted else await self._queue.take(job.ticket))
+                job.lane = lane = None if job.aborted else await self._queue.take(job.ticket)
                 if lane is None:
                     return job.answer(job.ended(job.request.prefix), self.version)
                 try:
                     generation = await self._on(lane, job)
                 finally:
                     job.lane = None
-                    if lane is not held:
-                        self._queue.release(lane, job.ticket)
+                    self._queue.release(lane, job.ticket)
                 if generation is not None:
                     return job.answer(generation, self.version)
         finally:
@@ -214,13 +190,6 @@ class InferenceProxy:
             else:
                 running[job.lane].append(job.request.id)
         await asyncio.gather(*(self._abort(lane, ids) for lane, ids in running.items()))
-
-    async def reserve(self, width: int, priority: float) -> Reservation:
-        """Slots of one engine, for the requests of one group (`RequestOptions.within`)."""
-        ticket = self._queue.ticket(priority, width=min(width, self._slots))
-        lane = await self._queue.take(ticket)
-        assert lane is not None, "nobody else has this ticket"
-        return Reservation(self._queue, lane, ticket)
 
     async def update(self, version: int, weights: Any, probe: Probe, in_flight: InFlight) -> None:
         """Take every live engine to `version`, and later those that join; `weights` are as the engines take them.

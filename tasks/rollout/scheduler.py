@@ -40,7 +40,7 @@ from rollflow.tasks.rollout.buffer import TrajectoryBuffer
 from rollflow.tasks.rollout.counts import Counts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
-from rollflow.tasks.rollout.issue_order import IssueOrder
+from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.starts import Starts
@@ -173,10 +173,13 @@ class RolloutScheduler:
     def _start(self, batch: int, tasks: asyncio.TaskGroup) -> None:
         issue = self._order.next(batch)
         self._issued += 1
-        rollout = GroupRollout(issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited)
+        rollout = self._rollout(issue)
         self._running[issue.key] = rollout
         self._generating += issue.responses
         tasks.create_task(self._dispatch(rollout))
+
+    def _rollout(self, issue: Issue) -> GroupRollout:
+        return GroupRollout(issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited)
 
     # --- what is under way ----------------------------------------------------------------------------------
 

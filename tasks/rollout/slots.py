@@ -5,8 +5,7 @@
 - The lowest priority number goes first, then the earliest arrival. A request that comes back from a dead engine keeps
   its turn.
 - `least-work` routing takes the engine that would be done first: requests it runs, times its own measured pace.
-  `prefix` prefers an engine that runs the same prompt already, while it has a free slot. `group` is the baseline
-  without prompt replication: a group holds the slots of one engine until its slowest response ends.
+  `prefix` prefers an engine that runs the same prompt already, while it has a free slot.
 - While no engine lives, requests wait `replacement_seconds` for one to join; then they fail with `EngineFailed`.
 
 Choosing costs O(log engines) a request, however many are in flight.
@@ -54,11 +53,10 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A place in the queue, for `width` slots of one engine. Tickets of one `group` should run on one engine."""
+    """A place in the queue, for a slot of one engine. Tickets of one `group` should run on one engine."""
 
     turn: tuple[float, int]  # priority, arrival
     group: Hashable = None
-    width: int = 1
     granted: asyncio.Future[Lane | None] | None = None
 
     @property
@@ -110,9 +108,9 @@ class SlotQueue:
         """Requests that no engine has yet; walks the queue."""
         return sum(ticket.waits for _, ticket in self._queue)
 
-    def ticket(self, priority: float, group: Hashable = None, width: int = 1) -> Ticket:
+    def ticket(self, priority: float, group: Hashable = None) -> Ticket:
         """A place at the end of those with this priority."""
-        return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None, width)
+        return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None)
 
     def put(self, place: int, lane: Lane) -> Lane | None:
         """Put a lane in its place; returns the one that was there."""
@@ -128,7 +126,7 @@ class SlotQueue:
         self._places = {place: other for place, other in self._places.items() if other is not lane}
 
     async def take(self, ticket: Ticket) -> Lane | None:
-        """Wait for an engine; its slots are the ticket's until `release`. None: the ticket was withdrawn.
+        """Wait for an engine; its slot is the ticket's until `release`. None: the ticket was withdrawn.
 
         Raises:
             EngineFailed: no engine lives, and none has joined in time.
@@ -141,13 +139,11 @@ class SlotQueue:
         except asyncio.CancelledError:
             if lane := ticket.lane:  # it was granted a moment ago
                 self.release(lane, ticket)
-            else:
-                self._dispatch()  # those behind it may fit where it did not
             raise
 
     def release(self, lane: Lane, ticket: Ticket) -> None:
-        """The ticket's slots are free again."""
-        lane.taken -= ticket.width
+        """The ticket's slot is free again."""
+        lane.taken -= 1
         if ticket.group is not None and (home := self._homes.get(ticket.group)) and home[0] is lane:
             self._homes[ticket.group] = (lane, home[1] - 1)
             if home[1] == 1:
@@ -158,7 +154,6 @@ class SlotQueue:
         """Take a waiting ticket out of the queue."""
         if ticket.waits and ticket.granted is not None:
             ticket.granted.set_result(None)
-            self._dispatch()
 
     def observed(self, lane: Lane, tokens: int, seconds: float) -> None:
         """A response of this lane made so many tokens in so much time."""
@@ -203,7 +198,7 @@ class SlotQueue:
 
     def _grant(self, ticket: Ticket, lane: Lane) -> None:
         assert ticket.granted is not None
-        lane.taken += ticket.width
+        lane.taken += 1
         if ticket.group is not None:
             home = self._homes.get(ticket.group)
             if home is None or home[0] is lane:
@@ -212,9 +207,6 @@ class SlotQueue:
         ticket.granted.set_result(lane)
 
     def _choose(self, ticket: Ticket) -> Lane | None:
-        if ticket.width > 1:
-            widest = max(self.live, key=lambda lane: lane.free, default=None)
-            return widest if widest is not None and widest.free >= min(ticket.width, widest.slots) else None
         if ticket.group is not None and (home := self._homes.get(ticket.group)) and home[0].free > 0:
             return home[0]
         while self._open:

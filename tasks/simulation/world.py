@@ -32,9 +32,8 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine, Usage
-from rollflow.tasks.rollout import build_scheduler
-from rollflow.tasks.rollout.limits import limits_of
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout import build_limits, build_proxy, build_scheduler
+from rollflow.tasks.rollout.proxy import Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
@@ -121,10 +120,10 @@ class World:
         """The shipped objects."""
         config = self.config
         engines = list(self.engines.values())
-        self.proxy = InferenceProxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
+        self.proxy = build_proxy(engines, self.engine.slots, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         ports = SchedulerPorts(Prompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack)
-        self.scheduler = build_scheduler(limits_of(config), ports, self.proxy, ResumePoint())
+        self.scheduler = build_scheduler(build_limits(config), ports, self.proxy, ResumePoint())
         hooks = Hooks(self._published, self._updated)
         self.sync = WeightSync(self.proxy, self, config.engine.in_flight, hooks)
         self.learner = TimedLearner(self.hardware, self.engine.grain, self.channel, self.records)

@@ -28,11 +28,11 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
-from rollflow.tasks.rollout import build_scheduler
-from rollflow.tasks.rollout.config import RolloutConfig, Routing
+from rollflow.tasks.rollout import build_proxy, build_scheduler
+from rollflow.tasks.rollout.config import AnyRouting, RolloutConfig
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.verifiers.base import Score
@@ -91,7 +91,7 @@ class Pipeline:
     shares: tuple[float, ...] = (1.0,)
     scheduler_type: Callable[..., RolloutScheduler] = build_scheduler
     choices: Mapping[str, Any] = field(default_factory=dict)  # of the `RolloutLimits`
-    routing: Routing = "least-work"
+    routing: AnyRouting = "least-work"
     environment: Environment = SINGLE_TURN
     evaluating: Callable[[Pipeline], Evaluations] | None = None
     scheduler: RolloutScheduler = field(init=False)
@@ -119,7 +119,7 @@ class Pipeline:
         for engine in engines:
             await engine.start()
         patience = PATIENCE_SECONDS if self.engine_deaths else 0.0
-        self.proxy = InferenceProxy(engines, self.slots, patience, self.routing)
+        self.proxy = build_proxy(engines, self.slots, patience, self.routing)
         source = StoredBatches(TrajectoryStore(Log(self.store)))
         self.channel: Channel[object] = Channel(int(self.async_ratio) + 1, source, self.policies.newest())
         self.scheduler = self._scheduler()
@@ -172,7 +172,6 @@ class Pipeline:
             attempts=50,
             max_new_tokens=64,
             temperature=1.0,
-            whole_groups=self.routing == "group",
             shares=self.shares,
             **self.choices,
         )

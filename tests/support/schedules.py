@@ -21,10 +21,10 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout import build_scheduler
-from rollflow.tasks.rollout.config import FilterConfig, Routing
+from rollflow.tasks.rollout import build_proxy, build_scheduler
+from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.proxy import Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.verifiers.base import Score
@@ -71,7 +71,7 @@ class Case:
     depth: int = 64
     limited: bool = False  # groups start only while slots are free
     mode: Literal["queue", "batch"] = "queue"
-    routing: Routing = "least-work"
+    routing: AnyRouting = "least-work"
     extra_groups: int = 0
     extra_responses: int = 0
     tail_batching: bool = False
@@ -120,7 +120,6 @@ class Case:
             at_bound=self.at_bound,
             order=self.order,
             staleness=self.staleness,
-            whole_groups=self.routing == "group",
             filter=FILTERS[self.filter],
             shares=self.shares,
         )
@@ -192,7 +191,7 @@ class Life:
         """Train all versions that are left."""
         case = self.case
         self.engines = {place: self._engine(place) for place in range(len(case.speeds))}
-        self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing)
+        self.proxy = build_proxy(list(self.engines.values()), case.slots, case.patience, case.routing)
         ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is)
         self.writer = self.ledger.scheduling()
         self.scheduler = build_scheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))

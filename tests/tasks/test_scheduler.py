@@ -34,7 +34,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.admission import allowance
-from rollflow.tasks.rollout.config import FilterConfig, Routing
+from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
@@ -175,7 +175,7 @@ def test_whatever_is_chosen_nothing_is_lost_or_doubled(
     depth: int,
     train_seconds: float,
     in_flight: str,
-    routing: Routing,
+    routing: AnyRouting,
     seed: int,
     choices: dict[str, Any],
     stops: list[float],

@@ -1,5 +1,5 @@
-"""The queue before the engines, attacked: tickets of any width, withdrawn, cancelled and given up at any moment, even
-between the grant and the wake-up, while engines suspend, die and join."""
+"""The queue before the engines, attacked: tickets are withdrawn, cancelled and given up at any moment, even between the
+grant and the wake-up, while engines suspend, die and join. So is the one for groups, with tickets of any width."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from rollflow.tasks.clock import VirtualClockLoop, run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.config import Routing
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions, Reservation
+from rollflow.tasks.rollout import build_proxy
+from rollflow.tasks.rollout.baselines import GroupTicket, WholeGroupProxy, WholeGroupQueue
+from rollflow.tasks.rollout.config import AnyRouting
+from rollflow.tasks.rollout.proxy import Probe, RequestOptions
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 from tests.support.counts import examples
 
@@ -29,6 +31,11 @@ SLOTS = 3
 PATIENCE = 5.0
 NO_PROBE = Probe((), (), 0.1)
 TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1)
+
+
+def width(ticket: Ticket) -> int:
+    """Slots that it is for."""
+    return ticket.width if isinstance(ticket, GroupTicket) else 1
 
 
 @dataclass(eq=False)
@@ -60,10 +67,10 @@ class Holder:
 class LanesMachine(RuleBasedStateMachine):
     """Nothing is awaited between two rules, unless the rule is `settle`: so everything meets everything half done."""
 
-    def __init__(self) -> None:
+    def __init__(self, queue: SlotQueue | None = None) -> None:
         super().__init__()
         self.loop = VirtualClockLoop()
-        self.queue = SlotQueue("least-work", PATIENCE)
+        self.queue = queue or SlotQueue("prefix", PATIENCE)
         self.holders: list[tuple[Holder, asyncio.Task[None]]] = []
         self.all: list[Lane] = []
         self.cancelled: list[asyncio.Task[None]] = []
@@ -101,8 +108,11 @@ class LanesMachine(RuleBasedStateMachine):
 
     @rule(priority=st.integers(0, 3), group=st.integers(0, 2), width=st.integers(1, SLOTS))
     def somebody_asks(self, priority: int, group: int, width: int) -> None:
-        holder = Holder(self.queue, self.queue.ticket(priority, group, width))
+        holder = Holder(self.queue, self.ticket(priority, group, width))
         self.holders.append((holder, self.loop.create_task(holder.run())))
+
+    def ticket(self, priority: int, group: int, width: int) -> Ticket:
+        return self.queue.ticket(priority, group)
 
     @rule(number=st.integers(0, 9))
     def one_is_done(self, number: int) -> None:
@@ -180,7 +190,7 @@ class LanesMachine(RuleBasedStateMachine):
         for lane in self.all:
             assert 0 <= lane.taken <= lane.slots
             granted = [h.ticket for h, task in self.holders if not task.done() and h.ticket.lane is lane]
-            assert lane.taken == sum(ticket.width for ticket in granted if ticket not in self.left)
+            assert lane.taken == sum(width(ticket) for ticket in granted if ticket not in self.left)
 
     @property
     def left(self) -> list[Ticket]:
@@ -192,7 +202,7 @@ class LanesMachine(RuleBasedStateMachine):
         waiting = [holder.ticket for holder, task in self.holders if not task.done() and holder.ticket.waits]
         if waiting:
             first = min(waiting, key=lambda ticket: ticket.turn)
-            assert max((lane.free for lane in self.queue.live), default=0) < first.width
+            assert max((lane.free for lane in self.queue.live), default=0) < width(first)
 
     def teardown(self) -> None:
         """Everybody ends, and every slot is free."""
@@ -215,28 +225,38 @@ LanesMachine.TestCase.settings = settings(
 TestLanes = pytest.mark.many(LanesMachine.TestCase)
 
 
-async def waiting(queue: SlotQueue, *widths: int) -> list[asyncio.Task[Lane | None]]:
-    """They ask one after another."""
-    tasks = [asyncio.create_task(queue.take(queue.ticket(0, width=width))) for width in widths]
+class WholeGroupsMachine(LanesMachine):
+    """The same, where a ticket may be for several slots of one engine."""
+
+    def __init__(self) -> None:
+        self.groups = WholeGroupQueue(SLOTS, PATIENCE)
+        super().__init__(self.groups)
+
+    def ticket(self, priority: int, group: int, width: int) -> Ticket:
+        return self.groups.ticket(priority, width=width)
+
+
+WholeGroupsMachine.TestCase.settings = LanesMachine.TestCase.settings
+TestWholeGroups = pytest.mark.many(WholeGroupsMachine.TestCase)
+
+
+async def waiting(queue: SlotQueue, ticket: Ticket) -> asyncio.Task[Lane | None]:
+    """It stands in the queue, or has its slots."""
+    task = asyncio.create_task(queue.take(ticket))
     await asyncio.sleep(0)
-    return tasks
-
-
-def serving() -> SlotQueue:
-    queue, lane = SlotQueue("least-work", PATIENCE), Lane(TimedEngine(TIMED), SLOTS)
-    lane.serves.set()
-    queue.put(0, lane)
-    return queue
+    return task
 
 
 @pytest.mark.parametrize("how", ["cancelled", "withdrawn"])
 def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> None:
     async def main() -> None:
-        queue = serving()
+        queue, lane = WholeGroupQueue(SLOTS, PATIENCE), Lane(TimedEngine(TIMED), SLOTS)
+        lane.serves.set()
+        queue.put(0, lane)
         wide = queue.ticket(0, width=SLOTS)
-        [holds] = await waiting(queue, 1)
-        leaves = asyncio.create_task(queue.take(wide))
-        [behind] = await waiting(queue, 1)
+        holds = await waiting(queue, queue.ticket(0))
+        leaves = await waiting(queue, wide)
+        behind = await waiting(queue, queue.ticket(0))
         assert holds.done()
         assert not behind.done()
         if how == "cancelled":
@@ -252,7 +272,7 @@ def test_when_a_wide_ticket_leaves_the_queue_those_behind_it_go(how: str) -> Non
 def test_who_is_cancelled_and_given_up_at_the_same_time_is_cancelled() -> None:
     async def main() -> None:
         queue = SlotQueue("least-work", PATIENCE)
-        [task] = await waiting(queue, 1)
+        task = await waiting(queue, queue.ticket(0))
         queue._give_up()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -286,14 +306,14 @@ class Strict(TimedEngine):
 class Crowd:
     """Asks the proxy for all sorts of things. Requests are numbered; a seed is a number, so answers are known."""
 
-    routing: Routing
+    routing: AnyRouting
     in_flight: InFlight
     tasks: dict[int, asyncio.Task[Ending]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
 
     async def run(self, events: list[tuple[float, str, int, int]]) -> None:
-        self.proxy = InferenceProxy([Strict(TIMED), Strict(TIMED)], SLOTS, 1e6, self.routing)
+        self.proxy = build_proxy([Strict(TIMED), Strict(TIMED)], SLOTS, 1e6, self.routing)
         await self.proxy.update(0, Path(), NO_PROBE, self.in_flight)
         changes = [asyncio.create_task(self.change(*event)) for event in events]
         await asyncio.gather(*changes)
@@ -309,18 +329,18 @@ class Crowd:
         assert self.proxy.running == 0
         assert all(lane.taken == 0 for lane in self.proxy._queue.places.values())
 
-    async def change(self, at: float, what: str, number: int, width: int) -> None:
+    async def change(self, at: float, what: str, number: int, many: int) -> None:
         await asyncio.sleep(at)
         match what:
-            case "ask":
-                for _ in range(width):
+            case "ask together" if isinstance(self.proxy, WholeGroupProxy):
+                self.ask(self.together(self.proxy.queue, len(self.tasks), many + number, number))
+            case "ask" | "ask together":
+                for _ in range(many):
                     self.ask(self.one(str(len(self.tasks)), number))
-            case "ask together":
-                self.ask(self.together(len(self.tasks), width + number, number))
             case "abort":
-                await self.abort(number, width)
+                await self.abort(number, many)
             case "cancel":
-                self.cancelled |= {key for key in self.some(number, width) if self.tasks[key].cancel()}
+                self.cancelled |= {key for key in self.some(number, many) if self.tasks[key].cancel()}
             case "kill":
                 self.proxy._queue.places[number % 2].engine.kill()  # type: ignore[attr-defined]
             case "join":
@@ -337,7 +357,8 @@ class Crowd:
         queue = self.proxy._queue
         waiting = [ticket for _, ticket in queue._queue if ticket.waits]
         if waiting:
-            assert max((lane.free for lane in queue.live), default=0) < min(waiting, key=lambda t: t.turn).width
+            first = min(waiting, key=lambda ticket: ticket.turn)
+            assert max((lane.free for lane in queue.live), default=0) < width(first)
 
     def some(self, number: int, width: int) -> list[int]:
         running = [key for key, task in self.tasks.items() if not task.done()]
@@ -355,21 +376,22 @@ class Crowd:
     def ask(self, coroutine: Coroutine[Any, Any, Ending]) -> None:
         self.tasks[len(self.tasks)] = asyncio.create_task(coroutine)
 
-    async def together(self, number: int, width: int, priority: int) -> Ending:
+    async def together(self, queue: WholeGroupQueue, number: int, size: int, priority: int) -> Ending:
         """A group that holds slots of one engine until its last response ends; it may be wider than an engine."""
-        within = await self.proxy.reserve(width, priority)
+        group = f"group {number}"
+        await queue.hold(group, size, priority)
         try:
-            one_by_one = range(0, width, SLOTS)  # as many at a time as it holds slots
+            one_by_one = range(0, size, SLOTS)  # as many at a time as it holds slots
             for first in one_by_one:
-                samples = range(first, min(first + SLOTS, width))
-                endings = await asyncio.gather(*(self.one(f"{number}.{i}", priority, within) for i in samples))
+                samples = range(first, min(first + SLOTS, size))
+                endings = await asyncio.gather(*(self.one(f"{number}.{i}", priority, group) for i in samples))
             return endings[-1]
         finally:
-            within.release()
+            queue.give_back(group)
 
-    async def one(self, name: str, priority: int, within: Reservation | None = None) -> Ending:
+    async def one(self, name: str, priority: int, group: str = "") -> Ending:
         request = GenerationRequest(f"r{name}", (1,), 12, seed=priority)
-        asked = RequestOptions(priority, priority, None, within)
+        asked = RequestOptions(priority, group or priority)
         return Ending((await self.proxy.generate(request, asked)).generation.ending)
 
 
@@ -384,9 +406,11 @@ EVENTS = st.tuples(
 @pytest.mark.many
 @settings(max_examples=examples(600), deadline=None, phases=set(Phase) - {Phase.explain})
 @given(
-    st.lists(EVENTS, max_size=16), st.sampled_from(["least-work", "prefix"]), st.sampled_from(["continue", "restart"])
+    st.lists(EVENTS, max_size=16),
+    st.sampled_from(["least-work", "prefix", "group"]),
+    st.sampled_from(["continue", "restart"]),
 )
 def test_whatever_is_asked_of_the_proxy_everything_ends(
-    events: list[tuple[float, str, int, int]], routing: Routing, in_flight: InFlight
+    events: list[tuple[float, str, int, int]], routing: AnyRouting, in_flight: InFlight
 ) -> None:
     run_virtual(Crowd(routing, in_flight).run([(0.0, "ask", 1, 3), (0.0, "ask together", 0, 2), *events]))
