@@ -4,38 +4,26 @@ grant and the wake-up, while engines suspend, die and join. So is the one for gr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
 from rollflow.tasks.clock import VirtualClockLoop, run_virtual
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout import build_proxy
-from rollflow.tasks.rollout.baselines import GroupTicket, WholeGroupProxy, WholeGroupQueue
-from rollflow.tasks.rollout.config import AnyRouting
-from rollflow.tasks.rollout.proxy import Probe, RequestOptions
+from rollflow.tasks.rollout.baselines import WholeGroupQueue
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
 from tests.support.counts import examples
+from tests.support.tickets import width
 
 SLOTS = 3
 PATIENCE = 5.0
-NO_PROBE = Probe((), (), 0.1)
 TIMED = TimedEngineConfig(slots=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1)
-
-
-def width(ticket: Ticket) -> int:
-    """Slots that it is for."""
-    return ticket.width if isinstance(ticket, GroupTicket) else 1
 
 
 @dataclass(eq=False)
@@ -220,7 +208,7 @@ class LanesMachine(RuleBasedStateMachine):
 
 
 LanesMachine.TestCase.settings = settings(
-    max_examples=examples(300), stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
+    max_examples=examples(150), stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
 )
 TestLanes = pytest.mark.many(LanesMachine.TestCase)
 
@@ -279,138 +267,3 @@ def test_who_is_cancelled_and_given_up_at_the_same_time_is_cancelled() -> None:
             await task
 
     run_virtual(main())
-
-
-# --- the proxy above it ---------------------------------------------------------------------------------------
-
-
-class Strict(TimedEngine):
-    """Refuses more requests than slots; what it is told takes effect a moment later."""
-
-    now = 0
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        self.now += 1
-        assert self.now <= SLOTS, "more requests than slots"
-        try:
-            return await super().generate(request)
-        finally:
-            self.now -= 1
-
-    async def abort(self, ids: Any) -> None:
-        await asyncio.sleep(0.05)
-        await super().abort(ids)
-
-
-@dataclass
-class Crowd:
-    """Asks the proxy for all sorts of things. Requests are numbered; a seed is a number, so answers are known."""
-
-    routing: AnyRouting
-    in_flight: InFlight
-    tasks: dict[int, asyncio.Task[Ending]] = field(default_factory=dict)
-    aborted: set[int] = field(default_factory=set)
-    cancelled: set[int] = field(default_factory=set)
-
-    async def run(self, events: list[tuple[float, str, int, int]]) -> None:
-        self.proxy = build_proxy([Strict(TIMED), Strict(TIMED)], SLOTS, 1e6, self.routing)
-        await self.proxy.update(0, Path(), NO_PROBE, self.in_flight)
-        changes = [asyncio.create_task(self.change(*event)) for event in events]
-        await asyncio.gather(*changes)
-        for place in self.proxy.failed:
-            await self.proxy.join(place, Strict(TIMED))
-        async with asyncio.timeout(100):
-            outcomes = await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-        for number, outcome in zip(self.tasks, outcomes, strict=True):
-            if isinstance(outcome, asyncio.CancelledError):
-                assert number in self.cancelled
-            else:
-                assert outcome in (Ending.STOP, Ending.LENGTH) or number in self.aborted, outcome
-        assert self.proxy.running == 0
-        assert all(lane.taken == 0 for lane in self.proxy._queue.places.values())
-
-    async def change(self, at: float, what: str, number: int, many: int) -> None:
-        await asyncio.sleep(at)
-        match what:
-            case "ask together" if isinstance(self.proxy, WholeGroupProxy):
-                self.ask(self.together(self.proxy.queue, len(self.tasks), many + number, number))
-            case "ask" | "ask together":
-                for _ in range(many):
-                    self.ask(self.one(str(len(self.tasks)), number))
-            case "abort":
-                await self.abort(number, many)
-            case "cancel":
-                self.cancelled |= {key for key in self.some(number, many) if self.tasks[key].cancel()}
-            case "kill":
-                self.proxy._queue.places[number % 2].engine.kill()  # type: ignore[attr-defined]
-            case "join":
-                await self.proxy.join(number % 2, Strict(TIMED))
-            case _:
-                version = max(self.proxy.version, self.proxy._taken.version if self.proxy._taken else 0) + 1
-                await self.proxy.update(version, Path(), NO_PROBE, self.in_flight)
-        for _ in range(4):  # a cancelled one has to hear of it
-            await asyncio.sleep(0)
-        self.check()
-
-    def check(self) -> None:
-        """Nobody waits while there is room."""
-        queue = self.proxy._queue
-        waiting = [ticket for _, ticket in queue._queue if ticket.waits]
-        if waiting:
-            first = min(waiting, key=lambda ticket: ticket.turn)
-            assert max((lane.free for lane in queue.live), default=0) < width(first)
-
-    def some(self, number: int, width: int) -> list[int]:
-        running = [key for key, task in self.tasks.items() if not task.done()]
-        return running[number : number + width]
-
-    async def abort(self, number: int, width: int) -> None:
-        """They end at once, unless an engine is in the middle of an update."""
-        chosen = self.some(number, width)
-        self.aborted |= set(chosen)
-        alone = [key for key in chosen if f"r{key}" in self.proxy._jobs]
-        await self.proxy.abort([f"r{key}{of_group}" for key in chosen for of_group in ("", ".0", ".1", ".2")])
-        await asyncio.sleep(2 * TIMED.update_seconds + 0.1)
-        assert all(self.tasks[key].done() for key in alone), "an aborted request goes on"
-
-    def ask(self, coroutine: Coroutine[Any, Any, Ending]) -> None:
-        self.tasks[len(self.tasks)] = asyncio.create_task(coroutine)
-
-    async def together(self, queue: WholeGroupQueue, number: int, size: int, priority: int) -> Ending:
-        """A group that holds slots of one engine until its last response ends; it may be wider than an engine."""
-        group = f"group {number}"
-        await queue.hold(group, size, priority)
-        try:
-            one_by_one = range(0, size, SLOTS)  # as many at a time as it holds slots
-            for first in one_by_one:
-                samples = range(first, min(first + SLOTS, size))
-                endings = await asyncio.gather(*(self.one(f"{number}.{i}", priority, group) for i in samples))
-            return endings[-1]
-        finally:
-            queue.give_back(group)
-
-    async def one(self, name: str, priority: int, group: str = "") -> Ending:
-        request = GenerationRequest(f"r{name}", (1,), 12, seed=priority)
-        asked = RequestOptions(priority, group or priority)
-        return Ending((await self.proxy.generate(request, asked)).generation.ending)
-
-
-EVENTS = st.tuples(
-    st.integers(0, 40).map(lambda twentieths: twentieths / 20),
-    st.sampled_from(["ask", "ask together", "abort", "cancel", "kill", "join", "update"]),
-    st.integers(0, 5),
-    st.integers(1, SLOTS),
-)
-
-
-@pytest.mark.many
-@settings(max_examples=examples(600), deadline=None, phases=set(Phase) - {Phase.explain})
-@given(
-    st.lists(EVENTS, max_size=16),
-    st.sampled_from(["least-work", "prefix", "group"]),
-    st.sampled_from(["continue", "restart"]),
-)
-def test_whatever_is_asked_of_the_proxy_everything_ends(
-    events: list[tuple[float, str, int, int]], routing: AnyRouting, in_flight: InFlight
-) -> None:
-    run_virtual(Crowd(routing, in_flight).run([(0.0, "ask", 1, 3), (0.0, "ask together", 0, 2), *events]))
