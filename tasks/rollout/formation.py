@@ -54,12 +54,13 @@ class Formation:
         if self.limits.at_bound == "drop" or is_lost:
             return False
         filled = (self.starts.count(math.inf) - 1) // self.limits.groups  # more batches than that crowd nobody
-        reached = min(math.floor(self.limits.async_ratio), filled)
+        reached = min(math.floor(self.limits.async_ratio) - 1, filled)
         return any(self._crowds(number, later) for later in range(1, reached + 1))
 
     def _crowds(self, number: int, later: int) -> bool:
         """Whether this batch would take younger groups while more old ones run than the `later` batches hold that may
-        still take those: some would be dropped in the end."""
+        still take those: some would be dropped in the end. The last batch that alpha reaches takes whatever there is.
+        """
         bound, groups = self.oldest_allowed(number + 1 + later), self.limits.groups
         return self.starts.count(bound) > later * groups and self.buffer.older(bound) < groups
 

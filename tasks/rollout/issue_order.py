@@ -80,7 +80,7 @@ class IssueOrder:
             return Issue(self._tail.popleft(), self._limits.group_size, awaited=True)
         spare = 0 if self._is_long else self._limits.extra_responses
         key = self._key()
-        awaited = self._limits.at_bound == "wait" or (not self._limits.tail_batching and self._is_slow(key))
+        awaited = self._limits.at_bound == "wait" or self._is_slow(key)
         return Issue(key, self._limits.group_size + spare, awaited)
 
     def _is_long_for(self, batch: int) -> bool:

@@ -33,7 +33,6 @@ from rollflow.tasks.clock import Deadlock, run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.admission import allowance
 from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
@@ -438,26 +437,6 @@ def test_a_stale_group_cannot_be_committed() -> None:
     with pytest.raises(TooOld, match="started under version 0, batch 6 allows 6"):
         TrajectoryStore(writer.log).commit(writer, batch)
     assert pipeline.state.n == entry + 1  # the claim
-
-
-@pytest.mark.parametrize(
-    ("version", "number", "missing", "outstanding", "ahead", "expected"),
-    [
-        (-1, 0, (), 0, 2.0, 0),  # no weights yet
-        (0, 0, (), 0, 0.0, 4),  # synchronous: one batch
-        (0, 0, (), 4, 0.0, 0),
-        (0, 1, (), 2, 2.0, 6),  # (0 + 1 + 2) * 4 = 12
-        (3, 3, (), 0, 0.5, 6),  # 4 * 4.5 = 18 in all, 12 are formed
-        (0, 3, (0,), 0, 0.0, 4),  # 1 and 2 were formed ahead and take nothing from 0, which was lost
-        (0, 3, (0, 2), 0, 1.0, 4),  # it is too early for 2
-        (0, 3, (0, 2), 1, 1.5, 5),  # 0, and half of 2
-        (0, 3, (0, 2), 1, 2.5, 9),  # 0, 2, and half of 3
-    ],
-)
-def test_allowance(
-    version: int, number: int, missing: tuple[int, ...], outstanding: int, ahead: float, expected: int
-) -> None:
-    assert allowance(version, outstanding, number=number, missing=missing, groups=4, ahead=ahead) == expected
 
 
 def test_the_virtual_clock_names_a_deadlock() -> None:

@@ -1,0 +1,155 @@
+"""Formation, against the same questions asked of plain lists, the long way; and its cases by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.tasks.rollout.buffer import TrajectoryBuffer
+from rollflow.tasks.rollout.formation import Formation
+from rollflow.tasks.rollout.group import GroupRollout
+from rollflow.tasks.rollout.limits import RolloutLimits
+from rollflow.tasks.rollout.starts import Starts
+
+
+@dataclass(frozen=True)
+class One:
+    """A group that waits, or one that runs: in the order of its number of issue, which is its prompt, too."""
+
+    number: int
+    started: int
+    awaited: bool = True
+
+    @property
+    def key(self) -> GroupKey:
+        return GroupKey(self.number, 0)
+
+    @property
+    def rank(self) -> tuple[int, bool, GroupKey]:
+        return self.started, not self.awaited, self.key
+
+    @property
+    def group(self) -> TrajectoryGroup:
+        only = Trajectory(0, self.started, (1,), (True,), (0.0,), (self.started,), 1.0, "", Ending.STOP)
+        return TrajectoryGroup(self.key, f"p{self.number}", "d", (only,))
+
+
+def formation(limits: RolloutLimits, waiting: list[One], running: list[One]) -> Formation:
+    """`running` stand for the dispatches: what `Starts` asks of those is the same."""
+    buffer, starts = TrajectoryBuffer(), Starts()
+    for one in waiting:
+        buffer.add(one.group, one.number, awaited=one.awaited)
+    for one in running:
+        starts.add(one.started, cast(GroupRollout, one))
+    return Formation(limits, buffer, starts)
+
+
+def long_way(
+    limits: RolloutLimits, waiting: list[One], running: list[One], number: int, busy: bool, lost: bool
+) -> bool:
+    """`must_wait`, from its words."""
+    groups, alpha = limits.groups, limits.async_ratio
+    if limits.order == "started":
+        return bool(running) and sum(one.number < running[0].number for one in waiting) < groups
+
+    def old(ones: list[One], later: int) -> list[One]:
+        """Those that would be too old for the batch so many after this one."""
+        return [one for one in ones if one.started < number + later - alpha]
+
+    late = old(running, 1)
+    if busy and late:
+        return True
+    if not busy and any(one.awaited and sum(w.rank < one.rank for w in waiting) < groups for one in late):
+        return True
+    if limits.at_bound == "drop" or lost:
+        return False
+    further = range(1, math.floor(alpha) + 1)
+    return any(
+        len(old(running, 1 + later)) > later * groups and len(old(waiting, 1 + later)) < groups for later in further
+    )
+
+
+LIMITS = RolloutLimits(0, 10, 2, 2, 1.0, 8, 1, 9, 1.0)
+ONES = st.lists(st.tuples(st.sampled_from([False, False, True]), st.integers(0, 6), st.booleans()), max_size=20)
+
+
+@given(
+    ones=ONES,
+    number=st.integers(2, 6),
+    limits=st.builds(
+        replace,
+        st.just(LIMITS),
+        groups=st.integers(1, 4),
+        async_ratio=st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0, 2.9]),
+        at_bound=st.sampled_from(["wait", "drop"]),
+        order=st.sampled_from(["finished", "finished", "started"]),
+    ),
+    busy=st.booleans(),
+    lost=st.booleans(),
+)
+def test_what_is_waited_for(
+    ones: list[tuple[bool, int, bool]], number: int, limits: RolloutLimits, busy: bool, lost: bool
+) -> None:
+    every = [(runs, One(place, min(started, number), awaited)) for place, (runs, started, awaited) in enumerate(ones)]
+    waiting, running = [one for runs, one in every if not runs], [one for runs, one in every if runs]
+    found = formation(limits, waiting, running)
+    assert found.oldest_allowed(number) == number - limits.async_ratio
+    assert found.is_full == (len(waiting) >= limits.groups)
+    if found.is_full:  # else nobody asks
+        waits = found.must_wait(number, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
+        assert waits == long_way(limits, waiting, running, number, busy, lost)
+
+
+def waits(waiting: list[One], running: list[One], busy: bool = False, lost: bool = False, **limits: Any) -> bool:
+    """For batch 3."""
+    found = formation(replace(LIMITS, **limits), waiting, running)
+    return found.must_wait(3, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
+
+
+@pytest.mark.parametrize("order", ["finished", "started"])
+def test_nothing_that_runs_is_waited_for_by_nobody(order: str) -> None:
+    assert not waits([One(0, 2), One(1, 2)], [], order=order)
+
+
+def test_in_the_order_of_issue_the_first_that_runs_has_its_place() -> None:
+    assert waits([One(0, 3), One(2, 3)], [One(1, 3)], order="started")
+    assert not waits([One(0, 3), One(1, 3)], [One(2, 0)], order="started")
+    assert waits([One(0, 3), One(2, 3), One(3, 3)], [One(1, 3), One(4, 0)], order="started")
+
+
+def test_one_that_would_be_too_old_for_batch_4_is_waited_for() -> None:
+    full = [One(1, 3), One(2, 3)]
+    assert waits(full, [One(0, 2)])
+    assert not waits(full, [One(0, 3)])  # it is young enough
+    assert not waits(full, [One(0, 2, awaited=False)])
+    assert waits(full, [One(0, 2, awaited=False)], busy=True)
+    assert not waits([One(1, 1), One(3, 1)], [One(0, 2)])  # the batch has no room for it
+    assert waits([One(1, 1), One(3, 1)], [One(0, 2)], busy=True)
+
+
+def test_of_equally_old_ones_the_first_by_key_has_the_room() -> None:
+    assert waits([One(1, 2), One(2, 2)], [One(0, 2)])
+    assert not waits([One(1, 2), One(2, 2)], [One(3, 2)])
+    assert waits([One(1, 2), One(4, 2)], [One(3, 2), One(5, 2)])
+    assert waits([One(1, 2, awaited=False), One(2, 2, awaited=False)], [One(3, 2)])  # awaited ones go first
+
+
+def test_a_crowd_that_the_batches_to_come_cannot_hold_is_waited_for() -> None:
+    """Alpha = 2: of what was started under 2, batch 4 may still take two. A third one would be dropped. With alpha = 3,
+    of what was started under 1 batch 4 may take two, and of that under 2 batches 4 and 5 may take four."""
+    full = [One(1, 3), One(2, 3)]
+    crowd = [One(10 + i, 2) for i in range(3)]
+    assert waits(full, crowd, async_ratio=2.0)
+    assert not waits(full, crowd[:2], async_ratio=2.0)
+    assert not waits([One(1, 2), One(2, 2)], crowd, async_ratio=2.0)  # this batch takes old ones, too
+    assert not waits(full, crowd, async_ratio=2.0, at_bound="drop")
+    assert not waits(full, crowd, async_ratio=2.0, lost=True)
+    assert not waits(full, [One(10 + i, 2) for i in range(4)], async_ratio=3.0)
+    assert waits(full, [One(10 + i, 2) for i in range(5)], async_ratio=3.0)
+    assert waits(full, [One(10 + i, 1) for i in range(3)], async_ratio=3.0)

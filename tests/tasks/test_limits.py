@@ -1,0 +1,123 @@
+"""What a scheduler works to, from the config; what is filtered stands in `test_choices`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.policies.config import PolicyConfig
+from rollflow.tasks.prompts.config import ReasoningGymPrompts
+from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig
+from rollflow.tasks.rollout.limits import RolloutLimits, filtered, limits_of
+
+
+def test_every_choice_of_the_config_arrives() -> None:
+    """No two values are alike, so none can stand in another's place."""
+    rollout = RolloutConfig(
+        mode="batch",
+        depth=11,
+        ahead=1.5,
+        extra_groups=12,
+        extra_responses=13,
+        tail_batching=True,
+        tail_after=14,
+        at_bound="drop",
+        staleness="oldest-token",
+        filter=FilterConfig(min_mean=0.25),
+        attempts=15,
+    )
+    config = RunConfig(
+        seed=1,
+        versions=2,
+        groups=3,
+        group_size=4,
+        async_ratio=2.5,
+        policy=PolicyConfig(path="x"),
+        engine=TimedEngineConfig(slots=5, replicas=6, max_new_tokens=7, temperature=0.5),
+        prompts=tuple(ReasoningGymPrompts(family="basic_arithmetic", share=share) for share in (0.75, 0.125)),
+        rollout=rollout,
+    )
+    expected = RolloutLimits(
+        seed=1,
+        batches=2,
+        groups=3,
+        group_size=4,
+        async_ratio=2.5,
+        depth=11,
+        attempts=15,
+        max_new_tokens=7,
+        temperature=0.5,
+        slots=30,
+        mode="batch",
+        ahead=1.5,
+        extra_groups=12,
+        extra_responses=13,
+        tail_batching=True,
+        tail_after=14,
+        at_bound="drop",
+        order="finished",
+        staleness="oldest-token",
+        filter=rollout.filter,
+        shares=(0.75, 0.125),
+    )
+    assert limits_of(config) == expected
+    again = config.model_copy(update={"rollout": RolloutConfig(order="started")})
+    assert limits_of(again) == RolloutLimits(
+        1, 2, 3, 4, 2.5, 30, 3, 7, 0.5, slots=30, order="started", shares=(0.75, 0.125)
+    )
+
+
+LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("choices", "lead"),
+    [
+        ({}, 2),  # a part of a batch has nothing to replace
+        ({"at_bound": "drop"}, 2.5),
+        ({"ahead": 0.5}, 0.5),
+        ({"ahead": 0.5, "at_bound": "drop"}, 0.5),
+        ({"ahead": 2.25}, 2),
+        ({"ahead": 2.25, "at_bound": "drop"}, 2.25),
+        ({"ahead": 0.0}, 0),
+        ({"ahead": 0.0, "at_bound": "drop"}, 0),
+        ({"async_ratio": 0.75}, 0),
+        ({"async_ratio": 0.75, "at_bound": "drop"}, 0.75),
+    ],
+)
+def test_how_far_generation_runs_ahead(choices: dict[str, Any], lead: float) -> None:
+    assert replace(LIMITS, **choices).lead == lead
+
+
+@pytest.mark.parametrize(
+    ("choices", "times"),
+    [({}, 3), ({"tail_batching": True}, 1), ({"tail_after": 5}, 5), ({"tail_batching": True, "tail_after": 5}, 5)],
+)
+def test_when_a_prompt_is_awaited(choices: dict[str, Any], times: int) -> None:
+    assert replace(LIMITS, **choices).awaited_after == times
+
+
+@pytest.mark.parametrize(
+    ("limits", "rewards", "why"),
+    [
+        (FilterConfig(min_mean=0.5), [0.0, 1.0], "mean reward at or below 0.5"),
+        (FilterConfig(min_mean=0.5), [0.5, 1.0], None),
+        (FilterConfig(max_mean=0.5), [0.0, 1.0], "mean reward at or above 0.5"),
+        (FilterConfig(max_mean=0.5), [0.0, 0.5], None),
+        (FilterConfig(min_mean=0.5, max_mean=0.5), [0.5], "mean reward at or below 0.5"),  # the first of its reasons
+        (FilterConfig(min_std=0.0), [0.25, 0.25], "rewards spread by 0 or less"),
+        (FilterConfig(min_std=0.0), [0.25, 0.5], None),
+        (FilterConfig(min_std=0.25), [0.0, 0.5], "rewards spread by 0.25 or less"),  # of the group itself: no sample
+        (FilterConfig(min_mean=0.5), [0.0, 0.0], "mean reward at or below 0.5"),
+        (FilterConfig(max_mean=0.5), [1.0, 1.0], "mean reward at or above 0.5"),
+        (FilterConfig(min_std=0.5), [0.25, 0.5], "rewards spread by 0.5 or less"),
+        (FilterConfig(), [1.0, 1.0], None),
+        (None, [1.0, 1.0], None),
+    ],
+)
+def test_what_carries_no_signal(limits: FilterConfig | None, rewards: list[float], why: str | None) -> None:
+    assert filtered(limits, rewards) == why
