@@ -219,14 +219,12 @@ class SlotQueue:
     def _give_up(self) -> None:
         """No engine came in time: tell all that wait."""
         self._timer = None
-        if not self.vacant:
-            return
         waiting, self._queue = self._queue, []
         for _, ticket in waiting:
             if ticket.waits and ticket.granted is not None:
                 ticket.granted.set_exception(self.none_left())
 
     def none_left(self) -> EngineFailed:
-        """Why there is no engine."""
-        reasons = (str(lane.failure) for lane in self._places.values() if lane.failure)
+        """Why there is no engine: each was taken out."""
+        reasons = (str(lane.failure) for lane in self._places.values())
         return EngineFailed(f"no engine is left: {'; '.join(reasons) or 'none has started'}")

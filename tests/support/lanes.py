@@ -1,0 +1,51 @@
+"""A slot queue with engines that do nothing: what it decides, worked by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.config import Routing
+from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+
+PATIENCE = 5.0
+
+
+def lane(slots: int, *, serves: bool = True) -> Lane:
+    """An engine's; ready for requests, or not."""
+    made = Lane(TimedEngine(TimedEngineConfig()), slots)
+    if serves:
+        made.serves.set()
+    return made
+
+
+def queue_of(*lanes: Lane, routing: Routing = "least-work") -> SlotQueue:
+    """These, in their places."""
+    queue = SlotQueue(routing, PATIENCE)
+    for place, one in enumerate(lanes):
+        queue.put(place, one)
+    return queue
+
+
+async def taken(queue: SlotQueue, count: int = 1, group: object = None) -> list[tuple[Lane, Ticket]]:
+    """So many requests, one after the other, and where each went."""
+    found = []
+    for _ in range(count):
+        ticket = queue.ticket(0, group)
+        went = await queue.take(ticket)
+        assert went is not None
+        found.append((went, ticket))
+    return found
+
+
+def virtual(main: Callable[[], Awaitable[None]]) -> None:
+    """Run it on the virtual clock, for 100 seconds at most."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(100):
+            await main()
+
+    run_virtual(bounded())
