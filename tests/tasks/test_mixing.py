@@ -68,7 +68,14 @@ def test_three_to_one_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "order"),
-    [((1, 1, 1), "012012"), ((0.5, 0.25, 0.25), "01020102"), ((0.1, 0.1, 0.1), "012012"), ((2, 6), "10111011")],
+    [
+        ((1, 1, 1), "012012"),
+        ((0.5, 0.25, 0.25), "01020102"),
+        ((0.1, 0.1, 0.1), "012012"),
+        ((2, 6), "10111011"),
+        ((2, 1), "010010"),
+        ((1, 5), "110111110111"),  # the rare one as soon as it would not be ahead
+    ],
 )
 def test_the_order_is_smooth_and_ties_go_to_the_lower_source(shares: tuple[float, ...], order: str) -> None:
     made = drawn(Mixture(shares), len(order))
@@ -162,6 +169,8 @@ def test_what_fills_the_slots_does_not_depend_on_the_order_of_events(
 def test_a_cursor_of_other_sources_is_refused() -> None:
     with pytest.raises(ValueError, match="2 sources cannot go on from a cursor of 3"):
         Mixture((1, 1), (1, 2, 3), (0, 0, 0))
+    with pytest.raises(ValueError, match="2 sources cannot go on"):
+        Mixture((1, 1), (1, 2), (0,))
 
 
 def test_the_shares_of_a_config_are_by_domain() -> None:
