@@ -44,11 +44,11 @@ HEADINGS = (
 def command(options: argparse.Namespace) -> int:
     """`rollflow plan RECIPE`."""
     config, hardware = load_recipe(options.recipe, options.set), load_hardware(options.hardware)
-    limits, files = Limits(options.max_bias, options.max_waste), (options.recipe, hardware_file(options.hardware))
-    texts = (file.read_text(encoding="utf-8-sig") for file in files)
+    limits = Limits(options.max_bias, options.max_waste)
+    recipe, machines = (f.read_text(encoding="utf-8-sig") for f in (options.recipe, hardware_file(options.hardware)))
     asked = PlanRequest(
-        options.recipe, *texts, options.gpus, options.alpha, options.best, options.quick, limits, options.write,
-        options.json,
+        options.recipe, recipe, machines, options.gpus, options.alpha, options.best, options.quick, limits,
+        options.write, options.json,
     )  # fmt: skip
     planned = run_plan(config, hardware, asked)
     return OK if planned.recommended else FAILED
