@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.imports import imported_function, made
 from rollflow.tasks.verifiers.base import Score, Verifier
 from rollflow.tasks.verifiers.config import ImportReward
+
+LONGEST = 100_000  # bytes of the section, which workers are started with; Linux takes 131,071
 
 
 def imported_verifier(config: ImportReward) -> Verifier:
     """The function that `reward.path` names, with its options.
 
     Raises:
-        ConfigError: there is no such function, or it takes other options.
+        ConfigError: there is no such function, it takes other options, or they are too long for a worker.
     """
+    if (size := len(config.model_dump_json().encode())) > LONGEST:
+        cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
+        raise ConfigError(f"reward.options = {str(config.options)[:40]}...: {size} bytes; {cure}")
     function = imported_function("reward", config, returns=Score)
     made("reward", config, lambda: inspect.signature(function).bind("", {}, **config.options))
     return functools.partial(function, **config.options)

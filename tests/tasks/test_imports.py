@@ -23,6 +23,9 @@ from rollflow.tasks.verifiers.base import Score
 def good(response, reference, *, least=0) -> Score:
     return Score(float(len(response) > least), "length")
 
+def wide(response, reference, *, words) -> Score:
+    return Score(float(response in words), "")
+
 def bare(response, reference):
     return 1.0
 
@@ -96,6 +99,15 @@ def test_what_cannot_be_had_is_said_in_one_sentence(path: str, words: str) -> No
 def test_options_that_it_does_not_take_are_named() -> None:
     with pytest.raises(ConfigError, match=r"reward\.options = \{'most': 1\}: own\.parts:good failed with TypeError"):
         build_verifier(reward("own.parts:good", most=1))
+
+
+def test_options_that_no_worker_could_be_started_with_are_refused() -> None:
+    """The pool would take it for a full process table, and try again without end."""
+    assert build_verifier(reward("own.parts:wide", words="x" * 90_000))
+    with pytest.raises(
+        ConfigError, match=r"reward\.options = \{'words': 'xä+\.\.\.: 1\d{5} bytes; write what is large into"
+    ):
+        build_verifier(reward("own.parts:wide", words="x" + "ä" * 70_000))
 
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:exec", "builtins:eval", "subprocess:run", "pickle:loads"])
