@@ -23,6 +23,7 @@ from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
+from tests.support.refused import refused
 from tests.support.waiting import HANG_SECONDS
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -33,16 +34,6 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     for name in ("PREFECT_API_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that must be refused; returns its one sentence."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    [line] = captured.err.strip().splitlines()
-    assert line.startswith("rollflow: ")
-    assert "Traceback" not in captured.out + captured.err
-    return line.removeprefix("rollflow: ")
 
 
 @pytest.mark.parametrize(

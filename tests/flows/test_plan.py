@@ -13,6 +13,7 @@ from rollflow.flows.commands import plan as planning
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.toml import rewritten, to_toml
 from rollflow.tasks.simulation.candidates import Budget
+from tests.support.refused import refused
 
 RECIPE = "flows/recipes/arithmetic.toml"
 SMALL = ("--set", "groups=8", "--set", "group_size=4", "--alpha", "2", "--quick")
@@ -38,14 +39,6 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "hardware.toml"
     path.write_text(FILE)
     return path
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", RECIPE, *arguments]) == 2
-    captured = capsys.readouterr()
-    [line] = captured.err.strip().splitlines()
-    assert "Traceback" not in captured.out + captured.err
-    return line.removeprefix("rollflow: ")
 
 
 def test_what_is_written_simulates_to_what_was_printed(
@@ -126,13 +119,17 @@ def test_where_nothing_keeps_the_limits_nothing_is_written(
 
 def test_bad_input_gets_one_sentence(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     given = ("--hardware", str(file), "--gpus")
-    assert "--gpus 1: an engine takes 1" in refused(capsys, *given, "1")
-    assert "--alpha -1: give a number of 0 or more" in refused(capsys, *given, "6", "--alpha", "-1")
-    assert "--max-bias nan: give" in refused(capsys, *given, "6", "--max-bias", "nan")
-    assert "that is the recipe itself" in refused(capsys, *given, "6", "--write", RECIPE)
-    assert "there is no folder" in refused(capsys, *given, "6", "--write", str(tmp_path / "no" / "x.toml"))
-    assert "'nowhere.toml' cannot be read" in refused(capsys, "--hardware", "nowhere.toml", "--gpus", "6")
-    assert "did you mean" in refused(capsys, *given, "6", "--set", "async_ration=2")
+    assert "--gpus 1: an engine takes 1" in refused(capsys, "plan", RECIPE, *given, "1")
+    assert "--alpha -1: give a number of 0 or more" in refused(capsys, "plan", RECIPE, *given, "6", "--alpha", "-1")
+    assert "--max-bias nan: give" in refused(capsys, "plan", RECIPE, *given, "6", "--max-bias", "nan")
+    assert "that is the recipe itself" in refused(capsys, "plan", RECIPE, *given, "6", "--write", RECIPE)
+    assert "there is no folder" in refused(
+        capsys, "plan", RECIPE, *given, "6", "--write", str(tmp_path / "no" / "x.toml")
+    )
+    assert "'nowhere.toml' cannot be read" in refused(
+        capsys, "plan", RECIPE, "--hardware", "nowhere.toml", "--gpus", "6"
+    )
+    assert "did you mean" in refused(capsys, "plan", RECIPE, *given, "6", "--set", "async_ration=2")
     with pytest.raises(SystemExit):
         main(["plan", RECIPE, *given, "0"])
 

@@ -25,6 +25,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.records import Span
 from rollflow.tasks.simulation.timeline import Timeline
 from tests.support.described import describe
+from tests.support.refused import refused
 
 RECIPE = "flows/recipes/arithmetic.toml"
 SMALL = ("--set", "groups=8", "--set", "group_size=4", "--versions", "6")
@@ -47,14 +48,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "hardware.toml"
     path.write_text(FILE)
     return path
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["simulate", RECIPE, *arguments]) == 2
-    captured = capsys.readouterr()
-    [line] = captured.err.strip().splitlines()
-    assert "Traceback" not in captured.out + captured.err
-    return line.removeprefix("rollflow: ")
 
 
 def test_the_table_says_what_the_json_says(
@@ -116,14 +109,16 @@ def test_a_bad_hardware_file_gets_one_sentence(
 ) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    sentence = refused(capsys, "--hardware", str(path), *SMALL)
+    sentence = refused(capsys, "simulate", RECIPE, "--hardware", str(path), *SMALL)
     assert all(word in sentence for word in words), sentence
 
 
 def test_other_bad_input(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
-    assert "'nowhere.toml' cannot be read" in refused(capsys, "--hardware", "nowhere.toml")
-    assert "ends in .png or .html" in refused(capsys, "--hardware", str(file), "--plot", "a.svg")
-    assert "there is no folder" in refused(capsys, "--hardware", str(file), "--json", str(tmp_path / "no" / "x.json"))
+    assert "'nowhere.toml' cannot be read" in refused(capsys, "simulate", RECIPE, "--hardware", "nowhere.toml")
+    assert "ends in .png or .html" in refused(capsys, "simulate", RECIPE, "--hardware", str(file), "--plot", "a.svg")
+    assert "there is no folder" in refused(
+        capsys, "simulate", RECIPE, "--hardware", str(file), "--json", str(tmp_path / "no" / "x.json")
+    )
     with pytest.raises(SystemExit):
         main(["simulate", RECIPE])
     with pytest.raises(SystemExit):
@@ -253,7 +248,7 @@ def test_a_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[s
 
 def test_a_run_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     short = recorded(tmp_path, 5)
-    assert "has 5 versions; a prediction needs 8" in refused(capsys, "--from-run", str(short))
+    assert "has 5 versions; a prediction needs 8" in refused(capsys, "simulate", RECIPE, "--from-run", str(short))
 
 
 def test_an_update_that_was_not_written_down_is_not_there(run: Path) -> None:

@@ -1,0 +1,17 @@
+"""A command that is refused as bad input is to be: exit code 2, one sentence, no traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollflow.flows.commands.cli import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must be refused; returns its one sentence."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    [line] = captured.err.strip().splitlines()
+    assert line.startswith("rollflow: ")
+    assert "Traceback" not in captured.out + captured.err
+    return line.removeprefix("rollflow: ")
