@@ -9,7 +9,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PINS := infra/constraints-cpu.txt infra/constraints-build.txt
 SOURCES := flows tasks storage tests benchmarks
-PYTEST := $(BIN)/python -m pytest
+# One thread a process: two tests side by side have the two cores already, and threads that wait for a core burn it.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Side by side; tests of one group (servers that they share, vLLM, which takes all cores) one after the other.
 BESIDE := -n $(WORKERS) --dist loadgroup
 
