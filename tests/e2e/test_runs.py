@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,11 +28,13 @@ from rollflow.flows.services.process import PrefectServer, free_port, start_toge
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.log import Log
-from rollflow.storage.objects import open_store
+from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.tasks.config import ClusterConfig
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from tests.support.described import change_config
+from tests.support.prefect_home import give
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
 pytestmark = pytest.mark.slow
@@ -77,11 +80,12 @@ class Command:
         pipe = subprocess.PIPE
         # Tests that a shell runs in the background ignore Ctrl-C, and what they start would, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        both = {"stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=environment, cwd=self.home, **both)  # MLflow may write to where it runs
 
-    def run(self, *arguments: str) -> str:
+    def run(self, *arguments: str, prefect: str = "") -> str:
         """Run to the end; it must succeed."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, prefect=prefect)
         output, _ = process.communicate(timeout=RUN_SECONDS)
         assert process.returncode == 0, output[-4000:]
         return output
@@ -175,49 +179,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_transformers_on_s3_decoupled(tmp_path: Path, s3: str) -> None:
-    command = Command(tmp_path, SMALL.format(versions=4, alpha=1, engine="transformers"))
-    changes = [f"store.uri={s3}", "train.objective.kind=decoupled-ppo", "engine.in_flight=restart"]
-    overrides = [part for change in changes for part in ("--set", change)]
-    command.run("run", str(command.recipe), "--run-id", "second", *overrides)
-    report = audit(open_store(f"{s3}/runs/second"), deep=True)
-    assert report.clean
-    assert report.versions == 4
-    summary = json.loads(open_store(f"{s3}/runs/second").get("summary.json"))
-    assert summary["audit"] == "clean"
-    assert summary["storage"] == f"{s3}/runs/second"
-    assert command.run("audit", f"{s3}/runs/second").strip().endswith("no invariant is broken")
-
-
-def test_stop_then_resume_synchronous(tmp_path: Path) -> None:
-    """Stopped in mid-run: everything ends, the storage audits clean, and `resume` goes on to the end."""
-    command = Command(tmp_path, SMALL.format(versions=400, alpha=0, engine="transformers"))
-    process = command.start("run", str(command.recipe), "--run-id", "third")
-    store = open_store(str(tmp_path / "store/runs/third"))
-    until(lambda: Log(store).state.version >= 3 or process.poll() is not None, RUN_SECONDS)
-    assert process.poll() is None, process.communicate()[0]
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 1, output
-    assert "audit: clean" in output
-    assert f"rollflow resume {tmp_path}/store/runs/third" in output
-    until(lambda: not leftovers(tmp_path))
-    stopped = audit(store)
-    assert stopped.clean
-    assert stopped.versions < 400
-    change_config(store, versions=stopped.versions + 3)  # enough to see it go on
-    left = tmp_path / "store/runs/third/.tmp/by-a-killed-writer"
-    left.write_bytes(b"half")
-    os.utime(left, (0, 0))
-    command.run("resume", "third")
-    assert not left.exists()
-    report = audit(store, deep=True)
-    assert report.clean
-    assert report.versions == stopped.versions + 3
-    assert set(report.staleness) == {0}
-    until(lambda: not leftovers(tmp_path))
-
-
 def test_terminated_while_its_services_start(tmp_path: Path) -> None:
     """SIGTERM is Ctrl-C, and before the first flow run there is just as little to leave behind."""
     command = Command(tmp_path, SMALL.format(versions=4, alpha=1, engine="transformers"))
@@ -232,22 +193,28 @@ def test_terminated_while_its_services_start(tmp_path: Path) -> None:
     until(lambda: not leftovers(tmp_path))
 
 
-def test_serve_and_start_a_run_from_the_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the Prefect UI does: a flow run of the deployment with typed parameters; own model and own data."""
+def test_serve_and_start_a_run_from_the_api(
+    tmp_path: Path, s3: str, prefect_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the Prefect UI does: a flow run of the deployment with typed parameters; own model, own data, own S3."""
     policy, questions = tmp_path / "policy", tmp_path / "sums.jsonl"
     whole_policy(policy)
     questions.write_text("".join(json.dumps({"question": f"{i}+{i}", "answer": str(2 * i)}) + "\n" for i in range(90)))
     config = {
-        "versions": 2,
+        "versions": 4,
+        "async_ratio": 1,
         "groups": 4,
         "group_size": 2,
         "policy": {"path": str(policy)},
         "prompts": [{"kind": "jsonl", "path": str(questions)}],
-        "engine": {"kind": "transformers", "max_new_tokens": 4},
+        "engine": {"kind": "transformers", "max_new_tokens": 4, "in_flight": "restart"},
+        "train": {"objective": {"kind": "decoupled-ppo"}},
+        "store": {"uri": s3},
         "reward": {"kind": "exact"},
         "evaluation": {"prompts": 4},
     }
     command = Command(tmp_path / "home", "")
+    give(prefect_database, command.home)
     process = command.start("serve")
     try:
         assert process.stdout is not None
@@ -265,10 +232,14 @@ def test_serve_and_start_a_run_from_the_api(tmp_path: Path, monkeypatch: pytest.
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
-    report = audit(open_store(str(tmp_path / "home/store/runs/fourth")), deep=True)
-    assert report.clean
-    assert report.versions == 2
     until(lambda: not leftovers(tmp_path / "home"))
+    report = audit(open_store(f"{s3}/runs/fourth"), deep=True)
+    assert report.clean
+    assert report.versions == 4
+    summary = json.loads(open_store(f"{s3}/runs/fourth").get("summary.json"))
+    assert summary["audit"] == "clean"
+    assert summary["storage"] == f"{s3}/runs/fourth"
+    assert command.run("audit", f"{s3}/runs/fourth").strip().endswith("no invariant is broken")
 
 
 def whole_policy(folder: Path) -> None:
@@ -320,15 +291,75 @@ def state_at_the_end(api: str, flow_run: str) -> str:
 
 
 @pytest.fixture
-def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
-    """A Prefect server and a Ray cluster that somebody else runs."""
+def services(tmp_path: Path, prefect_database: Path) -> Iterator[tuple[PrefectServer, RayHead]]:
+    """A Prefect server and a Ray cluster that somebody else runs; not started yet."""
     place = tmp_path / "elsewhere"
+    give(prefect_database, place)
     prefect, ray = PrefectServer(place), RayHead(place)
+    yield prefect, ray
+    stop_together(prefect, ray)
+
+
+def test_stopped_then_resumed_on_services_that_are_given(
+    tmp_path: Path,
+    prefect_database: Path,
+    services: tuple[PrefectServer, RayHead],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped in mid-run: everything ends, the storage audits clean, and `resume` goes on to the end, elsewhere."""
+    recipe = SMALL.format(versions=400, alpha=0, engine="transformers")
+    command = Command(tmp_path / "home", f'{recipe}[tracking]\nuri = "sqlite:///{tmp_path}/mine.db"\n')
+    give(prefect_database, command.home)
+    store = open_store(str(command.home / "store/runs/third"))
+    versions = stopped(command, store) + 3  # enough to see it go on
+    for private in ("prefect", "ray"):
+        shutil.rmtree(command.home / private)
+    prefect, ray = services
     for name, value in (prefect.env | ray.env).items():
         monkeypatch.setenv(name, value)
     start_together(prefect, ray)
-    yield ray
-    stop_together(prefect, ray)
+    cluster = ClusterConfig(address=ray.address)
+    change_config(store, versions=versions, cluster=cluster.model_dump(mode="json"))
+    left = command.home / "store/runs/third/.tmp/by-a-killed-writer"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    command.run("resume", "third", prefect=prefect.api_url)
+    assert not left.exists()
+    report = audit(store, deep=True)
+    assert report.clean
+    assert report.versions == versions
+    assert set(report.staleness) == {0}
+    check_given(command, tmp_path, ray)
+
+
+def stopped(command: Command, store: ObjectStore) -> int:
+    """Run until Ctrl-C in mid-run; returns the version that there is then."""
+    process = command.start("run", str(command.recipe), "--run-id", "third")
+    until(lambda: Log(store).state.version >= 3 or process.poll() is not None, RUN_SECONDS)
+    assert process.poll() is None, process.communicate()[0]
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 1, output
+    assert "audit: clean" in output
+    assert f"rollflow resume {store.uri}" in output
+    until(lambda: not leftovers(command.home))
+    report = audit(store)
+    assert report.clean
+    assert report.versions < 400
+    return report.versions
+
+
+def check_given(command: Command, place: Path, ray: RayHead) -> None:
+    """The services that were given were used, no others were started, and nothing of the run is left in them."""
+    assert command.summary("third")["audit"] == "clean"
+    assert (place / "mine.db").stat().st_size > 0
+    assert [name for name in ("prefect", "ray", "mlflow") if (command.home / name).exists()] == []
+    runs: Any = fetch(f"{os.environ['PREFECT_API_URL']}/flow_runs/filter", {"limit": 50}).body
+    states = {run["name"]: run["state_type"] for run in runs}
+    for name in ("third", "rollout of third", "reward of third", "train of third"):
+        assert states[name] == "COMPLETED", states
+    storage = str(command.home / "store/runs/third")
+    subprocess.run([sys.executable, "-c", USED, ray.address, storage], check=True, timeout=RUN_SECONDS)
 
 
 USED = """
@@ -339,31 +370,10 @@ from rollflow.flows.evaluate import evaluate_now
 from rollflow.flows.locations import attach_run
 from rollflow.tasks.rollout.evaluation import evaluations
 
-with cluster.attached(sys.argv[1], "fifth"):
+with cluster.attached(sys.argv[1], "third"):
     import ray
     assert ray.util.list_named_actors(all_namespaces=True) == []
 context = attach_run(sys.argv[2])
 [*_, last] = evaluations(context.store)
-assert asyncio.run(evaluate_now(context, 3)) == last  # the same answers on an engine of its own
+assert asyncio.run(evaluate_now(context, last.version)) == last  # the same answers on an engine of its own
 """
-
-
-def test_services_that_are_given_are_used_and_left_clean(tmp_path: Path, services: RayHead) -> None:
-    command = Command(tmp_path / "home", SMALL.format(versions=3, alpha=1, engine="transformers"))
-    process = command.start(
-        *("run", str(command.recipe), "--run-id", "fifth", "--set", f"cluster.address={services.address}"),
-        *("--set", f"tracking.uri=sqlite:///{tmp_path}/mine.db"),
-        prefect=os.environ["PREFECT_API_URL"],
-    )
-    output, _ = process.communicate(timeout=RUN_SECONDS)
-    assert process.returncode == 0, output
-    assert command.summary("fifth")["audit"] == "clean"
-    assert (tmp_path / "mine.db").stat().st_size > 0
-    assert not (tmp_path / "home/prefect").exists()
-    assert not (tmp_path / "home/ray").exists()
-    runs: Any = fetch(f"{os.environ['PREFECT_API_URL']}/flow_runs/filter", {"limit": 50}).body
-    states = {run["name"]: run["state_type"] for run in runs}
-    for name in ("fifth", "rollout of fifth", "reward of fifth", "train of fifth"):
-        assert states[name] == "COMPLETED", states
-    storage = str(tmp_path / "home/store/runs/fifth")
-    subprocess.run([sys.executable, "-c", USED, services.address, storage], check=True, timeout=RUN_SECONDS)
