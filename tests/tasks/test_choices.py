@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -25,13 +25,10 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.config import PolicyConfig
-from rollflow.tasks.rollout import build_limits
-from rollflow.tasks.rollout.baselines import BatchScheduler, WholeGroupBatches, WholeGroupProxy, WholeGroupScheduler
-from rollflow.tasks.rollout.config import AnyRouting, FilterConfig, RolloutConfig, Routing
+from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered, limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions
-from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from tests.support.pipeline import Pipeline
 
 NO_PROBE = Probe((), (), 0.1)
@@ -211,46 +208,6 @@ def limits_for(**choices: Any) -> RolloutLimits:
 def test_nothing_is_dropped_unless_a_person_asks_for_it(choices: dict[str, Any], bound: str) -> None:
     config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
     assert limits_of(config).at_bound == bound
-
-
-@pytest.mark.parametrize(
-    ("routing", "depth", "extra", "expected"),
-    [
-        ("least-work", None, 0, 40),
-        ("least-work", 7, 0, 7),
-        ("group", None, 0, 4),  # 20 slots of one engine hold 2 groups of 8
-        ("group", None, 3, 2),  # and one of 11
-        ("group", None, 50, 2),  # one that is wider has all the slots of an engine
-        ("group", 7, 0, 7),
-    ],
-)
-def test_by_default_as_many_groups_run_as_keep_the_engines_busy(
-    routing: AnyRouting, depth: int | None, extra: int, expected: int
-) -> None:
-    config = RunConfig(
-        policy=PolicyConfig(path="x"),
-        engine=TimedEngineConfig(slots=20, replicas=2),
-        rollout=RolloutConfig(routing=routing, depth=depth, extra_responses=extra),
-    )
-    assert build_limits(config).depth == expected
-
-
-@pytest.mark.parametrize(
-    ("mode", "routing", "expected"),
-    [
-        ("queue", "least-work", RolloutScheduler),
-        ("queue", "prefix", RolloutScheduler),
-        ("batch", "prefix", BatchScheduler),
-        ("queue", "group", WholeGroupScheduler),
-        ("batch", "group", WholeGroupBatches),
-    ],
-)
-def test_a_baseline_is_what_a_person_asks_for(
-    mode: Literal["queue", "batch"], routing: AnyRouting, expected: type[RolloutScheduler]
-) -> None:
-    pipeline, _ = ran(versions=2, routing=routing, choices={"mode": mode})
-    assert type(pipeline.scheduler) is expected
-    assert type(pipeline.proxy) is (WholeGroupProxy if routing == "group" else InferenceProxy)
 
 
 def test_waiting_at_the_bound_drops_nothing() -> None:

@@ -1,0 +1,63 @@
+"""A baseline is chosen by the config, once; what each does is in `test_choices`, `test_slots` and the schedules."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Literal
+
+import pytest
+
+from rollflow.storage.log.audit import audit
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.policies.config import PolicyConfig
+from rollflow.tasks.rollout import build_limits
+from rollflow.tasks.rollout.baselines import BatchScheduler, WholeGroupBatches, WholeGroupProxy, WholeGroupScheduler
+from rollflow.tasks.rollout.config import AnyRouting, RolloutConfig
+from rollflow.tasks.rollout.proxy import InferenceProxy
+from rollflow.tasks.rollout.scheduler import RolloutScheduler
+from tests.support.pipeline import Pipeline
+
+
+@pytest.mark.parametrize(
+    ("routing", "depth", "extra", "expected"),
+    [
+        ("least-work", None, 0, 40),
+        ("least-work", 7, 0, 7),
+        ("group", None, 0, 4),  # 20 slots of one engine hold 2 groups of 8
+        ("group", None, 3, 2),  # and one of 11
+        ("group", None, 50, 2),  # one that is wider has all the slots of an engine
+        ("group", 7, 0, 7),
+    ],
+)
+def test_by_default_as_many_groups_run_as_keep_the_engines_busy(
+    routing: AnyRouting, depth: int | None, extra: int, expected: int
+) -> None:
+    config = RunConfig(
+        policy=PolicyConfig(path="x"),
+        engine=TimedEngineConfig(slots=20, replicas=2),
+        rollout=RolloutConfig(routing=routing, depth=depth, extra_responses=extra),
+    )
+    assert build_limits(config).depth == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "routing", "expected"),
+    [
+        ("queue", "least-work", RolloutScheduler),
+        ("queue", "prefix", RolloutScheduler),
+        ("batch", "prefix", BatchScheduler),
+        ("queue", "group", WholeGroupScheduler),
+        ("batch", "group", WholeGroupBatches),
+    ],
+)
+def test_a_baseline_is_what_a_person_asks_for(
+    mode: Literal["queue", "batch"], routing: AnyRouting, expected: type[RolloutScheduler]
+) -> None:
+    pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), versions=2, routing=routing, choices={"mode": mode})
+    run_virtual(pipeline.run())
+    assert audit(pipeline.store).clean
+    assert type(pipeline.scheduler) is expected
+    assert type(pipeline.proxy) is (WholeGroupProxy if routing == "group" else InferenceProxy)
