@@ -30,7 +30,7 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
 from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.config import RunConfig
-from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
@@ -125,7 +125,9 @@ def wire(turns: int) -> float:
     for _ in range(turns):
         lengths = [min(8000, round(400 * math.exp(drawn.gauss(0, 1)))) + 1 for _ in range(ON_WIRE)]
         requests = [GenerationRequest(f"{i}", (1,) * 64, 8000, seed=i) for i in range(ON_WIRE)]
-        made = [Generation(f"{i}", tuple(range(n)), (-1.5,) * n, (3,) * n, Ending.STOP) for i, n in enumerate(lengths)]
+        made = [
+            Generation(f"{i}", Partial.of(range(n), (-1.5,) * n, (3,) * n), Ending.STOP) for i, n in enumerate(lengths)
+        ]
         began = time.process_time()
         unpack_requests(pickle.loads(pickle.dumps(pack_requests(requests), 5)))  # noqa: S301  made right here
         unpack_generations(pickle.loads(pickle.dumps(pack_generations(made), 5)))  # noqa: S301  made right here

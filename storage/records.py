@@ -12,10 +12,12 @@ its source, and each source can be issued at its own pace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from rollflow.storage.flat import Bools, Int32s
 
 
 class Ending(StrEnum):
@@ -96,7 +98,7 @@ class Prompt:
     index: int
     domain: str
     text: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     reference: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -106,15 +108,15 @@ class Trajectory:
 
     `loss_mask[t]` is true where the policy chose token t; there `logprobs[t]` (nats) is its log-probability
     under the distribution it was sampled from and `versions[t]` the policy version that produced it. Elsewhere
-    they are 0.0 and -1. `started_version` is what staleness counts from.
+    they are 0.0 and -1. `started_version` is what staleness counts from. In a run the four are flat (see `flat`).
     """
 
     sample: int
     started_version: int
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    tokens: Sequence[int]
+    loss_mask: Sequence[bool]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     reward: float
     reason: str
     ending: Ending
@@ -124,7 +126,7 @@ class Trajectory:
     @property
     def response_tokens(self) -> int:
         """Tokens the policy chose."""
-        return self.loss_mask.count(True)
+        return Bools.of(self.loss_mask).data.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,8 @@ class TrajectoryGroup:
         """The newest version that any of its tokens came from; without tokens, the one it was started under."""
         if self.packed is not None:
             return self.packed.newest_version
-        newest = max(max(t.versions, default=-1) for t in self.trajectories)
-        return max(newest, self.started_version)
+        newest = Int32s.joined([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
+        return max(int(newest), self.started_version)
 
     @property
     def response_tokens(self) -> int:

@@ -105,7 +105,7 @@ class EngineActor:
         tokens = 0
         try:
             generation = await self._engine.generate(request)
-            tokens = len(generation.tokens) - len(request.prefix)
+            tokens = len(generation.made) - len(request.prefix)
             self._meter.prefilled(len(request.prompt) + len(request.prefix), generation.cached)
             self._finished.append(generation)
             del self._have[request.id]
@@ -130,7 +130,7 @@ class EngineActor:
         report = self._report(now=bool(errors))  # of what failed, too: the engine may be dead
         for id, _ in errors:
             del self._have[id]
-        return Collected(pack_generations(finished), errors, pack_partials(report))
+        return pack_generations(finished), errors, pack_partials(report)
 
     def _report(self, *, now: bool) -> dict[str, Partial]:
         """New tokens of what runs, unless the last report was a moment ago."""

@@ -29,6 +29,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.flat import Float32s, Int32s
 from rollflow.tasks.actors.engine import EngineActor, TakenOver
 from rollflow.tasks.actors.wire import (
     Collected,
@@ -75,7 +76,7 @@ class RayEngine:
         self._failure: EngineFailed | None = None
         self._outbox: list[GenerationRequest] = []
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._arrived: dict[str, list[Partial]] = {}  # of the waiting requests, or those that waited at the failure
+        self._arrived: dict[str, Arrived] = {}  # of the waiting requests, or those that waited at the failure
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -116,7 +117,6 @@ class RayEngine:
             self._moved = loop.time()
         self._outbox.append(request)
         self._waiting[request.id] = loop.create_future()
-        self._arrived[request.id] = []
         try:
             return await self._waiting[request.id]
         except asyncio.CancelledError:
@@ -125,7 +125,7 @@ class RayEngine:
         finally:
             self._waiting.pop(request.id, None)
             if self._failure is None:
-                del self._arrived[request.id]
+                self._arrived.pop(request.id, None)
 
     async def abort(self, ids: Sequence[str]) -> None:
         self._flush()
@@ -167,8 +167,9 @@ class RayEngine:
             raise EngineFailed(str(self._failure))
 
     def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
-        found = ((id, self._arrived.get(id), since) for id, since in have.items())
-        return {id: Partial.joined(parts).after(since) for id, parts, since in found if parts is not None}
+        arrived = {id: self._arrived[id].partial() for id in have if id in self._arrived}
+        nothing = {id: Partial() for id in have if id in self._waiting}
+        return {id: partial.after(have[id]) for id, partial in (nothing | arrived).items()}
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
@@ -200,6 +201,9 @@ class RayEngine:
             await self._own(self._silent, "submit", pack_requests(batch))
         except EngineFailed:
             return  # `_ask` has told every waiting call
+        except Exception as error:  # noqa: BLE001 - whatever it is: who waits must not wait for ever
+            self._fail(EngineFailed(f"{self._name}: submit: {error!r}"))
+            return
         if self._collector is None or self._collector.done():
             self._collector = asyncio.create_task(self._collect())
 
@@ -207,19 +211,23 @@ class RayEngine:
         """Hand out what ends, until nobody waits."""
         try:
             while self._waiting:
-                collected: Collected = await self._own(self._silent, "collect")
-                progress = unpack_partials(collected.progress)
-                for id, new in progress.items():
-                    if id in self._arrived:  # else its caller was cancelled
-                        self._arrived[id].append(new)
-                finished = unpack_generations(collected.finished)
-                for generation in finished:
-                    self._settle(generation.id, generation)
-                for id, error in collected.errors:
-                    self._settle(id, error)
-                self._check_moving(bool(progress or finished or collected.errors))
+                self._check_moving(self._handed_out(await self._own(self._silent, "collect")))
         except EngineFailed:
             return  # `_ask` has told every waiting call
+
+    def _handed_out(self, collected: Collected) -> bool:
+        """Hand it out; false if there was nothing."""
+        packed, errors, report = collected
+        progress = unpack_partials(report)
+        for id, new in progress.items():
+            if id in self._waiting:  # else its caller was cancelled
+                self._arrived.setdefault(id, Arrived()).add(new)
+        finished = unpack_generations(packed)
+        for generation in finished:
+            self._settle(generation.id, generation)
+        for id, error in errors:
+            self._settle(id, error)
+        return bool(progress or finished or errors)
 
     def _check_moving(self, moved: bool) -> None:
         now = asyncio.get_running_loop().time()
@@ -279,6 +287,25 @@ class RayEngine:
             if not future.done():
                 future.set_exception(EngineFailed(str(self._failure)))
         return self._failure
+
+
+class Arrived:
+    """The tokens of a request that have come so far: three buffers that grow, however often something comes."""
+
+    __slots__ = ("_logprobs", "_tokens", "_versions")
+
+    def __init__(self) -> None:
+        self._tokens, self._logprobs, self._versions = bytearray(), bytearray(), bytearray()
+
+    def add(self, new: Partial) -> None:
+        """Take what came."""
+        self._tokens += new.tokens.data
+        self._logprobs += new.logprobs.data
+        self._versions += new.versions.data
+
+    def partial(self) -> Partial:
+        """All of them."""
+        return Partial(Int32s(bytes(self._tokens)), Float32s(bytes(self._logprobs)), Int32s(bytes(self._versions)))
 
 
 def _cause(error: EngineFailed) -> str:

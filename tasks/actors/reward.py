@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from rollflow.storage.errors import Unreachable
+from rollflow.storage.flat import Int32s
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.coalesce import Coalescer
+from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.verifiers.base import Score
@@ -36,9 +38,12 @@ POLL_SECONDS = 2.0  # how long a call is open before it says that there is nothi
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores by the place of their request in the call; `ticket` gets the others, None: there are none."""
+    """Scores (as tuples, which are quick to pickle) by the place of their request in the call.
 
-    scores: list[tuple[int, Score]]
+    `ticket` gets the others; None: there are none.
+    """
+
+    scores: list[tuple[int, float, str, float]]
     ticket: int | None
 
 
@@ -74,6 +79,7 @@ class RewardActor:
     async def _start(self) -> RewardPool:
         pool = await asyncio.to_thread(self._build)
         await pool.start()
+        spare_collector()
         return pool
 
     def _build(self) -> RewardPool:
@@ -83,11 +89,11 @@ class RewardActor:
         """Nothing more is to be scored."""
         self._finished.set()
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> Verdicts:
-        """The first verdicts on these requests."""
+    async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
+        """The first verdicts on these requests: the tokens' bytes (int32) and the reference of each."""
         pool = await self._started()
         self._began = self._began or time.monotonic()
-        ticket, to_come = next(self._tickets), pool.submit(requests)
+        ticket, to_come = next(self._tickets), pool.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
         self._open[ticket] = {future: place for place, future in enumerate(to_come)}
         return await self.more(ticket)
 
@@ -97,10 +103,12 @@ class RewardActor:
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
         if not done:
             done, _ = await asyncio.wait(to_come, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        scores = [(to_come.pop(future), future.result()) for future in done]
+        judged = [(to_come.pop(future), future.result()) for future in done]
         if not to_come:
             del self._open[ticket]
-        return Verdicts(scores, ticket if to_come else None)
+        return Verdicts(
+            [(place, one.reward, one.reason, one.seconds) for place, one in judged], ticket if to_come else None
+        )
 
     async def status(self) -> RewardStatus:
         """What the stage's flow and the live view show."""
@@ -154,11 +162,11 @@ class RewardClient:
         """What the actor says; ends early if it is gone (another will come)."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
-            call = actor.score.remote(requests)
+            call = actor.score.remote([(Int32s.of(one.tokens).data, one.reference) for one in requests])
             while True:
                 async with asyncio.timeout(self._patience + POLL_SECONDS):
                     verdicts: Verdicts = await call
-                yield verdicts.scores
+                yield [(place, Score(reward, reason, took)) for place, reward, reason, took in verdicts.scores]
                 if verdicts.ticket is None:
                     return
                 call = actor.more.remote(verdicts.ticket)

@@ -30,6 +30,7 @@ from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.reward import RewardClient
 from rollflow.tasks.actors.statuses import RolloutStatus
+from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
@@ -214,6 +215,7 @@ class RolloutActor:
 
     async def _run(self) -> None:
         await asyncio.to_thread(self._prepare)
+        spare_collector()
         self._prepared.set()
         hooks = Hooks(self._published, self._updated)
         sync = WeightSync(self.proxy, self.feed, self.config.engine.in_flight, hooks)

@@ -20,22 +20,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from rollflow.storage.flat import Float32s, Int32s
 from rollflow.storage.records import Ending
+
+NO_INTS, NO_FLOATS = Int32s(), Float32s()
 
 InFlight = Literal["continue", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A stretch of a response: T tokens with T behaviour log-probs (nats) and T policy versions."""
+    """A stretch of a response: T tokens with T behaviour log-probs (nats) and T policy versions, all flat."""
 
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
+    tokens: Int32s = NO_INTS
+    logprobs: Float32s = NO_FLOATS
+    versions: Int32s = NO_INTS
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> Partial:
+        """Of numbers."""
+        return cls(Int32s.of(tokens), Float32s.of(logprobs), Int32s.of(versions))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,12 +51,24 @@ class Partial:
         """All but the first `count` tokens."""
         return Partial(self.tokens[count:], self.logprobs[count:], self.versions[count:])
 
+    def before(self, count: int) -> Partial:
+        """The first `count` tokens."""
+        return Partial(self.tokens[:count], self.logprobs[:count], self.versions[:count])
+
+    def __add__(self, later: Partial) -> Partial:
+        if not later or not self:
+            return self or later
+        return Partial(self.tokens + later.tokens, self.logprobs + later.logprobs, self.versions + later.versions)
+
     @classmethod
     def joined(cls, stretches: Iterable[Partial]) -> Partial:
         """One after another."""
         stretches = list(stretches)
-        columns = ([getattr(stretch, name) for stretch in stretches] for name in ("tokens", "logprobs", "versions"))
-        return cls(*(tuple(chain.from_iterable(column)) for column in columns))
+        return cls(
+            Int32s.joined([stretch.tokens for stretch in stretches]),
+            Float32s.joined([stretch.logprobs for stretch in stretches]),
+            Int32s.joined([stretch.versions for stretch in stretches]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +83,7 @@ class GenerationRequest:
     """
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]  # flat, where nobody is to pay for it again
     max_new_tokens: int
     temperature: float = 1.0
     seed: int | None = None
@@ -79,11 +98,24 @@ class Generation:
     """
 
     id: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    made: Partial
     ending: Ending
     cached: int = 0
+
+    @property
+    def tokens(self) -> Int32s:
+        """The T tokens."""
+        return self.made.tokens
+
+    @property
+    def logprobs(self) -> Float32s:
+        """The T log-probs (nats)."""
+        return self.made.logprobs
+
+    @property
+    def versions(self) -> Int32s:
+        """The T policy versions."""
+        return self.made.versions
 
 
 class WeightsSource(Protocol):

@@ -80,15 +80,14 @@ class Row:
         """The row's first `count` tokens."""
         start = len(self.request.prompt)
         known = self.known[start : start + count]
-        return Partial(tuple(known), tuple(self.logprobs[:count]), tuple(self.versions[:count]))
+        return Partial.of(known, self.logprobs[:count], self.versions[:count])
 
     def progress(self) -> Partial:
         """All tokens but the newest, which may be the last. Any thread may ask: the lists only grow."""
         return self.said(max(0, len(self.versions) - 1))
 
     def generation(self, ending: Ending) -> Generation:
-        said = self.said(len(self.versions))
-        return Generation(self.request.id, said.tokens, said.logprobs, said.versions, ending)
+        return Generation(self.request.id, self.said(len(self.versions)), ending)
 
 
 class Group:

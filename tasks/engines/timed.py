@@ -37,6 +37,7 @@ from itertools import count
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.flat import Float32s, Int32s
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig
@@ -53,7 +54,7 @@ class _Run:
     """One running request: its tokens to come, and the engine's work at which it has made them all."""
 
     request: GenerationRequest
-    tokens: tuple[int, ...]
+    tokens: Int32s
     ending: Ending
     per_token: float  # work of one token
     needs: float  # work of all of it
@@ -208,7 +209,7 @@ class TimedEngine:
         wanted, longest = self._lengths.draw(request.prompt, draw), request.max_new_tokens * config.grain
         ending = Ending.STOP if wanted <= longest else Ending.LENGTH
         length = min(wanted, longest)
-        tokens = tuple(draw.randbytes(max(1, round(length / config.grain))))
+        tokens = Int32s.of(draw.randbytes(max(1, round(length / config.grain))))
         per_token = length * config.seconds_per_token / len(tokens)
         said = len(request.prefix)
         needs = config.prefill_seconds + (len(tokens) - said) * per_token
@@ -360,8 +361,7 @@ class TimedEngine:
         if self._runs.get(run.request.id) is run:
             del self._runs[run.request.id]
         if not run.done.done():
-            made = Generation(run.request.id, spoken.tokens, spoken.logprobs, spoken.versions, run.ending)
-            run.done.set_result(made)
+            run.done.set_result(Generation(run.request.id, spoken, run.ending))
 
     # --- what has been said ------------------------------------------------------------------------------------
 
@@ -381,10 +381,10 @@ class TimedEngine:
     def _partial(self, run: _Run, said: int) -> Partial:
         """The first `said` tokens; each has the version that was in use when its time came."""
         prefix = run.request.prefix
-        logprobs = prefix.logprobs + (LOGPROB,) * (said - len(prefix))
+        logprobs = prefix.logprobs + Float32s.same(LOGPROB, said - len(prefix))
         versions, version = prefix.versions, run.version
         for work, later in self._updates[run.updates :] if run.running else ():
-            versions += (version,) * (min(said, self._said_at(run, work)) - len(versions))
+            versions += Int32s.same(version, min(said, self._said_at(run, work)) - len(versions))
             version = later
-        versions += (version,) * (said - len(versions))
+        versions += Int32s.same(version, said - len(versions))
         return Partial(run.tokens[:said], logprobs, versions)

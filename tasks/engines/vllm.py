@@ -19,7 +19,6 @@ prefill kills vLLM 0.32.
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import json
 import multiprocessing.forkserver
@@ -28,13 +27,17 @@ import secrets
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollflow.storage.errors import ConfigError, EngineFailed
-from rollflow.storage.records import Ending
+from rollflow.storage.flat import Int32s
+from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.policies.stop import stop_tokens
+
+if TYPE_CHECKING:
+    from rollflow.tasks.engines.vllm_responses import Response, Responses
 
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BLOCK_TOKENS = 32  # the smallest its attention kernel takes: only whole blocks of a prompt are shared
@@ -52,7 +55,6 @@ CORE_IMPORTS = [  # what vLLM's core process needs on a CPU; an incomplete list 
     "vllm.model_executor.models.qwen2",
     WORKER,
 ]
-ENDINGS = {"stop": Ending.STOP, "length": Ending.LENGTH, "abort": Ending.ABORTED}
 
 
 class VllmEngine:
@@ -80,8 +82,9 @@ class VllmEngine:
         self._version = -1
         self._suspended = False
         self._probes = 0
-        self._prefixes: dict[str, Partial] = {}  # of what runs, or ran when the engine died
+        self._running: dict[str, tuple[Partial, Response]] = {}  # with their prefixes; also what ran when it died
         self._llm: Any = None
+        self._responses: Responses
 
     @property
     def version(self) -> int:
@@ -92,9 +95,9 @@ class VllmEngine:
         with _environment(self._config.threads):
             async with asyncio.timeout(START_SECONDS):
                 self._llm = await asyncio.to_thread(self._build)
+            self._responses = _gathering(self._llm, self._stop_ids)
             await self._call("prepare_policy_worker")
-        gc.collect()
-        gc.freeze()  # or every full collection walks all that vLLM imported: 0.4 s, several times a minute
+        spare_collector()  # or every full collection walks all that vLLM imported: 0.4 s, several times a minute
 
     def _check_head_size(self) -> None:
         """Refuse a head size that vLLM would accept here, and then die of at the first request."""
@@ -146,22 +149,33 @@ class VllmEngine:
         }
 
     async def generate(self, request: GenerationRequest) -> Generation:
+        self.check()
         prefix = request.prefix
-        params = self._params(request)
-        self._prefixes[request.id] = prefix
-        try:
-            return _generation(request.id, prefix, await self._run(request.prompt + prefix.tokens, params, request.id))
-        finally:
-            if self._llm is not None and not self._llm.errored:
-                del self._prefixes[request.id]
+        with self._alive():
+            response = self._responses.new(
+                Int32s.of(request.prompt) + prefix.tokens,
+                request.max_new_tokens - len(prefix),
+                request.temperature,
+                self._seed(request),
+                str(self._version),
+            )
+            self._running[request.id] = prefix, response
+            try:
+                await self._responses.send(response)
+                ending = await response.done
+            except asyncio.CancelledError:
+                await self._responses.abort([response])
+                raise
+            finally:
+                if self._llm is not None and not self._llm.errored:
+                    del self._running[request.id]
+        return Generation(request.id, prefix + response.made(), ending, response.cached)
 
-    def _params(self, request: GenerationRequest) -> Any:
-        given = len(request.prefix)
-        alike = (request.max_new_tokens - given, request.temperature, self._stop_ids)
+    def _seed(self, request: GenerationRequest) -> int | None:
+        """What goes on here from another engine's tokens must not draw the numbers that these were drawn with."""
         if not self._seeded or request.seed is None:
-            return _sampling(*alike)
-        # What goes on here from another engine's tokens must not draw the numbers that these were drawn with.
-        return _sampling.__wrapped__(*alike, seed=(request.seed + given) % 2**63)
+            return None
+        return (request.seed + len(request.prefix)) % 2**63
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
         from vllm import SamplingParams
@@ -173,21 +187,17 @@ class VllmEngine:
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         self._probes += 1
-        output = await self._run(tokens, params, f"probe-{self._probes}")
-        rows = output.prompt_logprobs[1:]
-        return tuple(row[token].logprob for row, token in zip(rows, tokens[1:], strict=True))
-
-    async def _run(self, prompt: Sequence[int], params: Any, id: str) -> Any:
-        tokens = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": str(self._version)}
+        prompt = {"type": "token", "prompt_token_ids": list(tokens), "cache_salt": str(self._version)}
         self.check()
         with self._alive():
-            async for output in self._llm.generate(tokens, params, id):
-                final = output
-        return final
+            async for output in self._llm.generate(prompt, params, f"probe-{self._probes}"):
+                rows = output.prompt_logprobs[1:]
+        return tuple(row[token].logprob for row, token in zip(rows, tokens[1:], strict=True))
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.check()
-        await self._answer(self._llm.abort(list(ids)))
+        running = [self._running[id][1] for id in ids if id in self._running]
+        await self._answer(self._responses.abort(running))
 
     async def suspend(self, in_flight: InFlight) -> None:
         self.check()
@@ -216,17 +226,11 @@ class VllmEngine:
             raise EngineFailed("vLLM's engine process died")
 
     def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
-        # Read where vLLM gathers them: having every step's outputs handed over would wake a task per request and step.
-        if self._llm is None:
-            return {}
-        gathered = self._llm.output_processor
-        found: dict[str, Partial] = {}
-        for id, since in have.items():
-            for internal in gathered.external_req_ids.get(id, ()):
-                prefix = self._prefixes[id]
-                new = _said(gathered.request_states[internal], max(0, since - len(prefix)))
-                found[id] = Partial.joined([prefix.after(since), new]) if len(prefix) > since else new
-        return found
+        running = [(id, *self._running[id], since) for id, since in have.items() if id in self._running]
+        return {
+            id: prefix.after(since) + response.made(max(0, since - len(prefix)))
+            for id, prefix, response, since in running
+        }
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
@@ -272,6 +276,12 @@ class VllmEngine:
             raise ValueError(str(error)) from None  # a type that its receiver can read without vLLM
 
 
+def _gathering(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
+    from rollflow.tasks.engines.vllm_responses import Responses
+
+    return Responses(llm, stop_ids)
+
+
 def _fork_cores() -> None:
     """On a CPU: let vLLM fork its core from a process that has imported vLLM, instead of a new interpreter.
 
@@ -288,51 +298,6 @@ def _fork_cores() -> None:
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: context
-
-
-@functools.lru_cache(maxsize=256)
-def _sampling(max_new_tokens: int, temperature: float, stop_ids: tuple[int, ...], seed: int | None = None) -> Any:
-    """Sampling parameters. Equal requests share them: making and copying them is a third of a request's cost."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        stop_token_ids=list(stop_ids),
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
-
-
-def _said(state: Any, since: int) -> Partial:
-    """The tokens of a running request, from `since` on, read from vLLM's own record."""
-    tokens = tuple(state.detokenizer.output_token_ids[since:])
-    end = since + len(tokens)
-    starts = [(int(version), max(start, since)) for version, start in state.weight_version_starts]
-    ends = [*(start for _, start in starts[1:]), end]
-    # Not strict: before the first token there is an end, and no start.
-    versions = [version for (version, start), stop in zip(starts, ends, strict=False) for _ in range(start, stop)]
-    return Partial(tokens, tuple(state.logprobs_processor.logprobs.logprobs[since:end]), tuple(versions))
-
-
-def _generation(id: str, prefix: Partial, output: Any) -> Generation:
-    """vLLM's final RequestOutput as a Generation; its spans (version, start, end) become a version per token."""
-    answer = output.outputs[0]
-    tokens = tuple(answer.token_ids)
-    versions: list[int] = []
-    for span in answer.weight_versions or ():
-        versions += [int(span.version)] * (span.end - span.start)
-    logprobs = tuple(answer.logprobs.logprobs) if tokens else ()
-    if not len(tokens) == len(logprobs) == len(versions):
-        raise EngineFailed(f"{id}: {len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions")
-    whole = Partial.joined([prefix, Partial(tokens, logprobs, tuple(versions))])
-    ending, cached = ENDINGS[answer.finish_reason], output.num_cached_tokens or 0
-    return Generation(id, whole.tokens, whole.logprobs, whole.versions, ending, cached)
 
 
 @contextmanager

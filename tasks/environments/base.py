@@ -30,7 +30,7 @@ class Episode(Protocol):
         """What it began with."""
 
     @property
-    def response(self) -> tuple[int, ...]:
+    def response(self) -> Sequence[int]:
         """The tokens behind the prompt: those of the policy, and those that were added."""
 
     @property

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.flat import Bools, Float32s, Int32s
 from rollflow.storage.records import Ending, Prompt, Trajectory
-from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.engines.base import Generation, Partial
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.rollout.proxy import Started
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 NO_REWARD = Score(0.0, "the episode ended without a reward")
+NOTHING = Partial()
+CHOSEN = b"\1"
+LARGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +32,13 @@ class Turn:
     """A generation to ask for: which one of its episode (from 0), behind what, and of how many tokens at most."""
 
     number: int
-    prompt: tuple[int, ...]
+    prompt: Int32s
     max_new_tokens: int
 
 
 @dataclass(eq=False, slots=True)
 class PlayedEpisode:
-    """`Episode`; T tokens of the response, with T log-probs, versions and mask.
+    """`Episode`; T tokens of the response so far, and a mask of as many. Nobody looks at a token here: they are flat.
 
     `ask` gives None where nothing is wanted any more. `closed` is told once, when nothing more is to be generated, and
     says whether it is wanted; never of an episode that had no generation because nothing was wanted.
@@ -48,10 +51,8 @@ class PlayedEpisode:
     ask: Callable[[Turn], Awaitable[Started | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
     score: Callable[[ScoreRequest], Awaitable[Score]]
-    response: tuple[int, ...] = ()
-    mask: tuple[bool, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
+    made: Partial = NOTHING
+    mask: bytes = b""  # a byte for each token: 1, or 0 where it was added
     turns: int = 0
     generated: int = 0  # tokens, of the policy
     first: Started | None = None
@@ -65,37 +66,49 @@ class PlayedEpisode:
     _interrupted: bool = False  # while its environment thought
 
     @property
+    def response(self) -> Int32s:
+        """See `Episode`."""
+        return self.made.tokens
+
+    @property
     def room(self) -> int:
         """See `Episode`."""
-        return self.longest - len(self.response)
+        return self.longest - len(self.made)
 
     async def generate(self) -> Generation | None:
         """See `Episode`."""
         if self.wanted is not None or self.room <= 0:
             return None
-        with self._asking():
-            if not self._gone:
-                started = await self.ask(Turn(self.turns, self.prompt.tokens + self.response, self.room))
-                if started is not None:
-                    self._take(started)
-                    if self.ending is not Ending.ABORTED and not self._gone:
-                        return started.generation
+        self._asked = True
+        try:
+            started = None if self._gone else await self.ask(self._turn())
+            if started is not None:
+                self._take(started)
+                if self.ending is not Ending.ABORTED and not self._gone:
+                    return started.generation
             await self._abandon()
+        finally:
+            self._asked = False
         return None
 
     def add(self, tokens: Sequence[int]) -> None:
         """See `Episode`."""
         given = _checked(tokens)
-        if len(given) > self.room:
-            raise ValueError(f"{len(given)} tokens are more than the response has room for ({self.room})")
-        self._append(given, (False,) * len(given), (0.0,) * len(given), (-1,) * len(given))
+        count = len(given)
+        if count > self.room:
+            raise ValueError(f"{count} tokens are more than the response has room for ({self.room})")
+        added = Partial(given, Float32s.same(0.0, count), Int32s.same(-1, count))
+        self.made, self.mask = self.made + added, self.mask + bytes(count)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """See `Episode`."""
-        with self._asking():
+        self._asked = True
+        try:
             if not await self._close():
                 return None
-            return await self.score(ScoreRequest(tokens, self.prompt.reference))
+            return await self.score(ScoreRequest(_checked(tokens), self.prompt.reference))
+        finally:
+            self._asked = False
 
     def let_go(self) -> None:
         """Nobody wants it any more: an environment that thinks is interrupted, one that has asked is told."""
@@ -115,14 +128,14 @@ class PlayedEpisode:
 
     def trajectory(self, sample: int, started_version: int, score: Score) -> Trajectory:
         """What is trained on."""
-        given = len(self.prompt.tokens)
+        prompt, made, given = Int32s.of(self.prompt.tokens), self.made, len(self.prompt.tokens)
         return Trajectory(
             sample=sample,
             started_version=started_version,
-            tokens=self.prompt.tokens + self.response,
-            loss_mask=(False,) * given + self.mask,
-            logprobs=(0.0,) * given + self.logprobs,
-            versions=(-1,) * given + self.versions,
+            tokens=prompt + made.tokens,
+            loss_mask=Bools(bytes(given) + self.mask),
+            logprobs=Float32s.same(0.0, given) + made.logprobs,
+            versions=Int32s.same(-1, given) + made.versions,
             reward=score.reward,
             reason=score.reason,
             ending=Ending(self.ending),
@@ -139,7 +152,7 @@ class PlayedEpisode:
         if self.first is None:
             raise ConfigError("environment: it ended an episode without a generation; ask for one in each")
         if staleness == "oldest-token":
-            return min((version for version in self.versions if version >= 0), default=self.first.version)
+            return min((version for version in self.made.versions if version >= 0), default=self.first.version)
         return self.first.version
 
     async def _led(self, environment: Environment) -> Score | None:
@@ -158,29 +171,17 @@ class PlayedEpisode:
         await self._abandon()
         return None
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        self._asked = True
-        try:
-            yield
-        finally:
-            self._asked = False
+    def _turn(self) -> Turn:
+        given = Int32s.of(self.prompt.tokens)
+        return Turn(self.turns, given + self.response if self.made else given, self.room)
 
     def _take(self, started: Started) -> None:
         made = started.generation
-        self._append(made.tokens, (True,) * len(made.tokens), made.logprobs, made.versions)
+        self.made, self.mask = self.made + made.made, self.mask + CHOSEN * len(made.made)
         self.first = self.first or started
         self.turns += 1
-        self.generated += len(made.tokens)
+        self.generated += len(made.made)
         self.ending = made.ending
-
-    def _append(
-        self, tokens: tuple[int, ...], mask: tuple[bool, ...], logprobs: tuple[float, ...], versions: tuple[int, ...]
-    ) -> None:
-        self.response += tokens
-        self.mask += mask
-        self.logprobs += logprobs
-        self.versions += versions
 
     async def _abandon(self) -> None:
         """It is over before its end; what was generated is counted, if anything was."""
@@ -198,9 +199,12 @@ class PlayedEpisode:
         return self.wanted
 
 
-def _checked(tokens: Sequence[int]) -> tuple[int, ...]:
+def _checked(tokens: Sequence[int]) -> Int32s:
     """Tokens that an environment gave, as engines take them; others would be an engine's end."""
+    if isinstance(tokens, Int32s):
+        return tokens
     given = tuple(operator.index(token) for token in tokens)
-    if given and min(given) < 0:
-        raise ValueError(f"{min(given)} is no token")
-    return given
+    wrong = [token for token in given if not 0 <= token < LARGEST]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is no token")
+    return Int32s.of(given)

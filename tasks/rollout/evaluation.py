@@ -152,7 +152,7 @@ class Evaluator:
         episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _wanted, self.score)
         score = await episode.played(self.environment)
         assert score is not None, "it is wanted"
-        return score, tuple(version for version in episode.versions if version >= 0)
+        return score, tuple(version for version in episode.made.versions if version >= 0)
 
 
 async def _wanted(_: PlayedEpisode) -> bool:

@@ -106,7 +106,7 @@ class _Job:
 
     def ended(self, had: Partial) -> Generation:
         """What there is of it, once it was aborted."""
-        return Generation(self.request.id, had.tokens, had.logprobs, had.versions, Ending.ABORTED)
+        return Generation(self.request.id, had, Ending.ABORTED)
 
 
 class InferenceProxy:
@@ -286,12 +286,11 @@ class InferenceProxy:
             generation = await engine.generate(job.request)
         except EngineFailed as error:
             return self._died(lane, job, error)
-        self._queue.observed(lane, len(generation.tokens) - had, clock() - began)
+        self._queue.observed(lane, len(generation.made) - had, clock() - began)
         if generation.ending is not Ending.ABORTED or job.aborted:
             return generation
         handed_over = lane.failure is not None  # else an update aborted it
-        made = Partial(generation.tokens, generation.logprobs, generation.versions)
-        self._again(job, made if handed_over else Partial())
+        self._again(job, generation.made if handed_over else Partial())
         return None
 
     def _died(self, lane: Lane, job: _Job, error: EngineFailed) -> Generation | None:

@@ -22,7 +22,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import Prompts, TimedRewards
 from rollflow.tasks.simulation.records import Records
 
-HELD_OUT = 1 << 40  # the first place in the run's order that training never comes to
+HELD_OUT = 1 << 30  # the first place in the run's order that training never comes to; a prompt is its place, as a token
 TRIES = 1_000  # engines that may die at one evaluation
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import RollflowError
+from rollflow.storage.flat import Int32s
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, failed
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
@@ -38,14 +39,15 @@ AGAIN_SECONDS = 0.5  # before another try to start one
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One response to judge, by its tokens."""
+    """One response to judge, by its tokens; flat, where nobody is to pay for them again."""
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
 
     def line(self) -> bytes:
-        """The request as the worker reads it."""
-        return json.dumps({"tokens": list(self.tokens), "reference": dict(self.reference)}).encode() + b"\n"
+        """The request as the worker reads it: the tokens' bytes, in hexadecimal digits, and the reference."""
+        asked = {"tokens": Int32s.of(self.tokens).data.hex(), "reference": dict(self.reference)}
+        return json.dumps(asked).encode() + b"\n"
 
 
 class RewardPool:

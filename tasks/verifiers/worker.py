@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
+from rollflow.storage.flat import Int32s
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import RewardConfig
@@ -31,7 +32,8 @@ def main() -> None:
     answers.write("ready\n")
     for line in sys.stdin:
         request = json.loads(line)
-        score = judge(verify, config.answer, tokenizer.decode(request["tokens"]), request["reference"])
+        response = tokenizer.decode(list(Int32s(bytes.fromhex(request["tokens"]))))
+        score = judge(verify, config.answer, response, request["reference"])
         answers.write(json.dumps([score.reward, score.reason, score.seconds]) + "\n")
 
 

@@ -15,6 +15,7 @@ import pytest_asyncio
 import ray
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.flat import Int32s
 from rollflow.storage.records import Ending
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines import build_engine
@@ -105,7 +106,7 @@ async def started(case: Case, count: int = 8) -> tuple[list[GenerationRequest], 
 
 
 def beginning(generation: Generation, count: int) -> Partial:
-    return Partial(generation.tokens[:count], generation.logprobs[:count], generation.versions[:count])
+    return generation.made.before(count)
 
 
 def check(generation: Generation) -> None:
@@ -270,7 +271,7 @@ async def test_a_prefix_stays_and_the_answer_goes_on_from_it(case: Case) -> None
     request, whole = max(zip(requests, made, strict=True), key=lambda pair: len(pair[1].tokens))
     length, now = len(whole.tokens), case.engine.version
     for cut in (1, length // 2, length - 1):
-        old = replace(beginning(whole, cut), versions=(now - 1,) * (cut // 2) + (now,) * (cut - cut // 2))
+        old = replace(beginning(whole, cut), versions=Int32s.of((now - 1,) * (cut // 2) + (now,) * (cut - cut // 2)))
         task = asyncio.create_task(case.engine.generate(replace(request, id=f"cut-{cut}", prefix=old)))
         shown: list[Partial] = []
         while not task.done():

@@ -15,7 +15,7 @@ from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Ending, Prompt, Trajectory
 from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.engines.base import Generation, Partial
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
@@ -59,7 +59,7 @@ class Scripted:
             return None
         tokens = tuple(range(100, 100 + min(5, self.room)))
         self.response += tokens
-        return Generation("", tokens, (-1.0,) * len(tokens), (0,) * len(tokens), Ending.STOP)
+        return Generation("", Partial.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), Ending.STOP)
 
     def add(self, tokens: Sequence[int]) -> None:
         assert len(tokens) <= self.room

@@ -36,13 +36,13 @@ TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01,
 
 
 def test_what_travels_arrives_unchanged() -> None:
-    prefix = Partial((4, 5), (-0.5, -1e-9), (0, 3))
+    prefix = Partial.of((4, 5), (-0.5, -1e-9), (0, 3))
     requests = [GenerationRequest("a", (1, 2), 3, 0.7, 5), GenerationRequest("b", (9,), 4, 1.0, None, prefix)]
     assert unpack_requests(pack_requests(requests)) == requests
     generations = [
-        Generation("a", (1, 2), (-0.1, -1e-9), (0, 1), Ending.STOP),
-        Generation("b", (), (), (), Ending.ABORTED),
-        Generation("c", (7,), (-3.5,), (2,), Ending.LENGTH),
+        Generation("a", Partial.of((1, 2), (-0.1, -1e-9), (0, 1)), Ending.STOP, 3),
+        Generation("b", Partial(), Ending.ABORTED),
+        Generation("c", Partial.of((7,), (-3.5,), (2,)), Ending.LENGTH),
     ]
     assert unpack_generations(pack_generations(generations)) == generations
     assert unpack_generations(pack_generations([])) == []

@@ -241,7 +241,7 @@ class Observed(TimedEngine):
             self.world.had[seed] = max(had, request.prefix, key=len)
             raise
         if made.ending is Ending.ABORTED:
-            self.world.had[seed] = Partial(made.tokens, made.logprobs, made.versions)
+            self.world.had[seed] = made.made
         return made
 
 

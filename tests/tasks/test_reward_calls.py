@@ -30,7 +30,7 @@ print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     while (until := request["reference"].get("until")) and not os.path.exists(until): time.sleep(0.01)
-    print(json.dumps([1.0, str(request["tokens"][0]), 0.001]), flush=True)
+    print(json.dumps([1.0, str(bytes.fromhex(request["tokens"])[0]), 0.001]), flush=True)
 """
 
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 from rollflow.storage.errors import Corrupt
-from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
 from tests.support.tiny_policy import make_policy, make_weights
@@ -119,7 +119,7 @@ async def test_what_cannot_be_run_is_refused_and_the_rest_goes_on(
 def continued(whole: Generation, cut: int) -> GenerationRequest:
     """What another engine gets whose predecessor died after `cut` tokens."""
     number = int(whole.id.removeprefix("r"))
-    prefix = Partial(whole.tokens[:cut], whole.logprobs[:cut], whole.versions[:cut])
+    prefix = whole.made.before(cut)
     return replace(REQUESTS[number], prefix=prefix)
 
 
@@ -166,5 +166,5 @@ async def test_an_update_in_the_middle_of_a_prefix_loses_none_of_it(engine: Tran
     await engine.resume()
     for request, made in zip(requests, await asyncio.gather(*tasks), strict=True):
         cut = len(request.prefix)
-        assert Partial(made.tokens[:cut], made.logprobs[:cut], made.versions[:cut]) == request.prefix
+        assert made.made.before(cut) == request.prefix
         assert made.versions[cut:] == (1,) * (len(made.tokens) - cut)

@@ -49,7 +49,7 @@ async def test_what_is_asked_again_is_drawn_as_before(tmp_path: Path) -> None:
 
 async def goes_on(engine: VllmEngine, whole: Generation) -> None:
     """From another engine's tokens, with other numbers: or a token would be likelier where it stood among these."""
-    twelve = Partial(whole.tokens[:12], whole.logprobs[:12], whole.versions[:12])
+    twelve = whole.made.before(12)
     on = [await ask(engine, PROMPTS[0], 0, twelve) for _ in range(2)]
     assert on[0].tokens == on[1].tokens != whole.tokens
 
@@ -67,7 +67,7 @@ def test_a_runs_engines_are_started_so(tmp_path: Path, rollout: RolloutConfig) -
     context: Any = SimpleNamespace(config=config, policy_folder=folder)
     engine = build_engine_of(context, config.engine)
     assert isinstance(engine, VllmEngine)
-    assert engine._params(GenerationRequest("a", (3,), 8, seed=5)).seed == (5 if rollout.leaves_behind else None)
+    assert engine._seed(GenerationRequest("a", (3,), 8, seed=5)) == (5 if rollout.leaves_behind else None)
 
 
 async def ask(engine: VllmEngine, prompt: tuple[int, ...], seed: int, prefix: Partial = NOTHING) -> Generation:

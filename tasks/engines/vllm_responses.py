@@ -1,0 +1,162 @@
+"""Responses as vLLM's core makes them, step by step, past vLLM's way to a `RequestOutput`.
+
+vLLM's front end makes text, usage and a result object of each response, in several Python calls for each token. Here
+only tokens, log-probs and versions are wanted, so what comes from the core is gathered in lists. What else is asked of
+the front end (the log-probs of a probe) goes its own way, as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.flat import Float32s, Int32s
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines.base import Partial
+
+ENDINGS = {FinishReason.STOP: Ending.STOP, FinishReason.LENGTH: Ending.LENGTH, FinishReason.ABORT: Ending.ABORTED}
+
+
+class Response:
+    """One response under way: its tokens, and which version each of them came from."""
+
+    __slots__ = ("_logprobs", "_spans", "_tokens", "cached", "done", "request")
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        """`request`: as vLLM's core gets it."""
+        self.request = request
+        self.done: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.cached = 0  # tokens of the prompt that were not computed
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[tuple[str, int]] = []  # (version, its first token)
+
+    def take(self, output: Any, version: str | None) -> None:
+        """Take what a step made, under that version."""
+        if output.new_token_ids:
+            if not self._spans or self._spans[-1][0] != version:
+                self._spans.append((str(version), len(self._tokens)))
+            self._tokens += output.new_token_ids
+            self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
+        if output.prefill_stats is not None:
+            self.cached = output.prefill_stats.num_cached_tokens or 0
+
+    def made(self, since: int = 0) -> Partial:
+        """Its tokens, from `since` on."""
+        tokens = self._tokens[since:]
+        logprobs, end = self._logprobs[since:], since + len(tokens)
+        if len(logprobs) != len(tokens):
+            raise EngineFailed(f"vLLM gave {end} tokens and {since + len(logprobs)} log-probs")
+        starts = [(int(version), max(start, since)) for version, start in self._spans]
+        ends = [*(start for _, start in starts[1:]), end]
+        # Not strict: before the first token there is an end, and no start.
+        spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
+        return Partial(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
+
+    def end(self, reason: FinishReason) -> None:
+        """There are no more; who was cancelled does not want to know."""
+        if self.done.done():
+            return
+        if reason in ENDINGS:
+            self.done.set_result(ENDINGS[reason])
+        else:
+            self.done.set_exception(EngineFailed(f"vLLM ended a response with the reason {reason}"))
+
+
+class Responses(OutputProcessor):  # type: ignore[misc]
+    """In the place of the front end's own output processor."""
+
+    def __init__(self, llm: AsyncLLM, stop_ids: Sequence[int]) -> None:
+        """Takes that place, before the first request; a response ends with one of `stop_ids`."""
+        super().__init__(None, log_stats=False)
+        self._llm = llm
+        self._running: dict[str, Response] = {}
+        self._numbers = count()  # the core has ids of its own: a caller's may come again while the first one ends
+        self._longest, self._vocabulary = llm.model_config.max_model_len, llm.model_config.get_vocab_size()
+        self._stop_ids = list(stop_ids)
+        self._params = lru_cache(maxsize=256)(self._prepared)  # to make them is a third of a request's cost
+        llm.output_processor = self
+
+    def new(self, prompt: Int32s, max_new_tokens: int, temperature: float, seed: int | None, salt: str) -> Response:
+        """A response to these tokens; `send` it next. What has another `salt` shares no attention state with it.
+
+        Raises:
+            ValueError: vLLM takes no such prompt.
+        """
+        tokens, ids, params = list(prompt), prompt.array, self._params(max_new_tokens, temperature)
+        if not 0 < len(tokens) < self._longest or np.any(ids < 0) or np.any(ids >= self._vocabulary):
+            self._processed(tokens, params)  # says what is wrong with it
+            raise ValueError(f"a token of the prompt is not among the {self._vocabulary} of the policy")
+        if seed is not None:
+            params = copy.copy(params)
+            params.seed = seed
+        id = f"rollflow-{next(self._numbers)}"
+        request = EngineCoreRequest(id, tokens, None, params, None, time.time(), None, salt, None)
+        self._running[id] = response = Response(request)
+        return response
+
+    async def send(self, response: Response) -> None:
+        """Have the core begin with it."""
+        self._llm._run_output_handler()
+        await self._llm.engine_core.add_request_async(response.request)
+
+    async def abort(self, responses: Iterable[Response]) -> None:
+        """End these now, with what they have; one that has ended is left alone."""
+        ids = [one.request.request_id for one in responses]
+        running = {id: self._running.pop(id) for id in ids if id in self._running}
+        for response in running.values():
+            response.end(FinishReason.ABORT)
+        await self._llm.engine_core.abort_requests_async(list(running))
+
+    def process_outputs(
+        self, outputs: list[Any], timestamp: float | None = None, stats: Any = None, weight_version: str | None = None
+    ) -> Any:
+        """What a step brought: vLLM calls it."""
+        others = []
+        for output in outputs:
+            response = self._running.get(output.request_id)
+            if response is None:
+                others.append(output)
+                continue
+            response.take(output, weight_version)
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                response.end(output.finish_reason)
+        return super().process_outputs(others, timestamp, stats, weight_version)
+
+    def propagate_error(self, error: Exception) -> None:
+        """The core died, or is closed: vLLM calls it, too."""
+        for response in self._running.values():
+            if not response.done.done():
+                response.done.set_exception(error)
+        self._running.clear()
+        super().propagate_error(error)
+
+    def _prepared(self, max_new_tokens: int, temperature: float) -> SamplingParams:
+        """Sampling parameters as the core gets them."""
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            logprobs=0,
+            stop_token_ids=self._stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return self._processed([0], params).sampling_params
+
+    def _processed(self, tokens: list[int], params: SamplingParams) -> Any:
+        prompt = {"type": "token", "prompt_token_ids": tokens}
+        return self._llm.input_processor.process_inputs("asked", prompt, params, supported_tasks=("generate",))

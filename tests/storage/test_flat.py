@@ -1,0 +1,76 @@
+"""Numbers as bytes: they read like the tuple they were made of, and are what Arrow keeps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.storage.flat import Bools, Flat, Float32s, Int32s
+
+INTS = st.integers(-(2**31), 2**31 - 1)
+KINDS: dict[type[Flat[Any]], st.SearchStrategy[Any]] = {
+    Int32s: INTS,
+    Float32s: st.floats(width=32, allow_nan=False),
+    Bools: st.booleans(),
+}
+ROWS = st.one_of(*(st.tuples(st.just(kind), st.lists(number, max_size=9)) for kind, number in KINDS.items()))
+
+
+@given(ROWS, st.slices(9), st.integers(-9, 8))
+def test_it_reads_like_the_tuple_it_was_made_of(row: tuple[type[Flat[Any]], list[Any]], cut: slice, place: int) -> None:
+    kind, numbers = row
+    flat, plain = kind.of(numbers), tuple(numbers)
+    assert (len(flat), tuple(flat), flat == plain, plain == flat) == (len(plain), plain, True, True)
+    assert flat[cut] == plain[cut]
+    assert isinstance(flat[cut], kind)
+    assert flat + plain == plain + flat == kind.joined([flat, flat]) == plain + plain
+    assert hash(flat) == hash(plain)
+    assert kind.of(flat) is flat
+    assert pickle.loads(pickle.dumps(flat)) == copy.deepcopy(flat) == flat  # noqa: S301  made right here
+    assert bool(flat) == bool(plain)
+    if -len(plain) <= place < len(plain):
+        assert flat[place] == plain[place]
+    else:
+        with pytest.raises(IndexError):
+            flat[place]
+
+
+@given(st.lists(INTS, max_size=5), st.lists(INTS, max_size=5))
+def test_it_equals_only_what_has_the_same_numbers(one: list[int], other: list[int]) -> None:
+    assert (Int32s.of(one) == Int32s.of(other)) == (one == other) == (Int32s.of(one) == tuple(other))
+    assert Int32s.of(one) != "".join(map(str, one))
+    assert Int32s.of(one) != object()
+
+
+def test_the_bytes_are_those_that_arrow_keeps() -> None:
+    for kind, arrow in ((Int32s, pa.int32()), (Float32s, pa.float32())):
+        numbers = [3, -1, 7]
+        assert kind.of(numbers).data == pa.array(numbers, arrow).buffers()[1].to_pybytes()[:12]
+    assert Bools.of([True, False]).data == b"\x01\x00"
+
+
+def test_numbers_are_rounded_to_the_type() -> None:
+    assert Float32s.of([0.1]) == (0.1,)
+    assert Float32s.of([0.1])[0] == float(np.float32(0.1)) != 0.1
+    with pytest.raises(Exception, match="format requires"):
+        Int32s.of([2**31])
+
+
+def test_the_same_number_many_times_or_never() -> None:
+    assert Int32s.same(-1, 3) == (-1, -1, -1)
+    assert Int32s.same(5, 0) == Int32s.same(5, -2) == Int32s() == ()
+    assert repr(Int32s.same(7, 2)) == "Int32s.of([7, 7])"
+
+
+def test_the_array_is_the_numbers_where_they_are() -> None:
+    found = Int32s.of([1, 2, 3]).array
+    assert found.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        found[0] = 9
