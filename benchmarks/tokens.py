@@ -1,0 +1,200 @@
+"""What a token, and a response in flight, cost the process of the scheduler.
+
+    python -m benchmarks.tokens [--json FILE]
+
+The shipped scheduler, proxy, engine client, buffer and batches run as they do in a run. In the place of the engines'
+actor and of the verifier stand two that answer at once with bytes that were made before; requests and answers are
+pickled on the way, as Ray does. A batch is put together up to the bytes of its file, without the disk.
+
+- A token: CPU time of long responses less that of short ones, by the tokens that these have more. What does not depend
+  on the length drops out. Half of the responses come with a report of half of their tokens first, as slow ones do.
+- A response in flight: memory that Python has handed out, by the requests that wait for an engine's answer. The second
+  row has a report of 1,000 tokens for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import time
+import tracemalloc
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Row, arguments, at_most, publish
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.flat import Float32s, Int32s
+from rollflow.storage.records import Ending, Prompt
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.actors.engine_client import RayEngine
+from rollflow.tasks.actors.wire import ENDINGS, Collected, PackedPartials, PackedRequests
+from rollflow.tasks.rollout.limits import RolloutLimits
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.verifiers.pool import ScoreRequest
+
+GROUPS, GROUP_SIZE, BATCHES = 16, 8, 6
+SHORT, LONG, TURNS = 100, 8_000, 5
+FLYING, REPORTED = 16_384, 1_000
+PROMPT = 64  # tokens
+SETTLE_SECONDS = 20.0
+TOKEN_MICROSECONDS, FLYING_BYTES = 0.05, 2_048  # targets
+
+
+class Call:
+    """A method of the actor."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    async def remote(self, *arguments: Any) -> Any:
+        """As Ray's: both ways in bytes."""
+        found = await self._method(*pickle.loads(pickle.dumps(arguments, 5)))  # noqa: S301  made right here
+        return pickle.loads(found) if isinstance(found, bytes) else found  # noqa: S301
+
+
+@dataclass
+class Actor:
+    """Stands for an `EngineActor`: each response has `tokens` tokens, of version 0; none ends if `hangs`."""
+
+    tokens: int
+    reported: int = 0
+    hangs: bool = False
+    asked: list[str] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __getattr__(self, name: str) -> Call:
+        return Call({"submit": self._submit, "collect": self._collect}.get(name, self._nothing))
+
+    async def _nothing(self, *arguments: object) -> None: ...
+
+    async def _submit(self, owner: str, packed: PackedRequests) -> None:
+        self.asked += packed[0]
+        self.news.set()
+
+    async def _collect(self, owner: str) -> bytes:
+        await self.news.wait()
+        self.news.clear()
+        asked, self.asked = self.asked, []
+        ended = [] if self.hangs else asked
+        reported = self.columns(asked if self.hangs else asked[::2], self.reported or self.tokens // 2)
+        endings = bytes([ENDINGS.index(Ending.STOP)]) * len(ended)
+        told: Collected = ((self.columns(ended, self.tokens), endings, [0] * len(ended)), [], reported)
+        return pickle.dumps(told, 5)
+
+    @staticmethod
+    def columns(ids: list[str], tokens: int) -> PackedPartials:
+        """So many tokens for each."""
+        count = tokens * len(ids)
+        columns = Int32s.same(7, count).data, Float32s.same(-1.5, count).data, Int32s.same(0, count).data
+        return ids, *columns, [tokens] * len(ids)
+
+
+class Here:
+    """`WeightsSource`."""
+
+    patience = None
+
+    def weights(self, version: int) -> Path:
+        """There are none."""
+        return Path()
+
+
+async def scheduler_of(
+    actor: Actor, batches: int, groups: int, commit: Callable[[StagedBatch], Awaitable[None]]
+) -> RolloutScheduler:
+    """The scheduler of a run with one engine."""
+    count = groups * GROUP_SIZE
+    proxy = InferenceProxy([RayEngine(actor)], count)
+    await proxy.update(0, Here(), Probe((), (), 0.0), "continue")
+    limits = RolloutLimits(
+        seed=0,
+        batches=batches,
+        groups=groups,
+        group_size=GROUP_SIZE,
+        async_ratio=float(batches),
+        depth=groups,
+        attempts=2,
+        max_new_tokens=LONG,
+        temperature=1.0,
+        slots=count,
+    )
+    tokens = Int32s.same(5, PROMPT)
+    ports = SchedulerPorts(lambda index: Prompt(f"p{index}", index, "d", "", tokens), judged, commit)
+    return RolloutScheduler(limits, ports, proxy, ResumePoint())
+
+
+async def judged(request: ScoreRequest) -> Score:
+    """A verdict, of whoever would have got the response."""
+    pickle.loads(pickle.dumps((Int32s.of(request.tokens).data, request.reference), 5))  # noqa: S301  made right here
+    return Score(1.0, "")
+
+
+async def committed(staged: StagedBatch) -> None:
+    """The bytes of its file."""
+    TrajectoryBatch.from_groups(staged.groups).to_bytes()
+
+
+def seconds(tokens: int) -> float:
+    """CPU seconds of a run of responses of so many tokens."""
+    gc.collect()
+    began = time.process_time()
+
+    async def main() -> None:
+        scheduler = await scheduler_of(Actor(tokens), BATCHES, GROUPS, committed)
+        await scheduler.run()
+
+    asyncio.run(main())
+    return time.process_time() - began
+
+
+def microseconds_a_token() -> float:
+    """The least of several turns: what else runs makes it longer, nothing makes it shorter."""
+    seconds(SHORT)
+    more = min(seconds(LONG) for _ in range(TURNS)) - min(seconds(SHORT) for _ in range(TURNS))
+    return more / (BATCHES * GROUPS * GROUP_SIZE * (LONG - SHORT)) * 1e6
+
+
+def bytes_in_flight(reported: int) -> float:
+    """Memory of a response that an engine works on, with the tokens it has reported."""
+
+    async def main() -> float:
+        actor = Actor(0, reported, hangs=True)
+        scheduler = await scheduler_of(actor, 2, FLYING // GROUP_SIZE, committed)
+        gc.collect()
+        tracemalloc.start()
+        running = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(SETTLE_SECONDS)  # until all are asked for, and reported
+        assert scheduler.running * GROUP_SIZE == FLYING
+        gc.collect()
+        found = tracemalloc.get_traced_memory()[0] / FLYING
+        tracemalloc.stop()
+        running.cancel()
+        await asyncio.wait([running])
+        return found
+
+    return asyncio.run(main())
+
+
+def rows() -> Sequence[Row]:
+    """All figures."""
+    bare, with_tokens = bytes_in_flight(0), bytes_in_flight(REPORTED)
+    return [
+        at_most("scheduler's process", "µs a token", microseconds_a_token(), TOKEN_MICROSECONDS),
+        at_most("a response in flight", "bytes, without tokens", bare, FLYING_BYTES),
+        Row("a response in flight", "bytes a token that was reported", (with_tokens - bare) / REPORTED),
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    chosen = arguments(__doc__.splitlines()[0] if __doc__ else "").parse_args()
+    publish(rows(), "tokens in the scheduler's process", chosen.json)
+
+
+if __name__ == "__main__":
+    main()
