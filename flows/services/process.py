@@ -309,7 +309,8 @@ class MlflowServer(Service):
         return [sys.executable, "-m", "mlflow", "server", *store, *artifacts, *place]
 
     def _environment(self) -> Mapping[str, str]:
-        return without("PREFECT_", without("MLFLOW_", os.environ))
+        # Its jobs judge traces, which a run has none of: they are eight processes.
+        return without("PREFECT_", without("MLFLOW_", os.environ)) | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
     def _ready(self) -> bool:
         return http_answers(f"{self.url}/health", seconds=1.0)
