@@ -6,9 +6,9 @@ take four, and are cut, joined and pickled as bytes. Who wants the numbers gets 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from struct import Struct
 from typing import Any, ClassVar, Self, TypeVar, overload
 
 import numpy as np
@@ -30,11 +30,18 @@ class Flat(Sequence[Number]):
 
     @classmethod
     def of(cls, numbers: Iterable[Number]) -> Self:
-        """These numbers; what is flat already is not copied."""
+        """These numbers; what is flat already is not copied.
+
+        Raises:
+            TypeError: one of them is no number of this type.
+        """
         if type(numbers) is cls:
             return numbers
         numbers = numbers if isinstance(numbers, list | tuple) else tuple(numbers)
-        return cls(_packer(len(numbers), cls.code)(*numbers))
+        try:
+            return cls(_packer(len(numbers), cls.code)(*numbers))
+        except struct.error as error:
+            raise TypeError(f"{cls.__name__}: {error}") from None
 
     @classmethod
     def same(cls, number: Number, count: int) -> Self:
@@ -121,4 +128,4 @@ class Bools(Flat[bool]):
 
 @cache
 def _packer(count: int, code: str) -> Callable[..., bytes]:
-    return Struct(f"{count}{code}").pack
+    return struct.Struct(f"{count}{code}").pack

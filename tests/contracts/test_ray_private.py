@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
@@ -36,6 +36,7 @@ def test_a_node_is_made_of_what_we_give_it() -> None:
 
 def test_ray_looks_on_loopback_where_clusters_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    monkeypatch.setattr(worker, "_global_node", None)  # another test's, in this process
     assert services.get_node_ip_address() == "127.0.0.1"
     assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
 

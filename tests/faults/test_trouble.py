@@ -69,7 +69,7 @@ def learner() -> Iterator[tuple[PolicyStore, Writer]]:
 @pytest.fixture
 def run(learner: tuple[PolicyStore, Writer]) -> LocalStore:
     """Its storage."""
-    run = learner[0].run
+    run = learner[0].store
     assert isinstance(run, LocalStore)
     return run
 
