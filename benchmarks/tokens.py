@@ -51,8 +51,12 @@ class Call:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
 
-    async def remote(self, *arguments: Any) -> Any:
-        """As Ray's: both ways in bytes."""
+    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+        """As Ray's: it begins at once."""
+        return asyncio.ensure_future(self._called(*arguments))
+
+    async def _called(self, *arguments: Any) -> Any:
+        """Both ways in bytes."""
         found = await self._method(*pickle.loads(pickle.dumps(arguments, 5)))  # noqa: S301  made right here
         return pickle.loads(found) if isinstance(found, bytes) else found  # noqa: S301
 

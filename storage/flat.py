@@ -112,6 +112,13 @@ class Int32s(Flat[int]):
     code, size = "i", 4
 
 
+class Int64s(Flat[int]):
+    """Places in a run's order."""
+
+    __slots__ = ()
+    code, size = "q", 8
+
+
 class Float32s(Flat[float]):
     """Log-probs (nats)."""
 

@@ -15,7 +15,6 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest, FinishReason
@@ -96,8 +95,8 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         Raises:
             ValueError: vLLM takes no such prompt.
         """
-        tokens, ids, params = list(prompt), prompt.array, self._params(max_new_tokens, temperature)
-        if not 0 < len(tokens) < self._longest or np.any(ids < 0) or np.any(ids >= self._vocabulary):
+        tokens, params = list(prompt), self._params(max_new_tokens, temperature)
+        if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
             self._processed(tokens, params)  # says what is wrong with it
             raise ValueError(f"a token of the prompt is not among the {self._vocabulary} of the policy")
         if seed is not None:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.flat import Bools, Flat, Float32s, Int32s
+from rollflow.storage.flat import Bools, Flat, Float32s, Int32s, Int64s
 
 INTS = st.integers(-(2**31), 2**31 - 1)
 KINDS: dict[type[Flat[Any]], st.SearchStrategy[Any]] = {
     Int32s: INTS,
+    Int64s: st.integers(-(2**63), 2**63 - 1),
     Float32s: st.floats(width=32, allow_nan=False),
     Bools: st.booleans(),
 }
