@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -163,7 +164,12 @@ async def by_the_name_of_its_file(channel: RayChannel, scheduler: Scheduler) -> 
 
 async def nobody_there(channel: RayChannel) -> None:
     """Nobody takes the dead one's place: the wait ends, in words."""
-    ray.kill(ray.get_actor(CHANNEL))
+    actor = ray.get_actor(CHANNEL)
+    ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayActorError):  # a kill is only asked for: it may still take a batch
+        async with asyncio.timeout(HANG_SECONDS):
+            while True:
+                await actor.ping.remote(0.1)
     ray_channel.GRACE_SECONDS = 1.0
     with pytest.raises(Unreachable, match="no channel actor lived to take batch 7 within 2 s"):
         await channel.put(7, b"", 1)
