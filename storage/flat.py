@@ -84,7 +84,10 @@ class Flat(Sequence[Number]):
             return self.data == other.data
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):
             return NotImplemented
-        return len(other) == len(self) and type(self).of(other).data == self.data
+        try:
+            return len(other) == len(self) and type(self).of(other).data == self.data
+        except TypeError:  # not numbers
+            return False
 
     def __hash__(self) -> int:
         return hash(tuple(self))  # as the tuple that it equals

@@ -48,6 +48,7 @@ def test_it_equals_only_what_has_the_same_numbers(one: list[int], other: list[in
     assert (Int32s.of(one) == Int32s.of(other)) == (one == other) == (Int32s.of(one) == tuple(other))
     assert Int32s.of(one) != "".join(map(str, one))
     assert Int32s.of(one) != object()
+    assert Int32s.of(one) != ["a"] * max(1, len(one))
 
 
 def test_the_bytes_are_those_that_arrow_keeps() -> None:
