@@ -110,6 +110,7 @@ class RayEngine:
         self.check()
         if request.id in self._waiting:
             raise ValueError(f"{request.id} is already being generated")
+        Int32s.of(request.prompt)  # what is no prompt is an error here, at its caller alone
         loop = asyncio.get_running_loop()
         if not self._outbox:
             loop.call_soon(self._flush)

@@ -241,3 +241,22 @@ async def test_responses_that_take_no_time_end_on_the_actors_own_event_loop(ray_
     requests = [GenerationRequest(f"r{i}", (3,), 4, seed=i) for i in range(40)]
     made = await asyncio.gather(*(engine.generate(request) for request in requests))
     assert [one.id for one in made] == [request.id for request in requests]
+
+
+class Deaf:
+    """An actor that nothing may be sent to."""
+
+    def __getattr__(self, method: str) -> Deaf:
+        return self
+
+    async def remote(self, *arguments: object) -> None: ...
+
+
+async def test_what_cannot_be_sent_fails_at_once_and_nobody_waits_for_it() -> None:
+    engine = RayEngine(Deaf())
+    with pytest.raises(TypeError, match="Int32s"):  # a prompt: at its caller alone
+        await engine.generate(GenerationRequest("a", ("no token",), 3))  # type: ignore[arg-type]
+    engine.check()
+    odd = Partial((1,), (-0.5,), (0,))  # type: ignore[arg-type]
+    with pytest.raises(EngineFailed, match="submit: AttributeError"):
+        await asyncio.wait_for(engine.generate(GenerationRequest("b", (1,), 3, prefix=odd)), HANG_SECONDS)
