@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from tests.support.cores import core
 from tests.support.here import Here
 from tests.support.tiny_policy import EOS, greedy_tokens, make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon
@@ -338,10 +337,7 @@ async def kill_actor(engine: Engine) -> None:
 
 
 async def kill_engine_core(engine: Engine) -> None:
-    cores = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name()]
-    assert cores
-    for core in cores:
-        os.kill(core.pid, signal.SIGKILL)
+    core(psutil.Process()).kill()
 
 
 async def close(engine: Engine) -> None:

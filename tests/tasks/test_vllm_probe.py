@@ -21,6 +21,7 @@ from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines.base import GenerationRequest, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
+from tests.support.cores import TITLE, core, cores
 from tests.support.here import Here
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
 from tests.support.waiting import HANG_SECONDS, soon, until
@@ -63,7 +64,7 @@ async def test_the_probe_catches_a_stale_tied_head(tmp_path: Path) -> None:
         assert _worst(await engine.logprobs(PROBE), first) < 1e-4
     finally:
         await engine.close()
-    until(lambda: not [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()])
+    until(lambda: not cores(psutil.Process()))
 
 
 async def test_who_waits_for_vllms_process_hears_of_its_death(tmp_path: Path) -> None:
@@ -74,12 +75,12 @@ async def test_who_waits_for_vllms_process_hears_of_its_death(tmp_path: Path) ->
     )
     await engine.start()
     try:
-        core = next(child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
-        core.suspend()
+        process = core(psutil.Process())
+        process.suspend()
         updating = asyncio.create_task(engine.update(0, weights))
         await asyncio.sleep(0.5)
         assert not updating.done()
-        core.kill()
+        process.kill()
         with pytest.raises(EngineFailed, match="died"):
             await asyncio.wait_for(updating, HANG_SECONDS)
     finally:
@@ -94,7 +95,7 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
     assert owner.stdout is not None
     try:
         children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-        assert any("EngineCore" in child.name() for child in children)
+        assert any(child.name().startswith(TITLE) for child in children)
     finally:
         os.kill(owner.pid, signal.SIGKILL)
     owner.wait(HANG_SECONDS)
@@ -108,7 +109,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path, ray_nod
     requests = [GenerationRequest(f"r{i}", (3 + i, 4, 5), 250) for i in range(32)]
     running = [asyncio.create_task(engine.generate(request)) for request in requests]
     had = await _progress(engine, requests)
-    os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)
+    core(processes[0]).kill()
     outcomes = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), HANG_SECONDS)
     failed = [r for r, o in zip(requests, outcomes, strict=True) if isinstance(o, EngineFailed) and r.id in had]
     assert failed, "all ended before the death"
@@ -129,7 +130,7 @@ async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path, ray_nod
         expected = reference_logprobs(weights, request.prompt + made.tokens)[2:]
         assert made.logprobs == pytest.approx(expected, abs=1e-4)
 
-    os.kill(next(p.pid for p in processes if "EngineCore" in p.name()), signal.SIGKILL)  # idle
+    core(processes[0]).kill()  # idle
     with pytest.raises(EngineFailed):
         await asyncio.wait_for(_while_healthy(engine), HANG_SECONDS)
     await engine.actor.start.remote()  # in the same actor
