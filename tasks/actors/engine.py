@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,9 +133,9 @@ class EngineActor:
 
     def _report(self, *, now: bool) -> dict[str, Partial]:
         """New tokens of what runs, unless the last report was a moment ago."""
-        if not now and time.monotonic() - self._reported < PROGRESS_SECONDS:
+        if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}
-        self._reported = time.monotonic()
+        self._reported = asyncio.get_running_loop().time()
         new = {id: partial for id, partial in self._engine.progress(self._have).items() if partial}
         for id, partial in new.items():
             self._have[id] += len(partial)

@@ -12,16 +12,19 @@ One actor call per request would cost more than generating a short answer, so ca
 Guarantees: every wait has a deadline; when the actor dies, stays silent past a deadline or makes no token for
 as long, every call raises `EngineFailed`, also the ones already waiting, and `progress` still tells the tokens
 that had arrived by then. A request's own error reaches its caller alone. An owner that lost the actor to another
-one can do nothing to it any more.
+one can do nothing to it any more. A cancelled caller's request ends, and its id may be used again at once: what is
+still told of it reaches nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,9 +77,10 @@ class RayEngine:
         self._owner = secrets.token_hex(8)
         self._attached: asyncio.Future[Any] | None = None
         self._failure: EngineFailed | None = None
-        self._outbox: list[GenerationRequest] = []
-        self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._arrived: dict[str, Arrived] = {}  # of the waiting requests, or those that waited at the failure
+        self._numbers = itertools.count()
+        self._outbox: dict[str, GenerationRequest] = {}  # by the number that each is sent under
+        self._waiting: dict[str, Call] = {}  # by those numbers
+        self._calls: dict[str, Call] = {}  # by the callers' ids; also those that waited at the failure
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -108,7 +112,7 @@ class RayEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
-        if request.id in self._waiting:
+        if request.id in self._calls:
             raise ValueError(f"{request.id} is already being generated")
         Int32s.of(request.prompt)  # what is no prompt is an error here, at its caller alone
         loop = asyncio.get_running_loop()
@@ -116,29 +120,29 @@ class RayEngine:
             loop.call_soon(self._flush)
         if not self._waiting:
             self._moved = loop.time()
-        self._outbox.append(request)
-        self._waiting[request.id] = loop.create_future()
+        number = f"{request.id}#{next(self._numbers)}"
+        self._outbox[number] = replace(request, id=number)
+        self._calls[request.id] = self._waiting[number] = call = Call(number, loop.create_future())
         try:
-            return await self._waiting[request.id]
+            made = await call.done
+            return Generation(request.id, made.made, made.ending, made.cached)
         except asyncio.CancelledError:
-            self._disown(request.id)
+            self._disown(call)
             raise
         finally:
-            self._waiting.pop(request.id, None)
+            del self._waiting[number]
             if self._failure is None:
-                self._arrived.pop(request.id, None)
+                del self._calls[request.id]
 
     async def abort(self, ids: Sequence[str]) -> None:
-        self._flush()
-        await asyncio.gather(*self._submits)  # an abort must not overtake its request
+        await self._sent()  # an abort must not overtake its request
         if self._attached is None:
             self.check()  # and nothing runs
         else:
-            await self._own(self._silent, "abort", list(ids))
+            await self._own(self._silent, "abort", [self._calls[id].number for id in ids if id in self._calls])
 
     async def suspend(self, in_flight: InFlight) -> None:
-        self._flush()
-        await asyncio.gather(*self._submits)
+        await self._sent()
         self._suspended = True
         await self._own(self._silent, "suspend", in_flight)
 
@@ -168,9 +172,7 @@ class RayEngine:
             raise EngineFailed(str(self._failure))
 
     def progress(self, have: Mapping[str, int]) -> dict[str, Partial]:
-        arrived = {id: self._arrived[id].partial() for id in have if id in self._arrived}
-        nothing = {id: Partial() for id in have if id in self._waiting}
-        return {id: partial.after(have[id]) for id, partial in (nothing | arrived).items()}
+        return {id: self._calls[id].arrived.partial().after(have[id]) for id in have if id in self._calls}
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
@@ -192,10 +194,18 @@ class RayEngine:
 
     def _flush(self) -> None:
         if self._outbox and self._failure is None:
-            batch, self._outbox = self._outbox, []
-            task = asyncio.create_task(self._submit(batch))
+            batch, self._outbox = self._outbox, {}
+            task = asyncio.create_task(self._submit(list(batch.values())))
             self._submits.add(task)
             task.add_done_callback(self._submits.discard)
+            for number in batch:
+                self._waiting[number].submit = task
+
+    async def _sent(self) -> None:
+        """Return when the actor has what was asked for up to now."""
+        self._flush()
+        if self._submits:
+            await asyncio.wait(self._submits)  # `gather` would cancel them with its caller
 
     async def _submit(self, batch: list[GenerationRequest]) -> None:
         try:
@@ -215,19 +225,21 @@ class RayEngine:
                 self._check_moving(self._handed_out(await self._own(self._silent, "collect")))
         except EngineFailed:
             return  # `_ask` has told every waiting call
+        except Exception as error:  # noqa: BLE001 - as in `_submit`
+            self._fail(EngineFailed(f"{self._name}: collect: {error!r}"))
 
     def _handed_out(self, collected: Collected) -> bool:
         """Hand it out; false if there was nothing."""
         packed, errors, report = collected
         progress = unpack_partials(report)
-        for id, new in progress.items():
-            if id in self._waiting:  # else its caller was cancelled
-                self._arrived.setdefault(id, Arrived()).add(new)
+        for number, new in progress.items():
+            if number in self._waiting:  # else its caller was cancelled
+                self._waiting[number].arrived.add(new)
         finished = unpack_generations(packed)
         for generation in finished:
             self._settle(generation.id, generation)
-        for id, error in errors:
-            self._settle(id, error)
+        for number, error in errors:
+            self._settle(number, error)
         return bool(progress or finished or errors)
 
     def _check_moving(self, moved: bool) -> None:
@@ -237,22 +249,25 @@ class RayEngine:
         elif now - self._moved > self._silent:
             raise self._fail(EngineFailed(f"{self._name} made no token for {self._silent:g} s"))
 
-    def _settle(self, id: str, outcome: Generation | Exception) -> None:
+    def _settle(self, number: str, outcome: Generation | Exception) -> None:
         if isinstance(outcome, EngineFailed):
             self._fail(outcome)
-        future = self._waiting.get(id)
-        if future is None or future.done():
+        call = self._waiting.get(number)
+        if call is None or call.done.done():
             return  # its caller was cancelled
         if isinstance(outcome, Exception):
-            future.set_exception(outcome)
+            call.done.set_exception(outcome)
         else:
-            future.set_result(outcome)
+            call.done.set_result(outcome)
 
-    def _disown(self, id: str) -> None:
+    def _disown(self, call: Call) -> None:
         """A cancelled caller's request must not go on taking a slot."""
-        self._outbox = [request for request in self._outbox if request.id != id]
+        if self._outbox.pop(call.number, None) is None and call.submit is not None:
+            call.submit.add_done_callback(lambda _: self._abandon(call.number))  # an abort must not overtake it
+
+    def _abandon(self, number: str) -> None:
         if self._failure is None:
-            self._actor.abort.remote(self._owner, [id])
+            self._actor.abort.remote(self._owner, [number])
 
     async def _own(self, seconds: float, method: str, *arguments: Any) -> Any:
         """Ask for what only the owner may."""
@@ -284,10 +299,23 @@ class RayEngine:
     def _fail(self, failure: EngineFailed) -> EngineFailed:
         """The first failure is the one everybody hears."""
         self._failure = self._failure or failure
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(EngineFailed(str(self._failure)))
+        for call in self._waiting.values():
+            if not call.done.done():
+                call.done.set_exception(EngineFailed(str(self._failure)))
         return self._failure
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request whose caller waits, or waited at the failure.
+
+    `number`: what the actor knows it by. A caller's id may come again while the first one ends.
+    """
+
+    number: str
+    done: asyncio.Future[Generation]
+    arrived: Arrived = field(default_factory=lambda: Arrived())
+    submit: asyncio.Task[None] | None = None  # it is sent in
 
 
 class Arrived:

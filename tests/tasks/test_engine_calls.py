@@ -1,0 +1,250 @@
+"""Calls of an engine in an actor: whoever is cancelled, whatever is slow and whichever id comes again, each caller gets
+its own response, whole, and what nobody waits for ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.records import Ending
+from rollflow.tasks.actors.engine_client import RayEngine
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.timed import TimedEngine
+from tests.support.here import Here
+from tests.support.near_actor import Near, NearEngineActor
+
+TIMED = TimedEngineConfig(median_tokens=100, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0, slots=4)
+HERE = Here()
+
+
+@dataclass
+class Called:
+    """An engine, the actor around it, and who calls that."""
+
+    delays: tuple[float, ...] = (0.0,)
+    inner: TimedEngine = field(default_factory=lambda: TimedEngine(TIMED))
+
+    def __post_init__(self) -> None:
+        self.actor = NearEngineActor(self.inner)
+        self.near = Near(self.actor, self.delays)
+        self.engine = RayEngine(self.near)
+
+    async def begun(self) -> Called:
+        """It, with version 0."""
+        await self.engine.suspend("continue")
+        await self.engine.update(0, HERE)
+        await self.engine.resume()
+        return self
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left of any request, there and here."""
+        return not (self.inner.active or self.inner._runs or self.actor._have or self.engine._waiting)
+
+    def asked(self, id: str, seed: int, tokens: int = 100) -> asyncio.Task[Generation]:
+        """A response under way."""
+        return asyncio.create_task(self.engine.generate(GenerationRequest(id, (3,), tokens, seed=seed)))
+
+
+async def whole(seed: int, tokens: int = 100) -> Generation:
+    """The response that a seed gives on an engine that nothing disturbs."""
+    engine = TimedEngine(TIMED.model_copy(update={"seconds_per_token": 0.0}))
+    return await engine.generate(GenerationRequest("", (3,), tokens, seed=seed))
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.001, 1.0])
+def test_an_id_that_comes_again_is_another_request(pause: float) -> None:
+    """As after a batch was voided: the scheduler begins again, and asks for what was in flight."""
+
+    async def main() -> None:
+        called = await Called().begun()
+        first = called.asked("a", seed=1)
+        await asyncio.sleep(0.4)
+        first.cancel()
+        await asyncio.wait([first])
+        await asyncio.sleep(pause)
+        second = called.asked("a", seed=2)
+        await asyncio.sleep(0.6)
+        expected, said = await whole(2), called.engine.progress({"a": 0})["a"]
+        assert 0 < len(said) < 100
+        assert said.tokens == expected.tokens[: len(said)]
+        made = await second
+        assert (made.id, made.tokens, made.ending) == ("a", expected.tokens, expected.ending)
+        assert called.idle
+
+    run_virtual(main())
+
+
+def test_who_is_cancelled_before_the_actor_has_the_request_leaves_nothing_running() -> None:
+    async def main() -> None:
+        called = Called(delays=(0.1,))  # nobody has asked it for anything: it is told first whose it is
+        cancelled, other = called.asked("a", seed=1), called.asked("b", seed=2)
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await other
+        assert called.inner.usage.tokens < 150
+        assert called.idle
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("call", [lambda engine: engine.abort(["b"]), lambda engine: engine.suspend("continue")])
+def test_who_is_cancelled_takes_nothing_along_that_others_sent(call: Callable[[RayEngine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        called = Called(delays=(0.1,))
+        made = called.asked("a", seed=1)
+        await asyncio.sleep(0)
+        cancelled = asyncio.ensure_future(call(called.engine))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await called.engine.resume()
+        assert (await asyncio.wait_for(made, 100.0)).tokens == (await whole(1)).tokens
+
+    run_virtual(main())
+
+
+def test_an_answer_that_cannot_be_read_ends_every_wait() -> None:
+    async def main() -> None:
+        called = await Called().begun()
+        vars(called.actor)["collect"] = unreadable
+        with pytest.raises(EngineFailed, match="engine: collect: ValueError"):
+            await asyncio.wait_for(called.asked("a", seed=1), 100.0)
+
+    async def unreadable(owner: str) -> None:
+        raise ValueError("no such ending")
+
+    run_virtual(main())
+
+
+# --- drawn ------------------------------------------------------------------------------------------------------
+
+IDS = st.sampled_from("abc")
+STEPS = st.one_of(
+    st.tuples(st.just("ask"), IDS),
+    st.tuples(st.just("cancel"), IDS),
+    st.tuples(st.just("abort"), IDS),
+    st.tuples(st.just("update"), st.sampled_from(["continue", "restart"])),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, 0.001, 0.1, 0.35, 1.5])),
+)
+
+
+@dataclass
+class Asked:
+    """A response, and what is known of it."""
+
+    task: asyncio.Task[Generation]
+    whole: Generation
+    may_end: bool = False  # before its end
+
+
+class Caller:
+    """Does what was drawn, and knows what each of its calls must get."""
+
+    def __init__(self, delays: tuple[float, ...]) -> None:
+        self.called = Called(delays)
+        self.asked: list[Asked] = []
+        self.newest: dict[str, Asked] = {}
+        self.version = 0
+
+    async def step(self, what: str, which: Any) -> None:
+        match what:
+            case "ask" if which not in self.newest or self.newest[which].task.done():
+                seed = len(self.asked)
+                one = Asked(self.called.asked(which, seed), replace(await whole(seed), id=which))
+                self.asked.append(one)
+                self.newest[which] = one
+            case "cancel" if which in self.newest:
+                self.newest[which].task.cancel()
+            case "abort":
+                if which in self.newest:
+                    self.newest[which].may_end = True
+                await self.called.engine.abort([which])
+            case "update":
+                await self.update(which)
+            case "wait":
+                await asyncio.sleep(which)
+        self.check_progress()
+
+    async def update(self, in_flight: InFlight) -> None:
+        self.version += 1
+        for one in self.asked:
+            one.may_end |= in_flight == "restart"
+        await self.called.engine.suspend(in_flight)
+        await self.called.engine.update(self.version, HERE)
+        await self.called.engine.resume()
+
+    def check_progress(self) -> None:
+        for id, said in self.called.engine.progress(dict.fromkeys("abc", 0)).items():
+            assert said.tokens == self.newest[id].whole.tokens[: len(said)]
+            assert len(said) < 100 or self.newest[id].task.done()  # the last token comes with the end
+            assert self.called.engine.progress({id: 3})[id] == said.after(3)
+
+    def check(self, one: Asked) -> None:
+        if one.task.cancelled():
+            return
+        made = one.task.result()
+        assert made.tokens == one.whole.tokens[: len(made.tokens)]
+        assert made.id == one.whole.id
+        assert made.ending == (one.whole.ending if len(made.tokens) == 100 else Ending.ABORTED)
+        assert len(made.tokens) == 100 or one.may_end
+        assert list(made.versions) == sorted(made.versions)
+        assert len(made.versions) == len(made.logprobs) == len(made.tokens)
+
+
+DRAWN = settings(deadline=None)
+SCRIPTS = st.lists(STEPS, max_size=15), st.lists(st.sampled_from([0.0, 0.002, 0.1]), min_size=1, max_size=3)
+
+
+async def acted(steps: list[Any], delays: list[float]) -> Caller:
+    """Who has taken these steps."""
+    caller = Caller(tuple(delays))
+    await caller.called.begun()
+    for step in steps:
+        await caller.step(*step)
+    return caller
+
+
+@DRAWN
+@given(*SCRIPTS)
+def test_each_caller_gets_its_own_response_whatever_comes_between(steps: list[Any], delays: list[float]) -> None:
+    async def main() -> None:
+        caller = await acted(steps, delays)
+        await asyncio.wait_for(asyncio.gather(*(one.task for one in caller.asked), return_exceptions=True), 100.0)
+        for one in caller.asked:
+            caller.check(one)
+        await asyncio.sleep(1.0)
+        assert caller.called.idle
+        assert not caller.called.engine.progress(dict.fromkeys("abc", 0))
+
+    run_virtual(main())
+
+
+@DRAWN
+@given(*SCRIPTS)
+def test_whoever_waits_hears_of_the_death_and_what_had_come_by_then_is_known(
+    steps: list[Any], delays: list[float]
+) -> None:
+    async def main() -> None:
+        caller = await acted(steps, delays)
+        before = caller.called.engine.progress(dict.fromkeys("abc", 0))
+        waiting = {id: one for id, one in caller.newest.items() if not one.task.done() and not one.task.cancelling()}
+        caller.called.inner.kill()
+        await asyncio.wait_for(asyncio.gather(*(one.task for one in caller.asked), return_exceptions=True), 100.0)
+        caller.check_progress()
+        after = caller.called.engine.progress(dict.fromkeys("abc", 0))
+        for id, one in waiting.items():
+            if isinstance(one.task.exception(), EngineFailed):
+                assert len(after[id]) >= len(before[id])
+            else:
+                caller.check(one)
+
+    run_virtual(main())
