@@ -150,6 +150,8 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()
+        if request.id in self._running:
+            raise ValueError(f"{request.id} is already being generated")
         prefix = request.prefix
         with self._alive():
             response = self._responses.new(
@@ -230,6 +232,7 @@ class VllmEngine:
         return {
             id: prefix.after(since) + response.made(max(0, since - len(prefix)))
             for id, prefix, response, since in running
+            if not response.complete  # its last token comes with its end: nobody is to go on behind that
         }
 
     async def close(self) -> None:

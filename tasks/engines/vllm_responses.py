@@ -44,26 +44,36 @@ class Response:
         self._spans: list[tuple[str, int]] = []  # (version, its first token)
 
     def take(self, output: Any, version: str | None) -> None:
-        """Take what a step made, under that version."""
-        if output.new_token_ids:
+        """Take what a step made, under that version: all of it, or nothing.
+
+        Raises:
+            EngineFailed: it is not a log-prob for each token.
+        """
+        if tokens := output.new_token_ids:
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
+            if len(logprobs) != len(tokens):
+                raise EngineFailed(f"vLLM gave {len(tokens)} tokens and {len(logprobs)} log-probs")
             if not self._spans or self._spans[-1][0] != version:
                 self._spans.append((str(version), len(self._tokens)))
-            self._tokens += output.new_token_ids
-            self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
+            self._tokens += tokens
+            self._logprobs += logprobs
         if output.prefill_stats is not None:
             self.cached = output.prefill_stats.num_cached_tokens or 0
 
     def made(self, since: int = 0) -> Partial:
         """Its tokens, from `since` on."""
-        tokens = self._tokens[since:]
-        logprobs, end = self._logprobs[since:], since + len(tokens)
-        if len(logprobs) != len(tokens):
-            raise EngineFailed(f"vLLM gave {end} tokens and {since + len(logprobs)} log-probs")
+        tokens, logprobs = self._tokens[since:], self._logprobs[since:]
+        end = since + len(tokens)
         starts = [(int(version), max(start, since)) for version, start in self._spans]
         ends = [*(start for _, start in starts[1:]), end]
         # Not strict: before the first token there is an end, and no start.
         spans = [Int32s.same(version, stop - start) for (version, start), stop in zip(starts, ends, strict=False)]
         return Partial(Int32s.of(tokens), Float32s.of(logprobs), Int32s.joined(spans))
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has come to its end, and whoever waits for it is to be told."""
+        return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
     def end(self, reason: FinishReason) -> None:
         """There are no more; who was cancelled does not want to know."""
@@ -110,7 +120,11 @@ class Responses(OutputProcessor):  # type: ignore[misc]
     async def send(self, response: Response) -> None:
         """Have the core begin with it."""
         self._llm._run_output_handler()
-        await self._llm.engine_core.add_request_async(response.request)
+        try:
+            await self._llm.engine_core.add_request_async(response.request)
+        except Exception:
+            self._running.pop(response.request.request_id, None)
+            raise
 
     async def abort(self, responses: Iterable[Response]) -> None:
         """End these now, with what they have; one that has ended is left alone."""
@@ -137,10 +151,10 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         return super().process_outputs(others, timestamp, stats, weight_version)
 
     def propagate_error(self, error: Exception) -> None:
-        """The core died, or is closed: vLLM calls it, too."""
+        """The core died, or is closed, or what came of it could not be read: vLLM calls it, too."""
         for response in self._running.values():
             if not response.done.done():
-                response.done.set_exception(error)
+                response.done.set_exception(EngineFailed(f"vLLM's engine process died: {error!r}"))
         self._running.clear()
         super().propagate_error(error)
 

@@ -1,0 +1,388 @@
+"""Responses as vLLM's core tells them, against plain lists: whatever an output holds, in whichever order, and whoever
+aborts, is cancelled or dies, each caller gets the tokens that were made for it, and nothing is kept of what ended.
+
+The core is written down here; vLLM's own types are used. The engine with its processes is in `contracts/test_engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.flat import Float32s
+from rollflow.storage.records import Ending
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.config import VllmEngineConfig
+from rollflow.tasks.engines.vllm import VllmEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+
+STOP, LENGTH, ABORT, ERROR = range(4)  # vLLM's FinishReason
+ENDINGS = {STOP: Ending.STOP, LENGTH: Ending.LENGTH, ABORT: Ending.ABORTED}
+PREFIX = Partial.of((501, 502, 503), (-0.5, -0.25, -1.0), (0, 0, 1))
+VOCABULARY = 1000
+
+
+class Core:
+    """vLLM's front end, as far as `VllmEngine` and `Responses` ask anything of it; what is sent to its core is kept."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: VOCABULARY)
+        self.input_processor = SimpleNamespace(process_inputs=self._processed)
+        self.engine_core = self
+        self.output_processor: Any = None
+        self.dead = False
+        self.sent: list[Any] = []
+        self.aborted: list[str] = []
+        self.refuses: Exception | None = None
+
+    @property
+    def errored(self) -> bool:
+        return self.dead
+
+    def _run_output_handler(self) -> None: ...
+
+    @staticmethod
+    def _processed(id: str, prompt: Any, params: Any, **_: Any) -> Any:
+        return SimpleNamespace(sampling_params=params)
+
+    async def add_request_async(self, request: Any) -> None:
+        await asyncio.sleep(0)
+        if self.refuses is not None:
+            raise self.refuses
+        self.sent.append(request)
+
+    async def abort_requests_async(self, ids: list[str]) -> None:
+        await asyncio.sleep(0)
+        self.aborted += ids
+
+    def tell(self, outputs: Sequence[Any], version: str) -> None:
+        """As vLLM's output handler, with what a step made."""
+        try:
+            self.output_processor.process_outputs(list(outputs), 0.0, None, weight_version=version)
+        except Exception as error:  # noqa: BLE001 - as there
+            self.die(error)
+
+    def die(self, error: Exception) -> None:
+        self.dead = True
+        self.output_processor.propagate_error(error)
+
+
+def output(id: str, tokens: Sequence[int], logprobs: Sequence[float], end: int | None = None) -> Any:
+    """What a step made for one request."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+
+    rows = np.array([[logprob, 0.0] for logprob in logprobs], np.float32).reshape(-1, 2)
+    found = LogprobsLists(np.zeros(rows.shape, np.int32), rows, np.zeros(len(rows), np.int32)) if tokens else None
+    return EngineCoreOutput(id, list(tokens), found, finish_reason=None if end is None else FinishReason(end))
+
+
+def engine_on(core: Core, folder: Path) -> VllmEngine:
+    """An engine that takes `core` for vLLM's."""
+    from rollflow.tasks.engines.vllm_responses import Responses
+
+    (folder / "config.json").write_text('{"eos_token_id": 2}')
+    engine = VllmEngine(VllmEngineConfig(), folder)
+    engine._llm, engine._version = core, 0
+    engine._responses = Responses(core, (2,))  # type: ignore[arg-type]
+    return engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("policy")
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """One response under way."""
+
+    folder: Path
+    core: Core = field(default_factory=Core)
+
+    async def begun(self, prefix: Partial = PREFIX) -> Running:
+        self.engine = engine_on(self.core, self.folder)
+        self.task = asyncio.create_task(self.engine.generate(GenerationRequest("a", (3,), 8, prefix=prefix)))
+        while not self.core.sent:
+            await asyncio.sleep(0)
+        self.id = self.core.sent[0].request_id
+        return self
+
+    @property
+    def empty(self) -> bool:
+        return not (self.engine._running or self.engine._responses._running)
+
+
+@pytest.mark.parametrize("end", [STOP, LENGTH])
+def test_the_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
+    """Or a takeover goes on behind the end of its response."""
+
+    async def main() -> None:
+        running = await Running(folder).begun()
+        running.core.tell([output(running.id, (4,), (-1.0,))], "1")
+        assert running.engine.progress({"a": 2})["a"].tokens == (503, 4)
+        running.core.tell([output(running.id, (2,), (-1.0,), end)], "1")
+        assert running.engine.progress({"a": 2}) == {}  # whoever waits for it was not there yet
+        made = await running.task
+        assert made.tokens == (501, 502, 503, 4, 2)
+        assert made.versions == (0, 0, 1, 1, 1)
+        assert running.empty
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens and 1 log-probs")])
+def test_an_output_that_cannot_be_read_is_the_engines_end(
+    folder: Path, logprobs: tuple[float, ...] | None, why: str
+) -> None:
+    """Not its caller's; and what came before it is known, so that another engine goes on there."""
+
+    async def main() -> None:
+        running = await Running(folder).begun()
+        running.core.tell([output(running.id, (4,), (-1.0,))], "1")
+        odd = output(running.id, (5, 6), logprobs or ())
+        odd.new_logprobs = odd.new_logprobs if logprobs else None
+        running.core.tell([odd], "2")
+        with pytest.raises(EngineFailed, match=why):
+            await running.task
+        assert running.engine.progress({"a": 0})["a"] == PREFIX + Partial.of((4,), (-1.0,), (1,))
+
+    run_virtual(main())
+
+
+def test_what_cannot_be_sent_is_kept_nowhere(folder: Path) -> None:
+    async def main() -> None:
+        core = Core()
+        core.refuses = OverflowError("no such number")
+        engine = engine_on(core, folder)
+        with pytest.raises(OverflowError):
+            await engine.generate(GenerationRequest("a", (3,), 8))
+        assert not engine._running
+        assert not engine._responses._running
+
+    run_virtual(main())
+
+
+def test_one_id_at_a_time(folder: Path) -> None:
+    async def main() -> None:
+        running = await Running(folder).begun()
+        with pytest.raises(ValueError, match="a is already being generated"):
+            await running.engine.generate(GenerationRequest("a", (3,), 8))
+        running.core.tell([output(running.id, (2,), (-1.0,), STOP)], "1")
+        assert (await running.task).tokens == (501, 502, 503, 2)
+        assert running.empty
+
+    run_virtual(main())
+
+
+def test_whatever_happens_to_requests_nothing_grows(folder: Path) -> None:
+    """Ten thousand of them, most of which do not come to their end."""
+
+    async def main() -> None:
+        core, draw = Core(), random.Random(1)
+        engine = engine_on(core, folder)
+        sizes = []
+        for number in range(10_000 // 50):
+            await fifty(core, engine, draw, number)
+            core.sent.clear()
+            core.aborted.clear()
+            assert not engine._running
+            assert not engine._responses._running
+            assert not engine._responses.request_states
+            if number % 50 == 49:
+                gc.collect()
+                sizes.append(len(gc.get_objects()))
+        assert max(sizes) - min(sizes) < 1000, sizes
+
+    run_virtual(main())
+
+
+async def fifty(core: Core, engine: VllmEngine, draw: random.Random, number: int) -> None:
+    """Fifty requests: some end, others are aborted, cancelled, or cancelled before they are sent."""
+    tasks = [
+        asyncio.create_task(engine.generate(GenerationRequest(f"{number}.{one}", (3,), 8, draw.choice((0.5, 1.0)))))
+        for one in range(50)
+    ]
+    await asyncio.sleep(0)
+    for task in draw.sample(tasks, 10):
+        task.cancel()
+    await asyncio.sleep(0.1)
+    ids = [request.request_id for request in core.sent]
+    core.tell([output(id, (4, 5), (-1.0, -2.0)) for id in ids], "1")
+    await engine.abort([f"{number}.{one}" for one in draw.sample(range(50), 10)])
+    core.tell([output(id, (2,), (-1.0,), draw.choice((None, STOP, LENGTH, ABORT))) for id in ids], "1")
+    for task in tasks:
+        draw.random() < 0.3 and task.cancel()
+    await asyncio.sleep(0.1)
+    await engine.abort([f"{number}.{one}" for one in range(50)])
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- drawn ------------------------------------------------------------------------------------------------------
+
+PLACES = st.integers(0, 7)
+ENDS = st.sampled_from([None, None, None, STOP, LENGTH, ABORT, ERROR])
+OUTPUTS = st.lists(st.tuples(PLACES, st.integers(0, 3), ENDS), min_size=1, max_size=6)
+STEPS = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from([Partial(), PREFIX, PREFIX.before(1)])),
+    st.tuples(st.just("step"), OUTPUTS),
+    st.tuples(st.just("abort"), st.lists(PLACES, max_size=3)),
+    st.tuples(st.just("cancel"), PLACES),
+    st.tuples(st.just("update"), st.booleans()),
+    st.tuples(st.just("yield"), st.just(None)),
+)
+
+
+@dataclass
+class Expected:
+    """A response as the core made it, in plain lists."""
+
+    task: asyncio.Task[Generation]
+    id: str
+    core_id: str
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    ending: Ending | str | None = None  # "failed"
+    cancelled: bool = False
+
+
+class Script:
+    """Does what was drawn, and writes down what must come of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.core = Core()
+        self.engine = engine_on(self.core, folder)
+        self.asked: list[Expected] = []
+        self.version = 0
+        self.numbers = itertools.count(10)
+
+    async def step(self, what: str, drawn: Any) -> None:
+        match what:
+            case "ask":
+                await self.ask(drawn)
+            case "step":
+                self.tell(drawn)
+            case "abort":
+                await self.abort([place for place in drawn if place < len(self.asked)])
+            case "cancel" if drawn < len(self.asked):
+                one = self.asked[drawn]
+                one.cancelled |= one.task.cancel()
+                await asyncio.wait([one.task])
+            case "update":
+                self.version += 1
+            case "yield":
+                await asyncio.sleep(0)
+        self.check_progress()
+
+    async def ask(self, prefix: Partial) -> None:
+        id, before = f"r{len(self.asked)}", len(self.core.sent)
+        task = asyncio.create_task(self.engine.generate(GenerationRequest(id, (3, 4), 1000, prefix=prefix)))
+        while len(self.core.sent) == before:
+            await asyncio.sleep(0)
+        parts = list(prefix.tokens), list(prefix.logprobs), list(prefix.versions)
+        self.asked.append(Expected(task, id, self.core.sent[-1].request_id, *parts))
+
+    def tell(self, drawn: list[tuple[int, int, int | None]]) -> None:
+        """Also of requests that have ended: the core may be told so later."""
+        outputs = []
+        for one, count, end in [(self.asked[place], *rest) for place, *rest in drawn if place < len(self.asked)]:
+            tokens = list(itertools.islice(self.numbers, count))
+            logprobs = list(Float32s.of([-token / 7 for token in tokens]))
+            outputs.append(output(one.core_id, tokens, logprobs, end))
+            if one.ending is None and not one.cancelled:
+                one.tokens += tokens
+                one.logprobs += logprobs
+                one.versions += [self.version] * count
+                one.ending = None if end is None else ENDINGS.get(end, "failed")
+        self.core.tell(outputs, str(self.version))
+
+    async def abort(self, places: list[int]) -> None:
+        for place in places:
+            one = self.asked[place]
+            one.ending = one.ending or Ending.ABORTED
+        await self.engine.abort([self.asked[place].id for place in places])
+
+    def check_progress(self) -> None:
+        for since in (0, 2, 5):
+            found = self.engine.progress({one.id: since for one in self.asked})
+            running = [one for one in self.asked if one.ending is None and not one.cancelled]
+            failed = {one.id for one in self.asked if one.ending == "failed"}
+            assert found.keys() - failed == {one.id for one in running}
+            for one in running:
+                assert found[one.id] == said(one).after(since)
+
+    async def check_end(self, one: Expected) -> None:
+        if one.cancelled:
+            assert one.task.cancelled()
+        elif one.ending == "failed":
+            with pytest.raises(EngineFailed, match="vLLM ended a response with the reason error"):
+                await one.task
+        else:
+            assert await one.task == Generation(one.id, said(one), one.ending or Ending.STOP)
+
+
+def said(one: Expected) -> Partial:
+    """What was made of it."""
+    return Partial.of(one.tokens, one.logprobs, one.versions)
+
+
+async def ran(script: Script, steps: list[Any]) -> Script:
+    for step in steps:
+        await script.step(*step)
+    return script
+
+
+@settings(deadline=None)
+@given(st.lists(STEPS, max_size=30))
+def test_each_caller_gets_what_the_core_made_for_it(folder: Path, steps: list[Any]) -> None:
+    async def main() -> None:
+        script = await ran(Script(folder), steps)
+        script.tell([(place, 1, STOP) for place in range(len(script.asked))])
+        for one in script.asked:
+            await script.check_end(one)
+        assert not script.engine._running
+        assert not script.engine._responses._running
+
+    run_virtual(main())
+
+
+@settings(deadline=None)
+@given(st.lists(STEPS, max_size=30), st.booleans())
+def test_when_the_core_dies_all_that_wait_hear_of_it_and_what_they_had_is_known(
+    folder: Path, steps: list[Any], foreign: bool
+) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def main() -> None:
+        script = await ran(Script(folder), steps)
+        script.core.die(RuntimeError("odd") if foreign else EngineDeadError())
+        for one in script.asked:
+            if one.ending is None and not one.cancelled:
+                with pytest.raises(EngineFailed):
+                    await one.task
+            else:
+                await script.check_end(one)
+        script.check_progress()
+        with pytest.raises(EngineFailed):
+            await script.engine.generate(GenerationRequest("late", (3,), 8))
+
+    run_virtual(main())
