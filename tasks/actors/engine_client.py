@@ -79,8 +79,10 @@ class RayEngine:
         self._failure: EngineFailed | None = None
         self._numbers = itertools.count()
         self._outbox: dict[str, GenerationRequest] = {}  # by the number that each is sent under
-        self._waiting: dict[str, Call] = {}  # by those numbers
-        self._calls: dict[str, Call] = {}  # by the callers' ids; also those that waited at the failure
+        # By those numbers, too. A future holds what its error went through: nothing that lasts may hold a future.
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._sent: dict[str, Call] = {}
+        self._calls: dict[str, Call] = {}  # the same by the callers' ids; also those that waited at the failure
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -122,27 +124,28 @@ class RayEngine:
             self._moved = loop.time()
         number = f"{request.id}#{next(self._numbers)}"
         self._outbox[number] = replace(request, id=number)
-        self._calls[request.id] = self._waiting[number] = call = Call(number, loop.create_future())
+        self._calls[request.id] = self._sent[number] = call = Call(number)
+        self._waiting[number] = loop.create_future()
         try:
-            made = await call.done
+            made = await self._waiting[number]
             return Generation(request.id, made.made, made.ending, made.cached)
         except asyncio.CancelledError:
             self._disown(call)
             raise
         finally:
-            del self._waiting[number]
+            del self._waiting[number], self._sent[number]
             if self._failure is None:
                 del self._calls[request.id]
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await self._sent()  # an abort must not overtake its request
+        await self._submitted()  # an abort must not overtake its request
         if self._attached is None:
             self.check()  # and nothing runs
         else:
             await self._own(self._silent, "abort", [self._calls[id].number for id in ids if id in self._calls])
 
     async def suspend(self, in_flight: InFlight) -> None:
-        await self._sent()
+        await self._submitted()
         self._suspended = True
         await self._own(self._silent, "suspend", in_flight)
 
@@ -199,9 +202,9 @@ class RayEngine:
             self._submits.add(task)
             task.add_done_callback(self._submits.discard)
             for number in batch:
-                self._waiting[number].submit = task
+                self._sent[number].submit = task
 
-    async def _sent(self) -> None:
+    async def _submitted(self) -> None:
         """Return when the actor has what was asked for up to now."""
         self._flush()
         if self._submits:
@@ -233,8 +236,8 @@ class RayEngine:
         packed, errors, report = collected
         progress = unpack_partials(report)
         for number, new in progress.items():
-            if number in self._waiting:  # else its caller was cancelled
-                self._waiting[number].arrived.add(new)
+            if number in self._sent:  # else its caller was cancelled
+                self._sent[number].arrived.add(new)
         finished = unpack_generations(packed)
         for generation in finished:
             self._settle(generation.id, generation)
@@ -252,13 +255,13 @@ class RayEngine:
     def _settle(self, number: str, outcome: Generation | Exception) -> None:
         if isinstance(outcome, EngineFailed):
             self._fail(outcome)
-        call = self._waiting.get(number)
-        if call is None or call.done.done():
+        future = self._waiting.get(number)
+        if future is None or future.done():
             return  # its caller was cancelled
         if isinstance(outcome, Exception):
-            call.done.set_exception(outcome)
+            future.set_exception(outcome)
         else:
-            call.done.set_result(outcome)
+            future.set_result(outcome)
 
     def _disown(self, call: Call) -> None:
         """A cancelled caller's request must not go on taking a slot."""
@@ -299,10 +302,10 @@ class RayEngine:
     def _fail(self, failure: EngineFailed) -> EngineFailed:
         """The first failure is the one everybody hears."""
         self._failure = self._failure or failure
-        for call in self._waiting.values():
-            if not call.done.done():
-                call.done.set_exception(EngineFailed(str(self._failure)))
-        return self._failure
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineFailed(str(self._failure)))
+        return type(self._failure)(str(self._failure))  # what is raised holds the frames that it went through
 
 
 @dataclass(eq=False, slots=True)
@@ -313,7 +316,6 @@ class Call:
     """
 
     number: str
-    done: asyncio.Future[Generation]
     arrived: Arrived = field(default_factory=lambda: Arrived())
     submit: asyncio.Task[None] | None = None  # it is sent in
 

@@ -244,7 +244,7 @@ class InferenceProxy:
                 if place not in self.engines:  # else another has taken its place
                     await self.join(place, engine)
             except EngineFailed as error:  # somebody has to start it again
-                self._queue.places.setdefault(place, Lane(engine, self._slots, failure=error))
+                self._queue.places.setdefault(place, Lane(engine, self._slots, failure=EngineFailed(str(error))))
                 raise
 
     async def _lend(self) -> tuple[int, Engine]:
@@ -343,7 +343,7 @@ class InferenceProxy:
     def _fail(self, lane: Lane, error: EngineFailed) -> None:
         """Take the engine out and end it: it may still be running, under wrong weights or for nobody."""
         if lane.failure is None:
-            lane.failure = error
+            lane.failure = EngineFailed(str(error))  # without what it went through: the engine would outlive itself
             closing = asyncio.create_task(self._close(lane))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

@@ -4,6 +4,8 @@ its own response, whole, and what nobody waits for ends."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +21,7 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from tests.support.here import Here
 from tests.support.near_actor import Near, NearEngineActor
 
@@ -36,7 +39,7 @@ class Called:
     def __post_init__(self) -> None:
         self.actor = NearEngineActor(self.inner)
         self.near = Near(self.actor, self.delays)
-        self.engine = RayEngine(self.near)
+        self.engine = RayEngine(self.near, keep_actor=True)
 
     async def begun(self) -> Called:
         """It, with version 0."""
@@ -123,6 +126,33 @@ def test_an_answer_that_cannot_be_read_ends_every_wait() -> None:
         raise ValueError("no such ending")
 
     run_virtual(main())
+
+
+def test_a_dead_engine_is_gone_with_all_its_tokens_once_another_has_its_requests() -> None:
+    """At once, and not when the collector looks at what is old: that may be hours later."""
+
+    async def main() -> None:
+        dead, other = Called(), Called()
+        proxy = InferenceProxy([dead.engine, other.engine], 4, replacement_seconds=100.0)
+        await proxy.update(0, HERE, Probe((), (), 0.1), "continue")
+        requests = [GenerationRequest(f"r{seed}", (3,), 100, seed=seed) for seed in range(6)]
+        running = [asyncio.create_task(proxy.generate(request)) for request in requests]
+        await asyncio.sleep(0.6)
+        engine = weakref.ref(dead.engine)
+        dead.inner.kill()
+        await asyncio.gather(*running)
+        assert proxy.taken_over
+        await proxy.join(0, Called().engine)
+        await asyncio.sleep(5.0)
+        del dead
+        assert engine() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_virtual(main())
+    finally:
+        gc.enable()
 
 
 # --- drawn ------------------------------------------------------------------------------------------------------
