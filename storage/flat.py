@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
-from typing import Any, ClassVar, Self, TypeVar, overload
+from functools import lru_cache
+from operator import index
+from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 Number = TypeVar("Number", int, float, bool)
+LENGTHS = 4096  # of rows, for which there is a packer ready
 
 
 class Flat(Sequence[Number]):
@@ -57,12 +59,12 @@ class Flat(Sequence[Number]):
         return len(self.data) // self.size
 
     @overload
-    def __getitem__(self, place: int) -> Number: ...
+    def __getitem__(self, place: SupportsIndex) -> Number: ...
     @overload
     def __getitem__(self, place: slice) -> Self: ...
-    def __getitem__(self, place: int | slice) -> Number | Self:
-        if isinstance(place, int):
-            number: Number = self._view[place]
+    def __getitem__(self, place: SupportsIndex | slice) -> Number | Self:
+        if not isinstance(place, slice):
+            number: Number = self._view[index(place)]
             return number
         start, stop, step = place.indices(len(self))
         if step == 1:
@@ -136,6 +138,6 @@ class Bools(Flat[bool]):
     code, size = "?", 1
 
 
-@cache
+@lru_cache(LENGTHS)  # a run may have rows of as many lengths as its longest has tokens
 def _packer(count: int, code: str) -> Callable[..., bytes]:
     return struct.Struct(f"{count}{code}").pack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.flat import Bools, Flat, Float32s, Int32s, Int64s
+from rollflow.storage.flat import LENGTHS, Bools, Flat, Float32s, Int32s, Int64s, _packer
 
 INTS = st.integers(-(2**31), 2**31 - 1)
 KINDS: dict[type[Flat[Any]], st.SearchStrategy[Any]] = {
@@ -70,6 +71,28 @@ def test_the_same_number_many_times_or_never() -> None:
     assert Int32s.same(-1, 3) == (-1, -1, -1)
     assert Int32s.same(5, 0) == Int32s.same(5, -2) == Int32s() == ()
     assert repr(Int32s.same(7, 2)) == "Int32s.of([7, 7])"
+
+
+def test_a_place_may_be_numpys_too() -> None:
+    """An environment of one's own looks into its response with what it has found there."""
+    flat = Int32s.of([4, 9, 7])
+    assert flat[np.argmax(flat.array)] == 9
+    assert flat[np.int64(1) :] == (9, 7)
+    with pytest.raises(TypeError):
+        flat["1"]  # type: ignore[call-overload]
+
+
+def test_a_piece_does_not_carry_the_whole() -> None:
+    whole = Int32s.same(1, 100_000)
+    for piece in (whole[5:7], whole[::50_000], Int32s.joined([whole[:1], whole[-1:]])):
+        assert len(pickle.dumps(piece)) < 200
+        assert sys.getsizeof(piece.data) < 200
+
+
+def test_of_many_lengths_not_all_are_kept() -> None:
+    for count in range(3 * LENGTHS):
+        _packer(count, "i")
+    assert _packer.cache_info().currsize <= LENGTHS
 
 
 def test_the_array_is_the_numbers_where_they_are() -> None:
