@@ -41,7 +41,7 @@ class PlayedEpisode:
     """`Episode`; T tokens of the response so far, and a mask of as many. Nobody looks at a token here: they are flat.
 
     `ask` gives None where nothing is wanted any more. `closed` is told once, when nothing more is to be generated, and
-    says whether it is wanted; never of an episode that had no generation because nothing was wanted.
+    says whether it is wanted; also of an episode that had no generation because nothing was wanted.
 
     It is with its environment, or with who holds it: while something is asked of it. `let_go` ends the former.
     """
@@ -86,7 +86,7 @@ class PlayedEpisode:
                 self._take(started)
                 if self.ending is not Ending.ABORTED and not self._gone:
                     return started.generation
-            await self._abandon()
+            await self.abandon()
         finally:
             self._asked = False
         return None
@@ -118,6 +118,11 @@ class PlayedEpisode:
         if self._leader is not None and not self._asked:
             self._interrupted = True
             self._leader.cancel()
+
+    async def abandon(self) -> None:
+        """It is over before its end; what was generated is counted."""
+        self.ending = Ending.ABORTED
+        await self._close()
 
     async def played(self, environment: Environment) -> Score | None:
         """Its reward, once `environment` has led it to its end; None if it is not wanted."""
@@ -168,7 +173,7 @@ class PlayedEpisode:
             self._leader = None
             if self._interrupted:
                 leader.uncancel()
-        await self._abandon()
+        await self.abandon()
         return None
 
     def _turn(self) -> Turn:
@@ -182,14 +187,6 @@ class PlayedEpisode:
         self.turns += 1
         self.generated += len(made.made)
         self.ending = made.ending
-
-    async def _abandon(self) -> None:
-        """It is over before its end; what was generated is counted, if anything was."""
-        self.ending = Ending.ABORTED
-        if self.turns:
-            await self._close()
-        else:
-            self.wanted = False
 
     async def _close(self) -> bool:
         """Nothing more is to be generated; whether it is wanted."""

@@ -107,10 +107,11 @@ class GroupRollout:
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
         """One episode to its reward; None if it is not among those that are kept."""
-        if self._reason is not None:
-            return None
         ask = functools.partial(self._generation, sample)
         episode = PlayedEpisode(prompt, self.ports.limits.max_new_tokens, ask, self._closed, self.ports.score)
+        if self._reason is not None:
+            await episode.abandon()
+            return None
         self._playing.add(episode)
         try:
             score = await episode.played(self.ports.environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import uuid
 from dataclasses import replace
 from typing import Literal
@@ -90,6 +91,35 @@ def test_a_group_that_is_given_up_ends_at_once(place: Place) -> None:
     assert report.clean
     assert report.fates["discarded: stale"] > 0, report.fates
     assert environment.thought > 0
+
+
+class LateFirst(Environment):
+    """Some episodes think for a second before their first turn."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.interrupted = random.Random(seed), 0
+
+    async def play(self, episode: Episode) -> Score | None:
+        if self.draw.random() < 0.5:
+            try:
+                await asyncio.sleep(1.0)
+            except asyncio.CancelledError:
+                self.interrupted += 1
+                raise
+        return None if await episode.generate() is None else Score(1.0, "said")
+
+
+@pytest.mark.parametrize("mode", ["queue", "batch"])
+def test_who_never_had_a_turn_keeps_nobody_waiting(mode: str) -> None:
+    """In batch mode all rewards wait for the last response: also for one that never began and is given up."""
+    choices = {"mode": mode, "extra_groups": 1, "extra_responses": 1, "at_bound": "drop"}
+    interrupted = 0
+    for seed in range(4):
+        run = pipeline(LateFirst(seed), groups=1, slots=1, depth=1, async_ratio=0.0, choices=choices)
+        run_virtual(run.run())
+        interrupted += run.environment.interrupted  # type: ignore[attr-defined]
+        assert audit(run.store).clean
+    assert interrupted > 0
 
 
 @pytest.mark.parametrize("let_go", [False, True])
