@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Number = TypeVar("Number", int, float, bool)
+ANY_TOKEN = 1 << 31  # every one that four bytes hold is below
 LENGTHS = 4096  # of rows, for which there is a packer ready
 
 

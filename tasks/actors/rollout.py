@@ -37,6 +37,7 @@ from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
+from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout import build_limits, build_proxy, build_scheduler
 from rollflow.tasks.rollout.counts import Counts
@@ -183,7 +184,10 @@ class RolloutActor:
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         environment = build_environment(self.config.environment)
-        ports = SchedulerPorts(self.prompts.prompt, self.reward.score, self._commit, environment=environment)
+        vocabulary = vocabulary_of(self.context.policy_folder)
+        ports = SchedulerPorts(
+            self.prompts.prompt, self.reward.score, self._commit, environment=environment, vocabulary=vocabulary
+        )
         scheduler = build_scheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
         return scheduler
@@ -191,13 +195,15 @@ class RolloutActor:
     def _evaluations(self) -> Evaluations:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
         environment = build_environment(self.config.environment)
-        held = self.prompts.held_out()
+        held, vocabulary = self.prompts.held_out(), vocabulary_of(self.context.policy_folder)
         means = Means(
             wanted=self.config.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
             engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._owned,
             fetch=self.feed.fetch_kept,
-            evaluator=Evaluator(held, settings.samples, settings.temperature, longest, self._judge, environment),
+            evaluator=Evaluator(
+                held, settings.samples, settings.temperature, longest, self._judge, environment, vocabulary
+            ),
             keep=lambda found: asyncio.to_thread(self._keep, found),
             slots=self.config.engine.slots,
             tries=max(1, self.config.recovery.restarts),

@@ -17,6 +17,7 @@ class ImportedEnvironment(Environment):
     def __init__(self, config: ImportEnvironment) -> None:
         """ConfigError: there is no such class, or it breaks the contract, or it takes other options."""
         self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
+        self._name = f"environment {config.path}"
 
     async def play(self, episode: Episode) -> Score | None:
         """See `Environment`."""
@@ -25,5 +26,5 @@ class ImportedEnvironment(Environment):
         except RollflowError:  # the run's own: an engine that failed
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
-            return failed("environment", error)
-        return None if score is None else sound("environment", score)
+            return failed(self._name, error)
+        return None if score is None else sound(self._name, score)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.flat import Bools, Float32s, Int32s
+from rollflow.storage.flat import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.storage.records import Ending, Prompt, Trajectory
 from rollflow.tasks.engines.base import Generation, Partial
 from rollflow.tasks.environments.base import Environment
@@ -24,7 +24,6 @@ from rollflow.tasks.verifiers.pool import ScoreRequest
 NO_REWARD = Score(0.0, "the episode ended without a reward")
 NOTHING = Partial()
 CHOSEN = b"\1"
-LARGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,7 @@ class PlayedEpisode:
     ask: Callable[[Turn], Awaitable[Started | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
     score: Callable[[ScoreRequest], Awaitable[Score]]
+    vocabulary: int = ANY_TOKEN  # tokens that the policy has
     made: Partial = NOTHING
     mask: bytes = b""  # a byte for each token: 1, or 0 where it was added
     turns: int = 0
@@ -93,7 +93,7 @@ class PlayedEpisode:
 
     def add(self, tokens: Sequence[int]) -> None:
         """See `Episode`."""
-        given = _checked(tokens)
+        given = self._checked(tokens)
         count = len(given)
         if count > self.room:
             raise ValueError(f"{count} tokens are more than the response has room for ({self.room})")
@@ -106,7 +106,7 @@ class PlayedEpisode:
         try:
             if not await self._close():
                 return None
-            return await self.score(ScoreRequest(_checked(tokens), self.prompt.reference))
+            return await self.score(ScoreRequest(self._checked(tokens), self.prompt.reference))
         finally:
             self._asked = False
 
@@ -188,20 +188,24 @@ class PlayedEpisode:
         self.generated += len(made.made)
         self.ending = made.ending
 
+    def _checked(self, tokens: Sequence[int]) -> Int32s:
+        """Tokens that its environment gave, as engines take them; others would be an engine's end."""
+        if tokens is self.made.tokens:
+            return self.made.tokens
+        if isinstance(tokens, Int32s):
+            array = tokens.array
+            wrong = array[(array < 0) | (array >= self.vocabulary)].tolist()
+        else:
+            tokens = [operator.index(token) for token in tokens]
+            wrong = [token for token in tokens if not 0 <= token < self.vocabulary]
+        if wrong:
+            size = self.vocabulary
+            raise ValueError(f"{wrong[0]} is no token: the policy has {size}, from 0 to {size - 1}")
+        return Int32s.of(tokens)
+
     async def _close(self) -> bool:
         """Nothing more is to be generated; whether it is wanted."""
         if self.wanted is None:
             self.at = asyncio.get_running_loop().time()
             self.wanted = await self.closed(self)
         return self.wanted
-
-
-def _checked(tokens: Sequence[int]) -> Int32s:
-    """Tokens that an environment gave, as engines take them; others would be an engine's end."""
-    if isinstance(tokens, Int32s):
-        return tokens
-    given = tuple(operator.index(token) for token in tokens)
-    wrong = [token for token in given if not 0 <= token < LARGEST]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is no token")
-    return Int32s.of(given)

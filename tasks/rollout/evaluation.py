@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, EngineFailed, Missing
+from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import Prompt
 from rollflow.tasks.engines.base import Engine, GenerationRequest
@@ -122,6 +123,7 @@ class Evaluator:
     max_new_tokens: int
     score: Callable[[ScoreRequest], Awaitable[Score]]
     environment: Environment = SINGLE_TURN
+    vocabulary: int = ANY_TOKEN  # tokens that the policy has
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
         """Ask every prompt; the caller keeps the engines at `version` meanwhile."""
@@ -149,7 +151,7 @@ class Evaluator:
             )
             return await proxy.generate(request)
 
-        episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _wanted, self.score)
+        episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _wanted, self.score, self.vocabulary)
         score = await episode.played(self.environment)
         assert score is not None, "it is wanted"
         return score, tuple(version for version in episode.made.versions if version >= 0)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollflow.storage.errors import EngineFailed
+from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.environments.base import Environment
@@ -44,6 +45,7 @@ class GroupPorts:
     generated: Callable[[int], Awaitable[None]]  # tokens
     started: Callable[[GroupRollout, int | None], None]  # its oldest start is known or has changed; with the former
     environment: Environment = SINGLE_TURN
+    vocabulary: int = ANY_TOKEN  # tokens that the policy has
 
 
 @dataclass(eq=False)
@@ -108,7 +110,8 @@ class GroupRollout:
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
         """One episode to its reward; None if it is not among those that are kept."""
         ask = functools.partial(self._generation, sample)
-        episode = PlayedEpisode(prompt, self.ports.limits.max_new_tokens, ask, self._closed, self.ports.score)
+        ports = self.ports
+        episode = PlayedEpisode(prompt, ports.limits.max_new_tokens, ask, self._closed, ports.score, ports.vocabulary)
         if self._reason is not None:
             await episode.abandon()
             return None

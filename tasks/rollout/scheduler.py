@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 from rollflow.storage.batch import packed
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
@@ -84,6 +85,7 @@ class SchedulerPorts:
     commit: Callable[[StagedBatch], Awaitable[None]]
     pack: Callable[[TrajectoryGroup], TrajectoryGroup] = packed
     environment: Environment = SINGLE_TURN
+    vocabulary: int = ANY_TOKEN  # tokens that the policy has
 
 
 class RolloutScheduler:
@@ -100,7 +102,9 @@ class RolloutScheduler:
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
         self._starts = Starts()
         self._formation = Formation(limits, self.buffer, self._starts)
-        self._group_ports = GroupPorts(limits, proxy, ports.score, self._generated, self._started, ports.environment)
+        self._group_ports = GroupPorts(
+            limits, proxy, ports.score, self._generated, self._started, ports.environment, ports.vocabulary
+        )
         self._running: dict[GroupKey, GroupRollout] = {}  # in the order they were started
         self._issued = 0
         self._left_behind: set[GroupRollout] = set()  # of the running ones: they were given up

@@ -6,10 +6,12 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
+from rollflow.storage.flat import Int32s
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
@@ -208,6 +210,9 @@ def test_an_episode_that_is_caught_between_two_turns_makes_no_more_tokens() -> N
     assert surplus == [pipeline.groups * first.response_tokens] * 2
 
 
+ODD: dict[str, Any] = {"below": [-1], "part": [1.5], "word": ["a"], "above": [5, 300], "flat": Int32s.of([-7])}
+
+
 class Odd(Environment):
     """It goes wrong as it is told to."""
 
@@ -228,8 +233,10 @@ class Odd(Environment):
             return Score(0.0, "\ud83d")
         if self.wrong == "unsaid":
             return Score(0.0, None)  # type: ignore[arg-type]
-        if self.wrong in ("below", "part", "word"):
-            episode.add({"below": [-1], "part": [1.5], "word": ["a"]}[self.wrong])  # type: ignore[arg-type]
+        if self.wrong in ODD:
+            episode.add(ODD[self.wrong])
+        if self.wrong == "judged":
+            await episode.judge(Int32s.of([300]))
         if self.wrong == "full":
             episode.add((1,) * 65)
         if self.wrong == "engine":
@@ -248,7 +255,10 @@ def own(wrong: str) -> Environment:
         ("full", "environment failed: ValueError: 65 tokens are more than the response has room for"),
         ("nan", "environment failed: ValueError: its reward is nan"),
         ("nothing", "the episode ended without a reward"),
-        ("below", "environment failed: ValueError: -1 is no token"),
+        ("below", "environment failed: ValueError: -1 is no token: the policy has 300, from 0 to 299"),
+        ("above", "environment failed: ValueError: 300 is no token: the policy has 300, from 0 to 299"),
+        ("flat", "environment failed: ValueError: -7 is no token: the policy has 300, from 0 to 299"),
+        ("judged", "environment failed: ValueError: 300 is no token: the policy has 300, from 0 to 299"),
         ("part", "environment failed: TypeError: 'float' object cannot be interpreted as an integer"),
         ("word", "environment failed: TypeError: 'str' object cannot be interpreted as an integer"),
         ("exit", "environment failed: SystemExit: 0"),
@@ -258,10 +268,11 @@ def own(wrong: str) -> Environment:
     ],
 )
 def test_what_goes_wrong_in_an_episode_is_its_reason(wrong: str, reason: str) -> None:
-    pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))
+    pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong), vocabulary=300)
     run_virtual(pipeline.run())
     assert {one.reward for one in trajectories(pipeline)} == {0.0}
-    assert all(one.reason.startswith(reason) for one in trajectories(pipeline))
+    named = reason.replace("environment", f"environment {__name__}:Odd", 1 if "failed" in reason else 0)
+    assert all(one.reason.startswith(named) for one in trajectories(pipeline))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.log.entries import BatchVoided, VersionPublished, entry_path
 from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.state import RunState, Waiting
@@ -93,6 +94,7 @@ class Pipeline:
     choices: Mapping[str, Any] = field(default_factory=dict)  # of the `RolloutLimits`
     routing: AnyRouting = "least-work"
     environment: Environment = SINGLE_TURN
+    vocabulary: int = ANY_TOKEN
     evaluating: Callable[[Pipeline], Evaluations] | None = None
     scheduler: RolloutScheduler = field(init=False)
 
@@ -175,7 +177,9 @@ class Pipeline:
             shares=self.shares,
             **self.choices,
         )
-        ports = SchedulerPorts(self._prompt, self._score, self._commit, environment=self.environment)
+        ports = SchedulerPorts(
+            self._prompt, self._score, self._commit, environment=self.environment, vocabulary=self.vocabulary
+        )
         return self.scheduler_type(limits, ports, self.proxy, self._beginning())
 
     def _prompt(self, index: int) -> Prompt:

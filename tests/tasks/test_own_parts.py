@@ -6,6 +6,7 @@ The policy is random, the engine is timed, and versions are made in turns, in th
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tomllib
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from rollflow.flows.config import parse
 from rollflow.flows.prepare import prepare
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.log.audit import audit
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.learner import LearnerActor
@@ -28,6 +30,7 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
+from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
@@ -176,3 +179,13 @@ def test_a_run_whose_source_asks_something_else_is_refused(tmp_path: Path, monke
     monkeypatch.setattr(own.LetterCounts, "_drawn", lambda self, *place: own.Question(str(place), "1", {"answer": "1"}))
     with pytest.raises(ConfigError, match=r"prompts\.path = .* it asks other questions than when the run began"):
         context.prompts()
+
+
+@pytest.mark.parametrize(
+    ("config", "size"), [({"vocab_size": 320}, 320), ({"text_config": {"vocab_size": 9}}, 9), ({}, ANY_TOKEN)]
+)
+def test_a_policy_says_how_many_tokens_an_environment_may_choose_from(
+    tmp_path: Path, config: dict[str, Any], size: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocabulary_of(tmp_path) == size
