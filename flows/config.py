@@ -5,6 +5,7 @@ Imports pydantic only. Every refusal is one sentence with the key, the value and
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -142,6 +143,9 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
         tags = error["ctx"]
         key += "." + tags["discriminator"].strip("'")
         return f"{key} = {tags['tag']!r}: choose one of {tags['expected_tags']}"
+    if error["type"] == "truth":
+        key = ".".join(filter(None, (key, error["ctx"]["key"])))
+        return f"{key} = {json.dumps(error['ctx']['value'])}: {error['msg']}"
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: it has no kind; `rollflow keys` lists those there are"
     if error["type"] == "extra_forbidden":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import date, time
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -26,10 +26,31 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """A section below this one that names no kind is of the kind that is the default."""
+        """A section below this one that names no kind is of the kind that is the default. Truth is no number."""
         if not isinstance(tree, Mapping):
             return tree
+        for name, given in tree.items():
+            _check_truth(name, given, cls.model_fields.get(name))
         return {name: _with_kind(given, cls.model_fields.get(name)) for name, given in tree.items()}
+
+
+def _check_truth(name: str, given: Any, info: FieldInfo | None) -> None:
+    """TOML tells truth from numbers; pydantic takes one for 1 or 0."""
+    if info is None or not _holds_truth(given):
+        return
+    kinds = _kinds(info.annotation)
+    if (int in kinds or float in kinds) and bool not in kinds and Any not in kinds:
+        context = {"key": name, "value": given}
+        raise PydanticCustomError("truth", "true and false are no numbers; write a number", context)
+
+
+def _holds_truth(given: Any) -> bool:
+    return isinstance(given, bool) or (isinstance(given, list | tuple) and any(map(_holds_truth, given)))
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types in an annotation."""
+    return [annotation, *(kind for part in get_args(annotation) for kind in _kinds(part))]
 
 
 def _with_kind(given: Any, info: FieldInfo | None) -> Any:
