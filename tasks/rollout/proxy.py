@@ -167,7 +167,7 @@ class InferenceProxy:
         self._jobs[request.id] = job
         try:
             while True:
-                job.lane = lane = None if job.aborted else await self._queue.take(job.ticket)
+                job.lane = lane = await self._queue.take(job.ticket)
                 if lane is None:
                     return job.answer(job.ended(job.request.prefix), self.version)
                 try:
@@ -203,7 +203,7 @@ class InferenceProxy:
             began = asyncio.get_running_loop().time()
             self._taken = taken
             await asyncio.gather(*(self._renew(lane, taken) for lane in self._queue.live))
-            self._note_version()
+            self._note_version(version)
             self.update_seconds += asyncio.get_running_loop().time() - began
         if not self._queue.live and not self._replacement_seconds:
             raise self._queue.none_left()
@@ -223,7 +223,6 @@ class InferenceProxy:
             if lane.failure is not None:
                 raise lane.failure
             old = self._queue.put(place, lane)
-            self._note_version()
             self.on_change()
         if old is not None:
             self._fail(old, EngineFailed("another engine took its place"))
@@ -255,16 +254,12 @@ class InferenceProxy:
             place, lane = min(live.items(), key=lambda item: item[1].taken)
             lane.failure = EngineFailed("the engine is lent")
             self._queue.remove(lane)
-            self._note_version()
             await self._hand_over(lane)
         return place, lane.engine
 
-    def _note_version(self) -> None:
-        serving = [lane.engine.version for lane in self._queue.live if lane.serves.is_set()]
-        if not self._queue.live and self._taken is not None:
-            serving.append(self._taken.version)
-        if (newest := max(serving, default=self.version)) != self.version:
-            self.version = newest
+    def _note_version(self, version: int) -> None:
+        if version != self.version:
+            self.version = version
             self.on_change()
 
     async def _on(self, lane: Lane, job: _Job) -> Generation | None:
@@ -275,8 +270,8 @@ class InferenceProxy:
         if lane.failure is not None:
             return None
         engine = lane.engine
-        may_mix = self._taken is None or self._taken.in_flight == "continue"
-        if job.request.prefix and job.started != engine.version and not may_mix:
+        assert self._taken is not None, "an engine serves once it has weights"
+        if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
             self._again(job, Partial())
         if job.started is None:  # counted from the request, not its first token: it may wait through an update
             job.start(engine.version)
@@ -305,7 +300,7 @@ class InferenceProxy:
     def _again(self, job: _Job, kept: Partial) -> None:
         if kept:
             self.taken_over += 1
-        elif job.started is not None:
+        else:
             self.restarted += 1
         job.again(kept)
 
@@ -324,7 +319,8 @@ class InferenceProxy:
 
     async def _renew(self, lane: Lane, to: _Taken) -> None:
         await self._bring(lane, to)
-        self._note_version()
+        if lane.failure is None:
+            self._note_version(to.version)
         self._queue.changed(lane)
 
     async def _bring(self, lane: Lane, to: _Taken) -> None:
@@ -347,7 +343,6 @@ class InferenceProxy:
             closing = asyncio.create_task(self._close(lane))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            self._note_version()
             self._queue.changed(lane)
 
     async def _hand_over(self, lane: Lane) -> None:
