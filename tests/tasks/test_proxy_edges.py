@@ -1,82 +1,15 @@
-"""The proxy by hand: what is asked of each engine, and what is told of it."""
+"""The proxy by hand: what is asked of each engine when it is updated, lent or replaced."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Ending
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
-from rollflow.tasks.engines.config import TimedEngineConfig
-from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions, Started
-
-CONFIG = TimedEngineConfig(slots=4, max_new_tokens=40, median_tokens=400, seconds_per_token=0.1, update_seconds=0.5)
-NO_PROBE = Probe((), (), 0.1)
-WEIGHTS = Path("weights")
-
-
-class Noting(TimedEngine):
-    """Notes what is asked of it; answers the probe as it is told."""
-
-    def __init__(self, said: Sequence[float] | None = None) -> None:
-        super().__init__(CONFIG)
-        self.said, self.calls, self.closed = said, list[tuple[Any, ...]](), 0
-        self.fails: set[str] = set()
-
-    def _note(self, *call: Any) -> None:
-        self.calls.append(call)
-        if call[0] in self.fails:
-            raise EngineFailed(f"no {call[0]}")
-
-    async def abort(self, ids: Sequence[str]) -> None:
-        self._note("abort", *ids)
-        await super().abort(ids)
-
-    async def fetch(self, version: int, weights: Any) -> None:
-        self._note("fetch", version, weights)
-
-    async def suspend(self, in_flight: InFlight) -> None:
-        self._note("suspend", in_flight)
-        await super().suspend(in_flight)
-
-    async def update(self, version: int, weights: Any) -> None:
-        self._note("update", version, weights)
-        await super().update(version, weights)
-
-    async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
-        self._note("logprobs", *tokens)
-        return None if self.said is None else tuple(self.said)
-
-    async def resume(self) -> None:
-        self._note("resume")
-        await super().resume()
-
-    async def close(self) -> None:
-        self.closed += 1
-        await super().close()
-
-
-def request(name: str, seed: int = 1) -> GenerationRequest:
-    return GenerationRequest(name, (1, 2), 40, seed=seed)
-
-
-def asking(proxy: InferenceProxy, name: str, asked: RequestOptions | None = None) -> asyncio.Task[Started]:
-    return asyncio.create_task(proxy.generate(request(name), asked))
-
-
-def virtual(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(1000):
-            await main()
-
-    run_virtual(bounded())
+from rollflow.tasks.engines.base import InFlight
+from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, virtual
 
 
 @pytest.mark.parametrize(
@@ -171,59 +104,33 @@ def test_when_the_last_engine_fails_the_update_says_so() -> None:
     virtual(main)
 
 
-def test_an_abort_reaches_the_engine_that_runs_the_request_and_no_other() -> None:
+def test_who_waits_for_the_first_weights_is_told_when_no_engine_takes_them() -> None:
     async def main() -> None:
-        engines = [Noting(), Noting()]
-        proxy = InferenceProxy(engines, 1)
+        alone, clock = Noting(), asyncio.get_running_loop().time
+        alone.fails.add("fetch")
+        proxy = InferenceProxy([alone], 4, replacement_seconds=5.0)
+        task = asking(proxy, "a")
+        await asyncio.sleep(1.0)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        tasks = [asking(proxy, name) for name in "abc"]
-        await asyncio.sleep(1.05)
-        for engine in engines:
-            engine.calls.clear()
-        await proxy.abort(["a", "c", "nobody"])
-        first, waiting = await tasks[0], await tasks[2]
-        assert sorted(engine.calls for engine in engines) == [[], [("abort", "a")]]
-        assert (first.generation.ending, len(first.generation.tokens), first.version) == (Ending.ABORTED, 10, 0)
-        assert (waiting.generation.id, waiting.generation.ending) == ("c", Ending.ABORTED)
-        assert (waiting.generation.tokens, waiting.version) == ((), 0)
-        assert (await tasks[1]).generation.ending is Ending.LENGTH
-        assert proxy.running == 0
+        with pytest.raises(EngineFailed, match=r"^no engine is left: no fetch$"):
+            await task
+        assert clock() == 6.0
 
     virtual(main)
 
 
-def test_an_engine_that_cannot_abort_is_out() -> None:
+def test_a_version_counts_when_an_engine_serves_it_not_when_one_fails() -> None:
     async def main() -> None:
         bad, good = Noting(), Noting()
-        proxy = InferenceProxy([bad, good], 1)
+        proxy = InferenceProxy([bad, good], 4)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        tasks = [asking(proxy, name) for name in "ab"]
-        await asyncio.sleep(1.0)
-        bad.fails.add("abort")
-        await proxy.abort(["a", "b"])
-        assert proxy.failed == {0: "no abort"}
-        made = await asyncio.gather(*tasks)
-        assert [one.generation.ending for one in made] == [Ending.ABORTED] * 2
-        await asyncio.sleep(0)
-        assert bad.closed == 1
-
-    virtual(main)
-
-
-def test_a_request_is_told_when_it_starts_and_when_it_starts_again() -> None:
-    async def main() -> None:
-        proxy, starts = InferenceProxy([Noting()], 4), list[int]()
-        task = asking(proxy, "a", RequestOptions(on_start=starts.append))
-        await asyncio.sleep(1.0)
-        assert starts == []  # there are no weights
-        await proxy.update(0, WEIGHTS, NO_PROBE, "restart")
-        await asyncio.sleep(1.0)
-        assert starts == [0]
-        await proxy.update(1, WEIGHTS, NO_PROBE, "restart")
-        made = await task
-        assert (starts, made.version, made.generation.id) == ([0, 1], 1, "a'")
-        assert set(made.generation.versions) == {1}
-        assert (proxy.restarted, proxy.taken_over) == (1, 0)
+        bad.fails.add("update")
+        updating = asyncio.create_task(proxy.update(1, WEIGHTS, NO_PROBE, "continue"))
+        await asyncio.sleep(0.4)
+        assert list(proxy.failed) == [0]
+        assert (proxy.version, good.version) == (0, 0)
+        await updating
+        assert (proxy.version, good.version) == (1, 1)
 
     virtual(main)
 
@@ -272,53 +179,62 @@ def test_two_engines_are_enough_to_lend_one_and_one_that_died_there_is_told() ->
     virtual(main)
 
 
+def test_whose_place_was_taken_while_it_was_lent_does_not_come_back() -> None:
+    async def main() -> None:
+        engines, other = [Noting(), Noting()], Noting()
+        proxy = InferenceProxy(engines, 2)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        async with proxy.lent() as engine:
+            await proxy.join(0, other)
+        assert engine is engines[0]
+        assert proxy.engines == {0: other, 1: engines[1]}
+        assert other.closed == 0
+
+    virtual(main)
+
+
+def test_who_died_while_lent_is_told_of_though_its_place_was_taken() -> None:
+    async def main() -> None:
+        proxy = InferenceProxy([Noting(), Noting()], 2)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        lending = proxy.lent()
+        engine = await lending.__aenter__()
+        await proxy.join(0, Noting())
+        engine.kill()  # type: ignore[attr-defined]
+        with pytest.raises(EngineFailed, match="the timed engine was killed"):
+            await lending.__aexit__(None, None, None)
+        assert proxy.failed == {}
+
+    virtual(main)
+
+
+def test_an_engine_that_joins_before_there_are_weights_waits_for_them() -> None:
+    async def main() -> None:
+        joins = Noting()
+        proxy = InferenceProxy([], 4)
+        await proxy.join(0, joins)
+        assert (proxy.engines, joins.calls) == ({0: joins}, [])
+        task = asking(proxy, "a")
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        assert (await task).version == 0
+
+    virtual(main)
+
+
 def test_an_engine_that_is_replaced_hands_its_requests_over() -> None:
     async def main() -> None:
-        old, new = Noting(), Noting()
-        proxy = InferenceProxy([old], 4)
+        old, new, other = Noting(), Noting(), Noting()
+        proxy = InferenceProxy([old, other], 4)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
         changes: list[int] = []
-        task = asking(proxy, "a")
+        task, elsewhere = asking(proxy, "a"), asking(proxy, "b")
         await asyncio.sleep(1.0)
         proxy.on_change = lambda: changes.append(proxy.version)
         await proxy.join(0, new)
         assert changes
         made = await task
         assert (proxy.taken_over, old.closed, len(made.generation.tokens), made.version) == (1, 1, 40, 0)
-        assert ("abort", "a") in old.calls
-
-    virtual(main)
-
-
-def test_the_pace_of_an_engine_is_that_of_the_tokens_it_made_itself() -> None:
-    async def main() -> None:
-        first, second = Noting(), Noting()
-        proxy = InferenceProxy([first], 4)
-        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        task = asking(proxy, "a")
-        await asyncio.sleep(1.05)
-        await proxy.join(0, second)
-        await task
-        [lane] = proxy._queue.live
-        assert lane.tokens == 25  # the first made 10, and 5 more while the second took the weights
-        assert lane.seconds == pytest.approx(2.5)
-
-    virtual(main)
-
-
-class Refusing(Noting):
-    """Dies as soon as it is asked."""
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        raise EngineFailed("refused")
-
-
-def test_what_never_started_counts_from_the_version_at_its_end() -> None:
-    async def main() -> None:
-        proxy = InferenceProxy([Refusing()], 4)
-        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
-        with pytest.raises(EngineFailed, match="no engine is left: refused"):
-            await proxy.generate(request("a"))
-        assert (proxy.running, proxy.restarted) == (0, 1)
+        assert [call for call in old.calls if call[0] == "abort"] == [("abort", "a")]
+        assert (await elsewhere).generation.id == "b"
 
     virtual(main)

@@ -1,0 +1,205 @@
+"""The proxy by hand: what a request is told and what it comes back with, wherever it goes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollflow.storage.errors import EngineFailed
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Started
+from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, request, virtual
+
+
+def test_an_abort_reaches_the_engine_that_runs_the_request_and_no_other() -> None:
+    async def main() -> None:
+        engines = [Noting(), Noting()]
+        proxy = InferenceProxy(engines, 1)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        tasks = [asking(proxy, name) for name in "abc"]
+        await asyncio.sleep(1.05)
+        for engine in engines:
+            engine.calls.clear()
+        await proxy.abort(["a", "c", "nobody"])
+        first, waiting = await tasks[0], await tasks[2]
+        assert sorted(engine.calls for engine in engines) == [[], [("abort", "a")]]
+        assert (first.generation.ending, len(first.generation.tokens), first.version) == (Ending.ABORTED, 10, 0)
+        assert (waiting.generation.id, waiting.generation.ending) == ("c", Ending.ABORTED)
+        assert (len(waiting.generation.tokens), waiting.version) == (0, 0)
+        assert (await tasks[1]).generation.ending is Ending.LENGTH
+        assert proxy.running == 0
+
+    virtual(main)
+
+
+def test_an_engine_that_cannot_abort_is_out() -> None:
+    async def main() -> None:
+        bad, good = Noting(), Noting()
+        proxy = InferenceProxy([bad, good], 1)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        tasks = [asking(proxy, name) for name in "ab"]
+        await asyncio.sleep(1.0)
+        bad.fails.add("abort")
+        await proxy.abort(["a", "b"])
+        assert proxy.failed == {0: "no abort"}
+        made = await asyncio.gather(*tasks)
+        assert [one.generation.ending for one in made] == [Ending.ABORTED] * 2
+        assert [len(one.generation.tokens) for one in made] == [10, 10]
+        assert (proxy.taken_over, proxy.restarted) == (0, 0)
+        await asyncio.sleep(0)
+        assert bad.closed == 1
+
+    virtual(main)
+
+
+def test_what_is_aborted_between_two_engines_has_the_tokens_it_made() -> None:
+    async def main() -> None:
+        engine, clock = Noting(), asyncio.get_running_loop().time
+        proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        task = asking(proxy, "a")
+        await asyncio.sleep(1.05)
+        engine.kill()
+        await asyncio.sleep(1.0)
+        await proxy.abort(["a"])
+        made = await task
+        assert (made.generation.ending, len(made.generation.tokens), made.version) == (Ending.ABORTED, 10, 0)
+        assert clock() == pytest.approx(0.5 + 2.05)  # it waits for nobody
+
+    virtual(main)
+
+
+async def granted(proxy: InferenceProxy, starts: list[int]) -> asyncio.Task[Started]:
+    """A request that waited for the only slot of the only engine, has it now, and does not know yet."""
+    await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+    [lane] = proxy._queue.live
+    holding = proxy._queue.ticket(0)
+    await proxy._queue.take(holding)
+    task = asking(proxy, "a", RequestOptions(on_start=starts.append))
+    await asyncio.sleep(0)
+    proxy._queue.release(lane, holding)
+    return task
+
+
+def test_what_is_aborted_while_its_engine_is_updated_never_starts() -> None:
+    async def main() -> None:
+        proxy, starts = InferenceProxy([Noting()], 1), list[int]()
+        task = await granted(proxy, starts)
+        [lane] = proxy._queue.live
+        lane.serves.clear()  # an update begins
+        await asyncio.sleep(0)
+        await proxy.abort(["a"])
+        lane.serves.set()
+        made = (await task).generation
+        assert (made.id, made.ending, len(made.tokens)) == ("a", Ending.ABORTED, 0)
+        assert (starts, lane.taken, proxy.running) == ([], 0, 0)
+
+    virtual(main)
+
+
+def test_a_request_is_told_when_it_starts_and_when_it_starts_again() -> None:
+    async def main() -> None:
+        proxy, starts = InferenceProxy([Noting()], 4), list[int]()
+        task = asking(proxy, "a", RequestOptions(on_start=starts.append))
+        await asyncio.sleep(1.0)
+        assert (starts, proxy.version) == ([], -1)  # there are no weights
+        await proxy.update(0, WEIGHTS, NO_PROBE, "restart")
+        await asyncio.sleep(1.0)
+        assert starts == [0]
+        await proxy.update(1, WEIGHTS, NO_PROBE, "restart")
+        made = await task
+        assert (starts, made.version, made.generation.id) == ([0, 1], 1, "a'")
+        assert set(made.generation.versions) == {1}
+        assert (proxy.restarted, proxy.taken_over) == (1, 0)
+
+    virtual(main)
+
+
+def test_an_engine_that_fails_as_it_is_chosen_is_asked_for_nothing() -> None:
+    async def main() -> None:
+        proxy, starts = InferenceProxy([Noting()], 1, replacement_seconds=100.0), list[int]()
+        task = await granted(proxy, starts)
+        [lane] = proxy._queue.live
+        proxy._fail(lane, EngineFailed("lost"))
+        assert len(proxy._closing) == 1
+        await asyncio.sleep(1.0)
+        assert (starts, proxy.restarted, lane.taken, len(proxy._closing)) == ([], 0, 0, 0)
+        await proxy.join(0, Noting())
+        assert (await task).version == 0
+        assert starts == [0]
+
+    virtual(main)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_where_versions_may_not_mix_tokens_are_taken_over_under_their_version_alone(newer: bool) -> None:
+    async def main() -> None:
+        engine, starts = Noting(), list[int]()
+        proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "restart")
+        task = asking(proxy, "a", RequestOptions(on_start=starts.append))
+        await asyncio.sleep(1.05)
+        engine.kill()
+        await asyncio.sleep(1.0)
+        if newer:
+            await proxy.update(1, WEIGHTS, NO_PROBE, "restart")
+        await proxy.join(0, Noting())
+        made = await task
+        assert (set(made.generation.versions), made.version) == ({int(newer)}, int(newer))
+        assert (len(made.generation.tokens), starts) == (40, [0, 1] if newer else [0])
+        assert (proxy.taken_over, proxy.restarted) == (1, int(newer))
+
+    virtual(main)
+
+
+def test_the_pace_of_an_engine_is_that_of_the_tokens_it_made_itself() -> None:
+    async def main() -> None:
+        first, second = Noting(), Noting()
+        proxy = InferenceProxy([first], 4)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        task = asking(proxy, "a")
+        await asyncio.sleep(1.05)
+        await proxy.join(0, second)
+        await task
+        [lane] = proxy._queue.live
+        assert lane.tokens == 25  # the first made 10, and 5 more while the second took the weights
+        assert lane.seconds == pytest.approx(2.5)
+
+    virtual(main)
+
+
+class Refusing(Noting):
+    """Dies as soon as it is asked."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        raise EngineFailed("refused")
+
+
+def test_an_engine_that_dies_before_it_has_the_tokens_of_another_loses_none() -> None:
+    async def main() -> None:
+        first, last = Noting(), Noting()
+        proxy = InferenceProxy([first], 4, replacement_seconds=100.0)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        task = asking(proxy, "a")
+        await asyncio.sleep(1.05)
+        first.kill()
+        await proxy.join(0, Refusing())
+        await proxy.join(0, last)
+        assert len((await task).generation.tokens) == 40
+        assert last.usage.tokens == 30
+        assert (proxy.taken_over, proxy.restarted) == (2, 0)
+
+    virtual(main)
+
+
+def test_what_never_started_counts_from_the_version_at_its_end() -> None:
+    async def main() -> None:
+        proxy = InferenceProxy([Refusing()], 4)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        with pytest.raises(EngineFailed, match="no engine is left: refused"):
+            await proxy.generate(request("a"))
+        assert (proxy.running, proxy.restarted) == (0, 1)
+
+    virtual(main)
