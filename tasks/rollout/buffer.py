@@ -2,25 +2,16 @@
 
 The oldest groups go first. Of equally old ones, the awaited go first, because they were left behind before; then prompt
 order decides. So when exactly one batch is there (alpha = 0), the choice does not depend on who finished first. A group
-that is too old for the batch at hand is handed back as stale: for later batches it would be older still.
+that is too old for the batch at hand is stale: for later batches it would be older still.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 from rollflow.storage.records import GroupKey, TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What a batch gets, and what turned out too old for it."""
-
-    groups: tuple[TrajectoryGroup, ...]
-    stale: tuple[TrajectoryGroup, ...]
 
 
 class Rank(NamedTuple):
@@ -65,18 +56,19 @@ class TrajectoryBuffer:
         """How many of the groups go before one of this rank."""
         return bisect_left(self._groups, rank, key=attrgetter("rank"))
 
-    def take(self, count: int, oldest_allowed: float, *, in_order: bool = False) -> Taken:
-        """Remove stale groups, then `count` groups if there are so many (else none of them).
+    def drop(self, bound: float) -> tuple[TrajectoryGroup, ...]:
+        """Remove the groups that were started under an older version than `bound`."""
+        stale = self.older(bound)
+        dropped, self._groups = self._groups[:stale], self._groups[stale:]
+        return tuple(one.group for one in dropped)
+
+    def take(self, count: int, *, in_order: bool = False) -> tuple[TrajectoryGroup, ...]:
+        """Remove the first `count` groups.
 
         Args:
-            in_order: take the first that were issued, whatever version they were started under. Within the batch they
+            in_order: the first that were issued, whatever version they were started under. Within the batch they
                 stand as ever: at alpha = 0 the order of issue may depend on what was filtered when.
         """
-        first = self.older(oldest_allowed)
-        stale, fresh = tuple(one.group for one in self._groups[:first]), self._groups[first:]
-        if in_order:
-            fresh.sort(key=lambda one: (one.issue, one.rank))
-        taken = fresh[:count] if len(fresh) >= count else []
-        self._groups = sorted(fresh[len(taken) :], key=attrgetter("rank"))
-        chosen = sorted((one.group for one in taken), key=lambda group: (group.started_version, group.key))
-        return Taken(tuple(chosen), stale)
+        line = sorted(self._groups, key=lambda one: (one.issue, one.rank)) if in_order else self._groups
+        self._groups = sorted(line[count:], key=attrgetter("rank"))
+        return tuple(sorted((one.group for one in line[:count]), key=lambda group: (group.started_version, group.key)))

@@ -43,7 +43,7 @@ class GroupPorts:
     proxy: InferenceProxy
     score: Callable[[ScoreRequest], Awaitable[Score]]
     generated: Callable[[int], Awaitable[None]]  # tokens
-    started: Callable[[GroupRollout, int | None], None]  # its oldest start is known or has changed; with the former
+    started: Callable[[GroupRollout, int], None]  # the version of its oldest start is known, or has changed
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # tokens that the policy has
 
@@ -156,9 +156,10 @@ class GroupRollout:
 
     def _note_start(self, sample: int, version: int) -> None:
         self._starts[sample] = version
-        former, self._oldest = self._oldest, min(self._starts.values())
-        if former != self._oldest:
-            self.ports.started(self, former)
+        oldest = min(self._starts.values())
+        if oldest != self._oldest:
+            self._oldest = oldest
+            self.ports.started(self, oldest)
 
     async def _closed(self, episode: PlayedEpisode) -> bool:
         """All of an episode is generated; whether it is kept."""

@@ -192,8 +192,7 @@ class RolloutScheduler:
         ended = await rollout.run(self._ports.prompt(rollout.key.prompt))
         del self._running[rollout.key]
         self._left_behind.discard(rollout)
-        if rollout.started_version is not None:
-            self._starts.remove(rollout.started_version, rollout)
+        self._starts.remove(rollout)
         self._freed(rollout.unanswered)
         if isinstance(ended, TrajectoryGroup):
             self._scored(ended, rollout)
@@ -211,13 +210,11 @@ class RolloutScheduler:
         self._generating -= responses
         self._room.set()
 
-    def _started(self, rollout: GroupRollout, former: int | None) -> None:
+    def _started(self, rollout: GroupRollout, version: int) -> None:
         """It has started, or started again; one that waited so long that it would be for no batch is given up."""
-        if former is not None:
-            self._starts.remove(former, rollout)
-        if rollout.started_version is not None and rollout not in self._left_behind:
-            self._starts.add(rollout.started_version, rollout)
-            if self.due.count and rollout.started_version < self._formation.oldest_allowed(self.due.first):
+        if rollout not in self._left_behind:
+            self._starts.add(version, rollout)
+            if self.due.count and version < self._formation.oldest_allowed(self.due.first):
                 self._give_up(rollout)
 
     def _scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
@@ -265,24 +262,17 @@ class RolloutScheduler:
                 self._ready.clear()
 
     def _stage(self) -> StagedBatch | None:
-        """Take the groups of the next batch if it is to be formed now; stale ones are discarded and issued again."""
-        number, groups = self.due.first, self.limits.groups
+        """Take the groups of the next batch, if it is to be formed now."""
+        number = self.due.first
         waits = self._formation.is_full and self._must_wait(number)
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)
         if not self._formation.is_full or waits:
             return None
-        oldest, in_order = self._formation.oldest_allowed(number), self.limits.order == "started"
-        taken = self.buffer.take(groups, oldest, in_order=in_order)
-        for group in taken.stale:
-            self._drop(group)
-        if taken.stale:
-            self._room.set()
-        if not taken.groups:
-            return None
+        groups = self.buffer.take(self.limits.groups, in_order=self.limits.order == "started")
         self._advance()
         discards, self._discards = tuple(self._discards), []
-        self._order.taken(group.key.prompt for group in taken.groups)
-        return StagedBatch(number, taken.groups, self._order.take_issued(), discards)
+        self._order.taken(group.key.prompt for group in groups)
+        return StagedBatch(number, groups, self._order.take_issued(), discards)
 
     def _must_wait(self, number: int) -> bool:
         running = (rollout.number for rollout in self._running.values() if rollout not in self._left_behind)
@@ -294,7 +284,7 @@ class RolloutScheduler:
         """Go on to the next batch; drop and give up what is too old for it."""
         self.due = self.due.after_first()
         bound = self._formation.oldest_allowed(self.due.first)
-        for group in self.buffer.take(0, bound).stale:
+        for group in self.buffer.drop(bound):
             self._drop(group)
         if self.due.count:
             for rollout in self._starts.before(bound):
@@ -302,8 +292,7 @@ class RolloutScheduler:
         self._room.set()
 
     def _give_up(self, rollout: GroupRollout) -> None:
-        assert rollout.started_version is not None, "it was found by its start"
-        self._starts.remove(rollout.started_version, rollout)
+        self._starts.remove(rollout)
         self._left_behind.add(rollout)
         task = asyncio.create_task(rollout.give_up(self._too_slow))
         self._aborts.add(task)

@@ -13,21 +13,24 @@ class Starts:
     """Dispatches that run and were not given up."""
 
     def __init__(self) -> None:
-        self._running: dict[int, dict[GroupRollout, None]] = {}  # in the order they were started
+        self._versions: dict[GroupRollout, int] = {}
+        self._running: dict[int, dict[GroupRollout, None]] = {}  # by version, in the order they were started
         self._awaited: dict[int, int] = {}  # how many of them a batch waits for
 
     def add(self, version: int, rollout: GroupRollout) -> None:
-        """Add a dispatch that was started under this version."""
+        """Add a dispatch that was started under this version; one that is there was started again."""
+        self.remove(rollout)
+        self._versions[rollout] = version
         self._running.setdefault(version, {})[rollout] = None
         self._awaited[version] = self._awaited.get(version, 0) + rollout.awaited
 
-    def remove(self, version: int, rollout: GroupRollout) -> None:
-        """Remove a dispatch that ended, was started again or given up; if it is not there, nothing changes."""
-        running = self._running.get(version, {})
-        if rollout in running:
-            del running[rollout]
+    def remove(self, rollout: GroupRollout) -> None:
+        """Remove a dispatch that ended or was given up; if it is not there, nothing changes."""
+        version = self._versions.pop(rollout, None)
+        if version is not None:
+            del self._running[version][rollout]
             self._awaited[version] -= rollout.awaited
-            if not running:
+            if not self._running[version]:
                 del self._running[version], self._awaited[version]
 
     def count(self, bound: float) -> int:

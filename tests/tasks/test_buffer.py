@@ -45,10 +45,10 @@ def test_what_is_taken(starts: list[tuple[int, bool]], count: int, oldest: int, 
     fresh = [one for one in ranked if one[0] >= oldest]
     if in_order:
         fresh.sort(key=lambda one: -one[2])
-    wanted = sorted((started, prompt) for started, _, prompt in fresh[:count]) if len(fresh) >= count else []
-    taken = buffer.take(count, oldest, in_order=in_order)
-    assert [(g.started_version, g.key.prompt) for g in taken.groups] == wanted
-    assert {g.key.prompt for g in taken.stale} == {prompt for started, _, prompt in ranked if started < oldest}
+    wanted = sorted((started, prompt) for started, _, prompt in fresh[:count])
+    assert [g.key.prompt for g in buffer.drop(oldest)] == [prompt for started, _, prompt in ranked if started < oldest]
+    taken = buffer.take(count, in_order=in_order)
+    assert [(g.started_version, g.key.prompt) for g in taken] == wanted
     left = {one[2] for one in ranked if one[0] >= oldest} - {prompt for _, prompt in wanted}
     assert {key.prompt for key in keys(buffer)} == left
     assert keys(buffer) == [GroupKey(prompt, 0) for _, _, prompt in ranked if prompt in left]
