@@ -1,0 +1,361 @@
+"""A scheduler that stands still, step by step: what each step says to the loops that wait, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rollflow.storage.errors import RollflowError
+from rollflow.storage.records import (
+    Cursor,
+    Discard,
+    DiscardReason,
+    Ending,
+    GroupKey,
+    Prompt,
+    Trajectory,
+    TrajectoryGroup,
+)
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.rollout.config import FilterConfig
+from rollflow.tasks.rollout.group import GroupRollout
+from rollflow.tasks.rollout.issue_order import Issue
+from rollflow.tasks.rollout.limits import RolloutLimits
+from rollflow.tasks.rollout.proxy import InferenceProxy
+from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.verifiers.pool import ScoreRequest
+
+LIMITS = RolloutLimits(0, 5, 1, 1, 1.0, 8, 1, 8, 1.0)
+
+
+async def scheduler_of(
+    limits: RolloutLimits = LIMITS, resume: ResumePoint | None = None, version: int = -1
+) -> RolloutScheduler:
+    """Nothing runs yet; it has no engines, which are at this version."""
+
+    async def score(request: ScoreRequest) -> Score:
+        return Score(1.0, "")
+
+    async def commit(staged: StagedBatch) -> None:
+        pass
+
+    ports = SchedulerPorts(lambda index: Prompt("p", index, "", "", (1,)), score, commit)
+    proxy = InferenceProxy([], 4)
+    proxy.version = version
+    return RolloutScheduler(limits, ports, proxy, resume or ResumePoint())
+
+
+class Nowhere:
+    """Runs nothing."""
+
+    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        coroutine.close()
+
+
+def started(scheduler: RolloutScheduler, version: int | None = None) -> GroupRollout:
+    """One more group runs, under this version if its first request has started; nothing comes of it."""
+    scheduler._start(scheduler.number, cast(asyncio.TaskGroup, Nowhere()))
+    rollout = list(scheduler._running.values())[-1]
+    if version is not None:
+        rollout._note_start(0, version)
+    return rollout
+
+
+def inside(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(100):
+            await main()
+
+    run_virtual(bounded())
+
+
+def test_the_newest_version_is_what_counts_however_late_an_older_one_is_told_of() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of()
+        scheduler.published(3)
+        scheduler._ready.clear()
+        scheduler.published(2)
+        assert scheduler._published == 3
+        assert scheduler._ready.is_set()
+
+    inside(main)
+
+
+def test_an_engine_that_joins_wakes_it() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of()
+        assert not scheduler._room.is_set()
+        scheduler._proxy.version = 2
+        scheduler._proxy.on_change()
+        assert scheduler._room.is_set()
+        assert scheduler._ready.is_set()
+        assert scheduler._published == 2
+        scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
+        assert scheduler._order.next(0).key.prompt == 0  # left behind under version 2, it waits for a newer one
+        scheduler._proxy.version = 3
+        scheduler._proxy.on_change()
+        assert scheduler._order.next(0).key == GroupKey(7, 1)
+
+    inside(main)
+
+
+def test_what_is_left_behind_waits_for_a_newer_version_than_the_engines_had_at_the_start() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(version=2)
+        scheduler._discard(Discard(GroupKey(7, 0), DiscardReason.STALE, 0, 5))
+        scheduler._proxy.on_change()  # another engine joined
+        assert scheduler._order.next(0).key.prompt == 0
+        scheduler._proxy.version = 3
+        scheduler._proxy.on_change()
+        assert scheduler._order.next(0).key == GroupKey(7, 1)
+
+    inside(main)
+
+
+def test_a_scheduler_begins_where_the_log_says() -> None:
+    cursor, key = Cursor((9,), (2,)), GroupKey(8, 1)
+    state: Any = SimpleNamespace(next_batch=3, cursor=cursor, in_flight=(key,), holes=[1], voids=2, behind={8: 4})
+    assert ResumePoint.of_state(state) == ResumePoint(3, cursor, (key,), missing=(1,), voids=2, behind=((8, 4),))
+    assert ResumePoint() == ResumePoint(0, Cursor(), (), missing=(), voids=0, behind=())
+
+
+def test_where_a_scheduler_begins() -> None:
+    async def main() -> None:
+        resume = ResumePoint(3, Cursor((9,), (0,)), (GroupKey(8, 1),), missing=(1, 4, 5, 6), voids=2, behind=((8, 3),))
+        scheduler = await scheduler_of(resume=resume)
+        assert (scheduler.number, scheduler.voids, scheduler.running) == (3, 2, 0)
+        assert scheduler.due.missing == (1, 4)  # those beyond the run's end are nobody's any more
+        assert scheduler.due.last == 5
+        assert scheduler._order.next(0).key == GroupKey(8, 1)
+        assert scheduler._order.next(0).key == GroupKey(9, 0)
+
+    inside(main)
+
+
+def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int = 0, *, awaited: bool = True) -> None:
+    """A group of one response ended with this reward: of those that are not among the running ones, the last issued."""
+    one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), reward, "", Ending.STOP)
+    rollout = scheduler._rollout(Issue(GroupKey(prompt, 0), 1, awaited=awaited))
+    scheduler._scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
+
+
+def test_filtered_in_a_row_are_those_without_a_kept_one_between() -> None:
+    async def main() -> None:
+        limits = replace(LIMITS, filter=FilterConfig(min_mean=0.0, most=3))
+        scheduler = await scheduler_of(limits)
+        for prompt, reward in enumerate([0.0, 0.0, 1.0, 0.0, 0.0]):
+            scored(scheduler, prompt, reward)
+        assert len(scheduler.buffer) == 1
+        for count in (3, 4):
+            with pytest.raises(RollflowError, match=rf"removed {count} groups in a row .the last: mean reward at or "):
+                scored(scheduler, 2 + count, 0.0)
+        assert scheduler.counts.filtered == {"mean reward at or below 0": 6}
+
+    inside(main)
+
+
+def test_a_group_that_came_too_late_for_the_next_batch_is_dropped() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(resume=ResumePoint(number=3))
+        scored(scheduler, 0, 1.0, started=1)
+        assert len(scheduler.buffer) == scheduler.counts.trajectories == 0
+        assert [one.reason for one in scheduler._discards] == [DiscardReason.STALE]
+        scored(scheduler, 1, 1.0, started=2)  # batch 3 allows it
+        assert len(scheduler.buffer) == scheduler.counts.trajectories == 1
+
+    inside(main)
+
+
+def test_what_was_too_slow_is_redundant_where_more_was_started_than_needed() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, extra_groups=1), ResumePoint(number=3))
+        scored(scheduler, 0, 1.0, started=1)
+        assert [one.reason for one in scheduler._discards] == [DiscardReason.REDUNDANT]
+
+    inside(main)
+
+
+def test_a_full_batch_is_staged_with_all_that_was_issued_and_discarded_before() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(resume=ResumePoint(number=1, cursor=Cursor((1,), (0,)), behind=((2, 1),)))
+        assert scheduler._stage() is None
+        for prompt in (1, 2, 3):
+            assert scheduler._order.next(1).key.prompt == prompt
+        scheduler._discard(gone := Discard(GroupKey(3, 0), DiscardReason.FAILED, 0, 5))
+        scored(scheduler, 2, 1.0)
+        scheduler._room.clear()
+        staged = scheduler._stage()
+        assert staged is not None
+        assert (staged.number, staged.issued, staged.discards) == (1, (1, 2, 3), (gone,))
+        assert [group.key.prompt for group in staged.groups] == [2]
+        assert not scheduler._order._behind  # how slow it was is of no use any more
+        assert scheduler.number == 2
+        assert scheduler._room.is_set()
+        assert scheduler._stage() is None
+        scored(scheduler, 4, 1.0, started=1)
+        staged = scheduler._stage()
+        assert staged is not None
+        assert (staged.number, staged.issued, staged.discards) == (2, (), ())
+
+    inside(main)
+
+
+def test_with_no_batch_left_to_form_it_ends() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, batches=0))
+        await asyncio.wait_for(scheduler.run(), 10.0)
+        assert scheduler.running == 0
+
+    inside(main)
+
+
+@pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four
+def test_what_admission_is_told(slots: int | None, most: float) -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, group_size=2, slots=slots), ResumePoint(number=1), version=1)
+        rollouts = [started(scheduler, 1) for _ in range(3)]
+        assert [rollout.number for rollout in rollouts] == [1, 2, 3]
+        scheduler._give_up(rollouts[0])
+        scored(scheduler, 9, 1.0, started=1)
+        scored(scheduler, 10, 1.0, started=1)
+        supply = scheduler._supply()
+        assert (supply.version, supply.due) == (1, scheduler.due)
+        assert (supply.running, supply.outstanding, supply.generating, supply.slots) == (3, 2 + 2, 3 * 2, most)
+
+    inside(main)
+
+
+def test_a_response_that_ends_makes_room() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, group_size=3))
+        started(scheduler)
+        await scheduler._generated(5)
+        await scheduler._generated(7)
+        assert (scheduler._generating, scheduler.counts.tokens) == (1, 12)
+        assert scheduler._room.is_set()
+
+    inside(main)
+
+
+# --- who is waited for, and who is given up -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("published", "full", "holds"), [(1, True, True), (2, True, True), (0, True, False), (1, False, False)]
+)
+def test_a_full_batch_that_a_ready_learner_waits_for_is_measured(published: int, full: bool, holds: bool) -> None:
+    """Batch 1 waits for a group that batch 2 could not take."""
+
+    async def main() -> None:
+        scheduler = await scheduler_of(resume=ResumePoint(number=1))
+        scheduler.published(published)
+        started(scheduler, 0)
+        if full:
+            scored(scheduler, 9, 1.0, started=1)
+        assert scheduler._stage() is None
+        assert (scheduler.counts.waited.since is not None) == holds
+
+    inside(main)
+
+
+@pytest.mark.parametrize(("published", "formed"), [(0, False), (1, True), (2, True)])
+def test_a_batch_that_is_formed_early_leaves_nobody_behind(published: int, formed: bool) -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, at_bound="drop"), ResumePoint(number=1))
+        scheduler.published(published)
+        rollout = started(scheduler, 0)
+        scored(scheduler, 9, 1.0, started=1)
+        assert (scheduler._stage() is not None) == formed
+        assert (rollout in scheduler._left_behind) == formed
+
+    inside(main)
+
+
+@pytest.mark.parametrize(("order", "first"), [("started", 8), ("finished", 9)])
+def test_who_goes_first_into_a_batch(order: Any, first: int) -> None:
+    """The first that was issued, or the oldest version."""
+
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, order=order), ResumePoint(number=1))
+        scheduler._issued = 1
+        scored(scheduler, 8, 1.0, started=1)
+        scheduler._issued = 2
+        scored(scheduler, 9, 1.0, started=0)
+        staged = scheduler._stage()
+        assert staged is not None
+        assert [group.key.prompt for group in staged.groups] == [first]
+
+    inside(main)
+
+
+def test_of_equally_old_groups_the_awaited_one_goes_first() -> None:
+    async def main() -> None:
+        scheduler = await scheduler_of()
+        scored(scheduler, 8, 1.0, awaited=False)
+        scored(scheduler, 9, 1.0, awaited=True)
+        staged = scheduler._stage()
+        assert staged is not None
+        assert [group.key.prompt for group in staged.groups] == [9]
+
+    inside(main)
+
+
+def test_who_was_given_up_is_waited_for_by_nobody() -> None:
+    """Not in the order of issue, nor if it starts again."""
+
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, order="started"), ResumePoint(number=1))
+        slow, scheduler._issued = started(scheduler, 0), 2
+        scored(scheduler, 9, 1.0, started=1)
+        started(scheduler, 1)
+        assert scheduler._stage() is None
+        scheduler._give_up(slow)
+        assert len(scheduler._aborts) == 1
+        slow._note_start(0, 1)
+        assert scheduler._starts.count(math.inf) == 1
+        staged = scheduler._stage()
+        assert staged is not None
+        await asyncio.sleep(0)
+        assert slow._reason is DiscardReason.STALE
+        await asyncio.sleep(1.0)
+        assert scheduler._aborts == set()
+
+    inside(main)
+
+
+@pytest.mark.parametrize(("version", "batches", "given_up"), [(1, 4, True), (2, 4, False), (1, 3, False)])
+def test_what_starts_too_late_for_the_next_batch_is_given_up(version: int, batches: int, given_up: bool) -> None:
+    """Batch 3 takes version 2. If it is not wanted, what runs may end as it likes."""
+
+    async def main() -> None:
+        scheduler = await scheduler_of(replace(LIMITS, batches=batches), ResumePoint(number=3))
+        rollout = started(scheduler, version)
+        assert (rollout in scheduler._left_behind) == given_up
+        assert scheduler._starts.count(math.inf) == (not given_up)
+
+    inside(main)
+
+
+@pytest.mark.parametrize(("batches", "given_up"), [(4, True), (3, False)])
+def test_what_is_too_old_once_a_batch_is_formed_is_given_up(batches: int, given_up: bool) -> None:
+    async def main() -> None:
+        limits = replace(LIMITS, batches=batches, at_bound="drop")
+        scheduler = await scheduler_of(limits, ResumePoint(number=2), version=2)
+        old, new = started(scheduler, 1), started(scheduler, 2)
+        scored(scheduler, 8, 1.0, started=1)
+        scored(scheduler, 9, 1.0, started=1)
+        staged = scheduler._stage()
+        assert staged is not None
+        assert [one.key for one in staged.discards] == [GroupKey(9, 0)]
+        assert new not in scheduler._left_behind
+        assert scheduler._left_behind == ({old} if given_up else set())
+
+    inside(main)
