@@ -27,7 +27,7 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
-from rollflow.tasks.rollout.limits import RolloutLimits, filtered, limits_of
+from rollflow.tasks.rollout.limits import RolloutLimits, limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions
 from tests.support.pipeline import Pipeline
 
@@ -252,21 +252,6 @@ def test_a_filter_that_leaves_nothing_fails_with_its_cure() -> None:
     assert "removed 20 groups in a row (the last: mean reward at or below 1); widen it" in str(why)
 
 
-@pytest.mark.parametrize(
-    ("limits", "rewards", "why"),
-    [
-        (None, [0.0, 0.0], None),
-        (FilterConfig(min_mean=0.0), [0.0, 0.0], "mean reward at or below 0"),
-        (FilterConfig(max_mean=1.0), [1.0, 1.0], "mean reward at or above 1"),
-        (FilterConfig(min_mean=0.0, max_mean=1.0), [0.0, 1.0], None),
-        (FilterConfig(min_std=0.5), [0.0, 1.0], "rewards spread by 0.5 or less"),
-        (FilterConfig(min_std=0.49), [0.0, 1.0], None),
-    ],
-)
-def test_filter(limits: FilterConfig | None, rewards: list[float], why: str | None) -> None:
-    assert filtered(limits, rewards) == why
-
-
 def test_the_age_of_a_response_is_that_of_its_oldest_token() -> None:
     """A request that waits in an engine through an update has its first token under a newer version."""
     choices = {"staleness": "oldest-token"}
@@ -362,19 +347,3 @@ def test_prefix_routing_keeps_a_prompt_together_where_there_is_room() -> None:
 
     assert homes("prefix") == 1.0
     assert homes("least-work") < 0.5
-
-
-def test_aborted_requests_end_with_what_they_have() -> None:
-    async def main() -> None:
-        proxy = InferenceProxy([engine(1, 0.1)], 1)
-        await proxy.update(0, Path(), NO_PROBE, "continue")
-        running, waiting = (
-            asyncio.create_task(proxy.generate(GenerationRequest(name, (1,), 64, seed=7))) for name in ("a", "b")
-        )
-        await asyncio.sleep(0.55)
-        await proxy.abort(["a", "b", "unknown"])
-        ended = [(await task).generation for task in (running, waiting)]
-        assert [(len(g.tokens), g.ending.value) for g in ended] == [(5, "aborted"), (0, "aborted")]
-        assert proxy.running == 0
-
-    run_virtual(main())

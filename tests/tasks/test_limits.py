@@ -1,4 +1,4 @@
-"""What a scheduler works to, from the config; what is filtered stands in `test_choices`."""
+"""What a scheduler works to, from the config, and what it filters."""
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ def test_when_a_prompt_is_awaited(choices: dict[str, Any], times: int) -> None:
         (FilterConfig(min_mean=0.5), [0.0, 0.0], "mean reward at or below 0.5"),
         (FilterConfig(max_mean=0.5), [1.0, 1.0], "mean reward at or above 0.5"),
         (FilterConfig(min_std=0.5), [0.25, 0.5], "rewards spread by 0.5 or less"),
+        (FilterConfig(min_mean=0.0, max_mean=1.0), [0.0, 1.0], None),
         (FilterConfig(), [1.0, 1.0], None),
         (None, [1.0, 1.0], None),
     ],

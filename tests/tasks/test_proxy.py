@@ -159,28 +159,6 @@ def test_capacity_is_that_of_the_engines_that_live() -> None:
     run_virtual(main())
 
 
-def test_requests_spread_over_engines_and_keep_to_their_slots() -> None:
-    async def main() -> None:
-        engines = [TimedEngine(CONFIG) for _ in range(3)]
-        for engine in engines:
-            await engine.start()
-        proxy = InferenceProxy(engines, 4)
-        await proxy.update(0, Path(), NO_PROBE, "continue")
-        running = [asyncio.create_task(proxy.generate(request(i))) for i in range(12)]
-        await asyncio.sleep(0.01)
-        assert [lane.taken for lane in proxy._queue.live] == [4, 4, 4]
-        await asyncio.gather(*running)
-
-    run_virtual(main())
-
-
-def test_a_probe_that_is_not_a_number_fails() -> None:
-    with pytest.raises(EngineFailed):
-        PROBE.check((-1.0, float("nan")))
-    PROBE.check((-1.001, -2.0))
-    PROBE.check(None)
-
-
 @dataclass
 class World:
     """Three engines that die, join and are replaced while requests run; what they had is remembered at each death."""
