@@ -97,9 +97,11 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
-    """A section that changes its kind loses the keys that only other kinds have."""
+    """A section that changes its kind loses the keys that only other kinds have; another preset begins anew."""
     choices = _choices(parents)
-    for chosen in (choice for choice in choices if choice.kind_key == key and _kind(choice) == kind):
+    for chosen in (choice for choice in choices if choice.kind_key == key and kind in kinds_of(choice)):
+        if len(kinds_of(chosen)) > 1:
+            node.clear()
         for name in {name for choice in choices for name in choice.model_fields} - chosen.model_fields.keys():
             node.pop(name, None)
 
@@ -113,10 +115,10 @@ def _choices(path: Iterable[str]) -> list[type[Section]]:
     return found
 
 
-def _kind(section: type[Section]) -> object:
-    """Which one of several it is; None where there is one alone."""
+def kinds_of(section: type[Section]) -> tuple[object, ...]:
+    """Which one of several it is, or which presets it has; empty where there is one alone."""
     field = section.model_fields.get(section.kind_key)
-    return field.get_default() if field else None
+    return get_args(field.annotation) if field else ()
 
 
 def _item(node: list[Any], name: str, key: str) -> Any:
@@ -190,7 +192,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, Fie
 def _kinds(section: type[Section]) -> set[object]:
     """Every kind that a section of the tree may be; pydantic puts them between the keys of an error's place."""
     below = {choice for _, info in _fields(section) for choice in sections_of(info.annotation)}
-    return {_kind(choice) for choice in below} - {None}
+    return {kind for choice in below for kind in kinds_of(choice)}
 
 
 def sections_of(annotation: Any) -> Iterable[type[Section]]:

@@ -117,8 +117,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """What only the whole tree can tell."""
-        if self.train.baseline == "group" and self.group_size < 2:
-            refuse("group_size", self.group_size, 'a group baseline needs 2 or more; or set train.baseline = "none"')
+        baseline = self.train.objective.advantage.baseline
+        if baseline in ("group", "leave-one-out") and self.group_size < 2:
+            cure = f'the baseline "{baseline}" needs 2 or more; or set train.objective.advantage.baseline = "none"'
+            refuse("group_size", self.group_size, cure)
         if self.groups % self.train.minibatches:
             cure = f"it must divide groups = {self.groups}; choose a divisor"
             refuse("train.minibatches", self.train.minibatches, cure)

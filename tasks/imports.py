@@ -51,8 +51,8 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
     return found
 
 
-def imported_object(key: str, part: Imported, contract: type[T], **arguments: object) -> T:
-    """What the class that `part` names makes of its options and these arguments.
+def imported_object(key: str, part: Imported, contract: type[T], *, optional: str = "", **arguments: object) -> T:
+    """What the class that `part` names makes of its options and these arguments; it may go without a method `optional`.
 
     Raises:
         ConfigError: there is no such class, it takes other options, or it lacks a method of `contract`.
@@ -62,7 +62,8 @@ def imported_object(key: str, part: Imported, contract: type[T], **arguments: ob
     if not isinstance(own, found):
         raise _refused(key, part, f"it made a {type(own).__name__} of its options; let it make one of its own")
     for name, promised in vars(contract).items():
-        if isinstance(promised, FunctionType) and not name.startswith("_"):
+        left_out = name == optional and getattr(getattr(own, name), "__func__", None) is promised
+        if isinstance(promised, FunctionType) and not name.startswith("_") and not left_out:
             _check_method(key, part, own, promised)
     return typing.cast(T, own)
 

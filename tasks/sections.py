@@ -26,12 +26,17 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """A section below this one that names no kind is of the kind that is the default. Truth is no number."""
-        if not isinstance(tree, Mapping):
-            return tree
-        for name, given in tree.items():
-            _check_truth(name, given, cls.model_fields.get(name))
-        return {name: _with_kind(given, cls.model_fields.get(name)) for name, given in tree.items()}
+        """See `with_kinds`."""
+        return with_kinds(cls, tree)
+
+
+def with_kinds(section: type[Section], tree: Any) -> Any:
+    """The tree of a section: what names no kind, of several, is of the kind that is the default. Truth is no number."""
+    if not isinstance(tree, Mapping):
+        return tree
+    for name, given in tree.items():
+        _check_truth(name, given, section.model_fields.get(name))
+    return {name: _with_kind(given, section.model_fields.get(name)) for name, given in tree.items()}
 
 
 def _check_truth(name: str, given: Any, info: FieldInfo | None) -> None:

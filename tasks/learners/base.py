@@ -36,6 +36,7 @@ class LearnerStart:
     dtype: str = "float32"  # of weights and optimizer; or bfloat16
     temperature: float = 1.0  # that tokens are sampled at
     versions: int = 1  # that the run trains, for schedules
+    longest: int = 1  # tokens that the policy may choose in a response
     seed: int = 0
     shard_bytes: int = 2**28  # tensors in one file
 

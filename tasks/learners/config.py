@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rollflow.tasks.objectives.config import GrpoObjective, ObjectiveConfig
-from rollflow.tasks.sections import Section
+from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
+from rollflow.tasks.sections import Section, with_kinds
 
 
 class TrainBase(Section):
@@ -15,15 +16,7 @@ class TrainBase(Section):
 
     kind_key: ClassVar[str] = "learner"
 
-    objective: ObjectiveConfig = GrpoObjective()
-    baseline: Literal["group", "none"] = Field("group", description="what is subtracted from the reward")
-    normalize: bool = Field(True, description="divide advantages by the group's standard deviation")
-    negative_weight: float = Field(
-        1.0, ge=0, description="weight of negative advantages; below 1 steadies stale batches"
-    )
-    aggregation: Literal["token-mean", "sequence-mean"] = Field(
-        "token-mean", description="the mean loss of all tokens, or of all responses, each by its own mean"
-    )
+    objective: ObjectiveConfig = PartsObjective()
     learning_rate: float = Field(5e-4, gt=0, description="of AdamW, after the warm-up")
     warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to its value")
     schedule: Literal["constant", "linear"] = Field(
@@ -35,10 +28,36 @@ class TrainBase(Section):
     minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
     micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_kinds(cls, tree: Any) -> Any:
+        """See `with_kinds`; and what stood here before objectives were made of parts, in the objective."""
+        return with_kinds(cls, _as_parts(tree) if isinstance(tree, Mapping) else tree)
+
 
 class TorchTrain(TrainBase):
     learner: Literal["torch"] = Field("torch", description="torch, on one device")
     threads: int = Field(1, gt=0, description="CPU threads of the learner")
+
+
+EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")
+
+
+def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tree of a run recorded then, or of a recipe of then: its advantages were those of every objective."""
+    old = {name: tree[name] for name in EARLIER if name in tree}
+    objective = tree.get("objective", {})
+    if not old or not isinstance(objective, Mapping):
+        return tree
+    plain = old.get("baseline") == "none"  # then the rewards were taken as they are
+    advantage = {"baseline": old["baseline"]} if "baseline" in old else {}
+    if plain or old.get("normalize") is False:
+        advantage["scale"] = "none"
+    if "negative_weight" in old and not plain:
+        advantage["negative_weight"] = old["negative_weight"]
+    moved = {"advantage": advantage} | ({"aggregation": old["aggregation"]} if "aggregation" in old else {})
+    rest = {name: value for name, value in tree.items() if name not in EARLIER}
+    return {**rest, "objective": {**moved, **objective}}
 
 
 # Of two kinds it is Annotated[TorchTrain | Other, Field(discriminator="learner")]; of one, pydantic refuses that.

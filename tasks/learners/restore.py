@@ -71,6 +71,7 @@ def new_learner(context: RunContext, folder: Path | None = None) -> Learner:
         dtype=config.policy.dtype,
         temperature=config.engine.temperature,
         versions=config.versions,
+        longest=config.engine.max_new_tokens,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
     )

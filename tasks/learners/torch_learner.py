@@ -8,6 +8,7 @@ only the rounding. Rows of advantage zero have exactly zero gradient and are not
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.objectives import build_objective
-from rollflow.tasks.objectives.advantages import group_advantages
+from rollflow.tasks.objectives.advantages import advantages
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
@@ -42,6 +43,14 @@ def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What the learner says of a batch's rows before its first update of a version: each (M,) by row."""
+
+    proximal: dict[int, Tensor]  # log-probs
+    kept: dict[int, Tensor] | None  # which tokens count, where the objective looks at the whole batch
+
+
 class TorchLearner:
     """`Learner` on one device. See the module's docstring."""
 
@@ -52,6 +61,7 @@ class TorchLearner:
         *,
         temperature: float,
         versions: int,
+        longest: int,
         seed: int,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
@@ -62,6 +72,7 @@ class TorchLearner:
         self.objective = build_objective(config.objective)
         self.temperature = temperature
         self.versions = versions
+        self.longest = longest
         self.shard_bytes = shard_bytes
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
@@ -77,6 +88,7 @@ class TorchLearner:
             config,
             temperature=start.temperature,
             versions=start.versions,
+            longest=start.longest,
             seed=start.seed,
             shard_bytes=start.shard_bytes,
         )
@@ -85,11 +97,11 @@ class TorchLearner:
         """See `Learner`."""
         data = Rows.of(batch)
         advantages_R = self._advantages(data)
-        proximal = self._proximal(data, advantages_R)
+        before = self._before(data, advantages_R)
         rate = self.learning_rate(version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        metrics = [self._update(data, advantages_R, proximal, part) for part in self._minibatches(data)]
+        metrics = [self._update(data, advantages_R, before, part) for part in self._minibatches(data)]
         found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
         used = data.rewards[advantages_R.numpy() != 0]
         return {**found, "learning_rate": rate, "rows_with_signal": len(used) / len(data.rewards)}
@@ -162,46 +174,57 @@ class TorchLearner:
         }
 
     def _advantages(self, data: Rows) -> Tensor:
-        rewards_R = torch.tensor(data.rewards)
-        if self.config.baseline == "none":
-            return rewards_R
-        found_R = group_advantages(rewards_R, torch.tensor(data.groups), normalize=self.config.normalize)
-        return torch.where(found_R < 0, found_R * self.config.negative_weight, found_R)
+        rewards_R, groups_R = torch.tensor(data.rewards), torch.tensor(data.groups)
+        tokens_R = torch.from_numpy(data.masked_tokens)
+        return advantages(self.config.objective.advantage, rewards_R, groups_R, tokens_R, self.longest)
 
     def _minibatches(self, data: Rows) -> list[list[int]]:
         """Rows of each minibatch: whole groups, dealt out in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 
-    def _proximal(self, data: Rows, advantages_R: Tensor) -> dict[int, Tensor] | None:
-        """Log-probs of each row's tokens under the learner before this version's updates, where they are used."""
-        if not self.objective.uses_proximal:
+    def _before(self, data: Rows, advantages_R: Tensor) -> Before | None:
+        """A pass over the batch before this version's first update, where the objective needs one.
+
+        With one update a version the proximal policy is the one being trained, whose log-probs that update has anyway.
+        """
+        objective = self.objective
+        if not objective.uses_batch and not (objective.uses_proximal and self.config.minibatches > 1):
             return None
         found: dict[int, Tensor] = {}
+        given: dict[int, Tensor] = {}
+        rows = range(len(data.rewards))
         with torch.no_grad():
-            for micro in self._micros(data, range(len(data.rewards)), advantages_R):
-                logp_M = self._token_logprobs(micro)
+            micros = micro_batches(data, rows, self.config.micro_tokens) if objective.uses_batch else None
+            for micro in micros or self._micros(data, rows, advantages_R):
+                logp_M, behaviour_M = self._token_logprobs(micro)[0], micro.behaviour.to(self.device)
                 for i, row in enumerate(micro.rows.tolist()):
-                    found[row] = logp_M[micro.where[0] == i]
-        return found
+                    where_M = micro.where[0] == i
+                    found[row], given[row] = logp_M[where_M], behaviour_M[where_M]
+        return Before(found, self._kept(found, given) if objective.uses_batch else None)
+
+    def _kept(self, proximal: dict[int, Tensor], behaviour: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What the objective keeps of each row's tokens, of the whole batch."""
+        kept_B = self.objective.keep(torch.cat(list(proximal.values())), torch.cat(list(behaviour.values())))
+        ends = np.cumsum([len(part) for part in proximal.values()])
+        return {row: kept_B[end - len(part) : end] for (row, part), end in zip(proximal.items(), ends, strict=True)}
 
     def _micros(self, data: Rows, rows: Sequence[int], advantages_R: Tensor) -> Iterator[MicroBatch]:
         """Micro-batches of the rows that have a gradient: where the advantage is exactly zero, few objectives do."""
         run = [r for r in rows if self.objective.every_row or float(advantages_R[r]) != 0.0]
         return micro_batches(data, run, self.config.micro_tokens)
 
-    def _update(
-        self, data: Rows, advantages_R: Tensor, proximal: dict[int, Tensor] | None, part: list[int]
-    ) -> dict[str, float]:
+    def _update(self, data: Rows, advantages_R: Tensor, before: Before | None, part: list[int]) -> dict[str, float]:
         """One optimizer step over the rows of one minibatch."""
         weight_R = torch.zeros(len(data.rewards))
-        weight_R[part] = row_weights(torch.from_numpy(data.masked_tokens[part]), self.config.aggregation)
+        tokens_R = torch.from_numpy(data.masked_tokens[part])
+        weight_R[part] = row_weights(tokens_R, self.config.objective.aggregation, self.longest).float()
         self.optimizer.zero_grad(set_to_none=True)
         total = {"loss": 0.0, "clipped": 0.0, "ratio_distance": 0.0}
         for micro in self._micros(data, part, advantages_R):
-            logp_M = self._token_logprobs(micro)
+            logp_M, entropy_M = self._token_logprobs(micro)
             rows_M = micro.rows[micro.where[0]]
-            result = self._loss(logp_M, micro, advantages_R[rows_M].to(self.device), proximal)
+            result = self._loss(logp_M, entropy_M, micro, advantages_R[rows_M].to(self.device), before)
             weight_M = weight_R[rows_M].to(self.device)
             loss = (result.loss_M * weight_M).sum()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -214,18 +237,36 @@ class TorchLearner:
         return {**total, "grad_norm": float(norm)}
 
     def _loss(
-        self, logp_M: Tensor, micro: MicroBatch, advantage_M: Tensor, proximal: dict[int, Tensor] | None
+        self, logp_M: Tensor, entropy_M: Tensor | None, micro: MicroBatch, advantage_M: Tensor, before: Before | None
     ) -> TokenLoss:
-        found = None if proximal is None else torch.cat([proximal[row] for row in micro.rows.tolist()])
-        behaviour_M, row_M = micro.behaviour.to(self.device), micro.where[0].to(self.device)
-        return self.objective.loss(MaskedTokens(logp_M, behaviour_M, advantage_M, row_M, found))
+        rows, objective = micro.rows.tolist(), self.objective
+        tokens = MaskedTokens(
+            logp_M=logp_M,
+            behaviour_M=micro.behaviour.to(self.device),
+            advantage_M=advantage_M,
+            row_M=micro.where[0].to(self.device),
+            proximal_M=_joined(before.proximal, rows) if before else logp_M.detach(),
+            entropy_M=entropy_M,
+            kept_M=_joined(before.kept, rows) if before and before.kept else None,
+        )
+        return objective.loss(tokens if objective.uses_proximal else replace(tokens, proximal_M=None))
 
-    def _token_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Log-probs (M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
+    def _token_logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (M,) of the masked tokens at the sampling temperature; the head runs on those positions only.
+
+        Where the objective wants it, the entropy (M,) of what they were chosen from, too.
+        """
         hidden = self.model.base_model(input_ids=micro.tokens.to(self.device), use_cache=False).last_hidden_state
         row, position = (index.to(self.device) for index in micro.where)
         logits_MV = self.model.get_output_embeddings()(hidden[row, position]).float() / self.temperature
-        return torch.log_softmax(logits_MV, -1).gather(1, micro.targets.to(self.device)[:, None]).squeeze(1)
+        logp_MV = torch.log_softmax(logits_MV, -1)
+        entropy_M = -(logp_MV.exp() * logp_MV).sum(-1) if self.objective.uses_entropy else None
+        return logp_MV.gather(1, micro.targets.to(self.device)[:, None]).squeeze(1), entropy_M
+
+
+def _joined(rows: Mapping[int, Tensor], order: Sequence[int]) -> Tensor:
+    """(M,) the tokens of some rows, one row after the other."""
+    return torch.cat([rows[row] for row in order])
 
 
 def _check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,10 @@
-"""Objectives: one contract (`base`), a file each, chosen by `build_objective`; advantages and packing: pure torch."""
+"""Objectives: one contract (`base`), presets made of parts (a file each), or a person's own; pure torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollflow.tasks.objectives.config import DecoupledPpoObjective, GrpoObjective, ImportObjective, ObjectiveConfig
+from rollflow.tasks.objectives.config import ImportObjective, ObjectiveConfig, PartsObjective
 
 if TYPE_CHECKING:
     from rollflow.tasks.objectives.base import Objective
@@ -17,14 +17,10 @@ def build_objective(config: ObjectiveConfig) -> Objective:
         ConfigError: there is no objective of that import path.
     """
     match config:
-        case GrpoObjective():
-            from rollflow.tasks.objectives.grpo import Grpo
+        case PartsObjective():
+            from rollflow.tasks.objectives.parts import ObjectiveOfParts
 
-            return Grpo(config)
-        case DecoupledPpoObjective():
-            from rollflow.tasks.objectives.decoupled_ppo import DecoupledPpo
-
-            return DecoupledPpo(config)
+            return ObjectiveOfParts(config)
         case ImportObjective():
             from rollflow.tasks.objectives.imported import ImportedObjective
 

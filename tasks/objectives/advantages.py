@@ -1,23 +1,80 @@
-"""Advantages from rewards. Shapes: R trajectories in a batch, each in one group."""
+"""Advantages from rewards. Shapes: R trajectories in a batch, each in one group; G groups."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # keeps a group of equal rewards at advantage 0 instead of 0/0
+from rollflow.tasks.objectives.config import Advantage
+
+EPSILON = 1e-4  # keeps a group of all but equal rewards from dividing by next to nothing
+TINY = 1e-8  # the same, of a batch: in the square
 
 
-def group_advantages(rewards_R: Tensor, groups_R: Tensor, *, normalize: bool) -> Tensor:
-    """GRPO (Shao et al. 2024, section 4.1): reward minus the group's mean, over its standard deviation.
+def advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
+    """(R,) the advantage of each trajectory, which all of its tokens have.
 
-    Without `normalize` the deviation is left out, as in Dr.GRPO (Liu et al. 2025). `groups_R` numbers each
-    trajectory's group from 0. The deviation is the sample one (over G - 1).
+    `groups_R` numbers each trajectory's group from 0; `tokens_R` counts the tokens that the policy chose; `longest` is
+    the most that it may. Where all that is compared is equal, the advantage is exactly zero.
     """
+    shaped_R = rewards_R - overlong(tokens_R, longest, part.overlong).to(rewards_R.dtype)
+    found_R = _scaled(part, _centred(part, shaped_R, groups_R, tokens_R), groups_R, tokens_R)
+    return torch.where(found_R < 0, found_R * part.negative_weight, found_R * part.positive_weight)
+
+
+def overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
+    """(R,) what a long response loses: 0 up to (1 - share) x longest tokens, then rising to 1 at `longest`.
+
+    DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
+    """
+    span = share * longest
+    if span == 0:
+        return torch.zeros(len(tokens_R), dtype=torch.float64)
+    return ((tokens_R.double() - (longest - span)) / span).clamp(0, 1)
+
+
+def _centred(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
+    """Rewards less the baseline."""
+    match part.baseline:
+        case "none":
+            return rewards_R
+        case "batch":  # the mean over tokens, as REINFORCE++ whitens (Hu et al. 2025)
+            if not len(rewards_R) or bool((rewards_R == rewards_R[0]).all()):
+                return torch.zeros_like(rewards_R)
+            weight_R = tokens_R.to(rewards_R.dtype)
+            return rewards_R - (rewards_R * weight_R).sum() / weight_R.sum().clamp(min=1)
     count_G = torch.bincount(groups_R).to(rewards_R.dtype)
     mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, rewards_R) / count_G
-    centred_R = rewards_R - mean_G[groups_R]
-    if not normalize:
+    centred_R = torch.where(_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
+    if part.baseline == "group":  # GRPO (Shao et al. 2024, section 4.1)
         return centred_R
-    variance_G = torch.zeros_like(count_G).index_add_(0, groups_R, centred_R**2) / (count_G - 1).clamp(min=1)
+    others_R = (count_G - 1).clamp(min=1)[groups_R]  # RLOO: less the mean of the others (Kool et al. 2019)
+    return centred_R * count_G[groups_R] / others_R
+
+
+def _scaled(part: Advantage, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
+    """Over the sample standard deviation (over n - 1), if any."""
+    match part.scale:
+        case "none":
+            return centred_R
+        case "batch":
+            weight_R = tokens_R.to(centred_R.dtype)
+            mean = (centred_R * weight_R).sum() / weight_R.sum().clamp(min=1)
+            square = ((centred_R - mean).square() * weight_R).sum() / (weight_R.sum() - 1).clamp(min=1)
+            return centred_R / (square + TINY).sqrt()
+    count_G = torch.bincount(groups_R).to(centred_R.dtype)
+    deviation_R = centred_R
+    if part.baseline in ("none", "batch"):  # else their mean is zero
+        mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, centred_R) / count_G
+        deviation_R = centred_R - mean_G[groups_R]
+    variance_G = torch.zeros_like(count_G).index_add_(0, groups_R, deviation_R**2) / (count_G - 1).clamp(min=1)
     return centred_R / (variance_G.sqrt()[groups_R] + EPSILON)
+
+
+def _differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """(R,) bool: whether not all rewards of the group are equal, whatever their mean is rounded to."""
+    groups = int(groups_R.max()) + 1 if len(groups_R) else 0
+    empty_G = rewards_R.new_zeros(groups)
+    least_G = empty_G.scatter_reduce(0, groups_R, rewards_R, "amin", include_self=False)
+    most_G = empty_G.scatter_reduce(0, groups_R, rewards_R, "amax", include_self=False)
+    return (least_G != most_G)[groups_R]

@@ -6,14 +6,27 @@ import torch
 from torch import Tensor
 
 
-def row_weights(tokens_R: Tensor, aggregation: str) -> Tensor:
-    """Weight of each token, by its row, that sums token losses into one number over a minibatch.
+def row_weights(tokens_R: Tensor, aggregation: str, longest: int) -> Tensor:
+    """(R,) float64: weight of each token, by its row, that sums token losses into one number over a minibatch.
 
-    `tokens_R` counts the masked tokens of the minibatch's R rows. `token-mean` gives every masked token the
-    same weight; `sequence-mean` is the mean over rows of their token means (a row without tokens weighs
-    nothing, but counts).
+    `tokens_R` counts the loss-masked tokens of the minibatch's R rows, whatever a clip or a correction leaves of them.
+    A row without tokens counts nowhere.
+
+    - `token-mean`: every token the same (DAPO: Yu et al. 2025).
+    - `sequence-mean`: the mean over rows of their token means (GRPO: Shao et al. 2024).
+    - `sequence-sum`: the mean over rows of their token sums (REINFORCE).
+    - `constant`: that over `longest`, the most tokens of a response (Dr.GRPO: Liu et al. 2025).
     """
-    counts_R = tokens_R.to(torch.float32)
-    if aggregation == "token-mean":
-        return torch.full_like(counts_R, 1.0 / max(float(counts_R.sum()), 1.0))
-    return 1.0 / (counts_R.clamp(min=1) * len(counts_R))
+    counts_R = tokens_R.double()
+    rows = max(int((tokens_R > 0).sum()), 1)
+    match aggregation:
+        case "token-mean":
+            return torch.full_like(counts_R, 1.0 / max(float(counts_R.sum()), 1.0))
+        case "sequence-mean":
+            return 1.0 / (counts_R.clamp(min=1) * rows)
+        case "sequence-sum":
+            return torch.full_like(counts_R, 1.0 / rows)
+        case "constant":
+            return torch.full_like(counts_R, 1.0 / (rows * longest))
+        case _:
+            raise ValueError(aggregation)

@@ -4,7 +4,7 @@ Notation: pi the policy being trained, pi_p the proximal policy (the learner bef
 behaviour policy (log-probs recorded at sampling), A the advantage, sg stop-gradient. All tensors are over M, the
 loss-masked tokens of a micro-batch's rows, flattened, on the learner's device, in its precision.
 
-- A loss is per token, to be minimised, and not yet aggregated: `[train] aggregation` and `minibatches` weigh it.
+- A loss is per token, to be minimised, and not yet aggregated: `aggregation` and `minibatches` weigh it.
 - Rows do not see each other, but whole rows are in one micro-batch: their order and grouping changes nothing.
 - The same tokens give the same loss, bit for bit, so that any step can be replayed.
 - A row of advantage zero has no gradient, and is not run; an objective with `every_row` is given those rows, too.
@@ -17,18 +17,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """What a loss is made of; all (M,). Log-probs in nats at the sampling temperature; only `logp_M` has a gradient."""
+    """What a loss is made of; all (M,). Log-probs in nats at the sampling temperature.
+
+    Only `logp_M` and `entropy_M` have a gradient.
+    """
 
     logp_M: Tensor  # of pi
     behaviour_M: Tensor  # of mu
     advantage_M: Tensor  # of the token's row
     row_M: Tensor  # int64: which tokens are of one row
     proximal_M: Tensor | None = None  # of pi_p, where the objective has `uses_proximal`
+    entropy_M: Tensor | None = None  # nats, of pi where it chose the token, where the objective has `uses_entropy`
+    kept_M: Tensor | None = None  # bool, what `keep` gave, where the objective has `uses_batch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,13 @@ class Objective(Protocol):
     """What is minimised. See the module's docstring for the guarantees."""
 
     uses_proximal: ClassVar[bool] = False  # pi_p costs a forward pass over the batch
+    uses_entropy: ClassVar[bool] = False
+    uses_batch: ClassVar[bool] = False  # `keep` is asked, which costs that pass
     every_row: ClassVar[bool] = False  # it has a gradient where the advantage is zero, too
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         """The loss of each token."""
+
+    def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
+        """Which of all B masked tokens of a version's batch count, (B,) bool; asked once, before the first update."""
+        return torch.ones_like(proximal_B, dtype=torch.bool)

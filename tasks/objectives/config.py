@@ -1,36 +1,217 @@
-"""The `[train.objective]` section: what is minimised. One class a kind."""
+"""The `[train.objective]` section: what is minimised, as a choice of parts.
+
+A part is a section of a few keys; its formula and paper stand with its code. `kind` names a preset (`presets.py`): the
+parts that are not given are the preset's, and a run keeps all of them, expanded. Imports pydantic only.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
-from rollflow.tasks.sections import Imported, Section
+from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
+from rollflow.tasks.sections import Imported, Section, refuse, with_kinds
 
-
-class GrpoObjective(Section):
-    """PPO clipping of pi/mu on the recorded behaviour log-probs, with group advantages."""
-
-    kind: Literal["grpo"] = Field("grpo", description="PPO clipping on recorded log-probs")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is held at 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="the ratio is held at 1 + clip_high")
-    dual_clip: float | None = Field(None, gt=1, description="largest ratio a negative advantage counts with")
+Level = Literal["token", "sequence", "geometric"]
+Range = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 
-class DecoupledPpoObjective(Section):
-    """Decoupled PPO: clip pi/pi_p, weight by sg(pi_p/mu) capped at `weight_cap`."""
+class Ratio(Section):
+    """The ratio of the policy being trained to an older one, in the surrogate. See `ratios.py`."""
 
-    kind: Literal["decoupled-ppo"] = Field("decoupled-ppo", description="PPO clipping around a proximal policy")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is held at 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="the ratio is held at 1 + clip_high")
-    weight_cap: float = Field(5.0, gt=0, description="largest weight pi_p/mu of a token")
+    to: Literal["behaviour", "proximal"] = Field(
+        "behaviour", description="the policy that sampled, or the learner before this version's first update"
+    )
+    level: Level = Field("token", description="a ratio a token, a product a response, or its geometric mean")
 
 
-class ImportObjective(Imported):
+class Clip(Section):
+    """PPO's clip of the ratio."""
+
+    kind: Literal["clip"] = Field("clip", description="PPO: the smaller of the ratio and the clipped ratio, times A")
+    low: float = Field(0.2, gt=0, le=1, description="the ratio is held at 1 - low")
+    high: float = Field(0.28, gt=0, description="the ratio is held at 1 + high")
+    dual: float | None = Field(None, gt=1, description="largest ratio a negative advantage counts with")
+
+
+class PolicyGradient(Section):
+    """The log-prob times the advantage, weighted by the clamped ratio without its gradient."""
+
+    kind: Literal["policy-gradient"] = Field("policy-gradient", description="REINFORCE: weight x A log pi")
+    positive: Range = Field((1.0, 1.0), description="what the ratio is clamped to where A > 0; [1, 1]: no weight")
+    negative: Range = Field((1.0, 1.0), description="what the ratio is clamped to elsewhere; [1, 1]: no weight")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name in ("positive", "negative"):
+            low, high = getattr(self, name)
+            if low > high:
+                refuse(f"train.objective.surrogate.{name}", [low, high], "give the smaller end first")
+        return self
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the ratio counts at all."""
+        return any(low != high for low, high in (self.positive, self.negative))
+
+
+class BinaryTv(Section):
+    """The ratio times the advantage, for tokens whose probability has not moved too far."""
+
+    kind: Literal["binary-tv"] = Field("binary-tv", description="the ratio times A, while pi - mu is within bounds")
+    low: float = Field(0.2, gt=0, description="a token with A < 0 counts while pi - mu >= -low")
+    high: float = Field(0.2, gt=0, description="a token with A > 0 counts while pi - mu <= high")
+
+
+class Kimi(Section):
+    """The advantage times the log-prob, less a squared log-ratio."""
+
+    kind: Literal["kimi"] = Field("kimi", description="A log pi - tau/2 (log ratio)^2")
+    tau: float = Field(0.1, gt=0, description="weight of the squared log-ratio")
+
+
+Surrogate = Annotated[Clip | PolicyGradient | BinaryTv | Kimi, Field(discriminator="kind")]
+
+
+class Correction(Section):
+    """What is done about tokens that an older policy sampled. See `corrections.py`."""
+
+    outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
+        "none", description="what becomes of a ratio to the behaviour policy that is out of range; none: no correction"
+    )
+    level: Level = Field("token", description="of the ratio that weighs")
+    low: float = Field(0.0, ge=0, description="smallest ratio in range")
+    high: float = Field(UNBOUNDED, gt=0, description="largest ratio in range")
+    weigh: bool = Field(True, description="a mask weighs what is left by the ratio, too")
+    judge: Level | None = Field(None, description="level of the ratio that a mask judges by; default: `level`")
+    second_moment: float = Field(
+        0.04, gt=0, description="largest mean squared log-ratio of the tokens that second-moment keeps"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            refuse("train.objective.correction.low", self.low, f"it must not be above high = {self.high:g}")
+        return self
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it multiplies losses by a ratio."""
+        return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
+
+
+class Advantage(Section):
+    """What makes advantages of rewards. See `advantages.py`."""
+
+    baseline: Literal["none", "group", "leave-one-out", "batch"] = Field(
+        "group", description="what is subtracted: the mean of the group, of the group's others, or of the batch"
+    )
+    scale: Literal["none", "group", "batch"] = Field(
+        "group", description="divide by the standard deviation of the group, or of the batch"
+    )
+    overlong: float = Field(
+        0.0, ge=0, le=1, description="last share of engine.max_new_tokens in which the reward falls by up to 1"
+    )
+    positive_weight: float = Field(1.0, ge=0, description="weight of positive advantages")
+    negative_weight: float = Field(1.0, ge=0, description="weight of negative ones; below 1 steadies stale batches")
+
+
+class Penalties(Section):
+    """What is added to the loss of every token. See `penalties.py`."""
+
+    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence from the behaviour policy")
+    kl_weight: float = Field(0.0, ge=0, description="weight of that divergence")
+    entropy_weight: float = Field(0.0, ge=0, description="weight of the entropy, which is rewarded")
+
+
+class ObjectiveBase(Section):
+    """What every objective has."""
+
+    advantage: Advantage = Advantage()
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
+        "token-mean",
+        description="the mean loss of all tokens; or the mean over responses of their means, of their sums, or "
+        "of their sums over engine.max_new_tokens",
+    )
+
+
+class PartsObjective(ObjectiveBase):
+    """A preset, or what a recipe makes of it."""
+
+    kind: PresetName = Field("grpo", description="a preset; its parts may be changed one by one")
+    ratio: Ratio = Ratio()
+    surrogate: Surrogate = Clip()
+    correction: Correction = Correction()
+    penalties: Penalties = Penalties()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_kinds(cls, tree: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
+        """The preset's parts where none are given; these do not count as set."""
+        preset = PRESETS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, Mapping) else None
+        if preset is None:
+            return made(tree)
+        given = _as_parts(tree)
+        found = made(with_kinds(cls, _merged(preset.parts, given)))
+        _set_only(found, given)
+        return found
+
+    @model_validator(mode="after")
+    def _corrected_once(self) -> Self:
+        ratio_counts = not isinstance(self.surrogate, PolicyGradient) or self.surrogate.weighs
+        if self.correction.weighs and self.ratio.to == "behaviour" and ratio_counts:
+            cure = (
+                "the surrogate's ratio is to the behaviour policy, too, so samples would be corrected twice; "
+                'set ratio.to = "proximal", or correction.weigh = false with outside = "mask"'
+            )
+            refuse("train.objective.correction.outside", self.correction.outside, cure)
+        return self
+
+
+class ImportObjective(ObjectiveBase, Imported):
     """An objective of your own."""
 
     kind: Literal["import"] = Field("import", description="a class of your own, derived from Objective")
 
 
-ObjectiveConfig = Annotated[GrpoObjective | DecoupledPpoObjective | ImportObjective, Field(discriminator="kind")]
+ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminator="kind")]
+
+
+def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset with what is given in its place, key by key; a part of another kind replaces the preset's whole."""
+    found = dict(preset)
+    for name, value in given.items():
+        own = found.get(name)
+        if isinstance(own, Mapping) and isinstance(value, Mapping) and value.get("kind") in (None, own.get("kind")):
+            value = {**own, **value}
+        found[name] = value
+    return found
+
+
+def _set_only(section: Section, given: Mapping[str, Any]) -> None:
+    """Only what is given counts as set in the section and below it."""
+    section.__pydantic_fields_set__.intersection_update(given)
+    for name, value in given.items():
+        part = getattr(section, name, None)
+        if isinstance(part, Section) and isinstance(value, Mapping):
+            _set_only(part, value)
+
+
+# Where keys were, before objectives were made of parts: runs recorded then are replayed.
+EARLIER = {
+    "clip_low": ("surrogate", "low"),
+    "clip_high": ("surrogate", "high"),
+    "dual_clip": ("surrogate", "dual"),
+    "weight_cap": ("correction", "high"),
+}
+
+
+def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree, with what stands under earlier keys in its part."""
+    found = {name: value for name, value in tree.items() if name not in EARLIER}
+    for name in EARLIER.keys() & tree.keys():
+        part, key = EARLIER[name]
+        found[part] = {key: tree[name], **found.get(part, {})}
+    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.imports import imported_object
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
@@ -16,8 +19,9 @@ class ImportedObjective(Objective):
     def __init__(self, config: ImportObjective) -> None:
         """ConfigError: there is no such class, or it takes other options."""
         self._path = config.path
-        self._own = imported_object(KEY, config, Objective)  # type: ignore[type-abstract]
-        self.uses_proximal, self.every_row = self._own.uses_proximal, self._own.every_row  # type: ignore[misc]
+        self._own = imported_object(KEY, config, Objective, optional="keep")  # type: ignore[type-abstract]
+        for name in ("uses_proximal", "uses_entropy", "uses_batch", "every_row"):
+            setattr(self, name, getattr(self._own, name))
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         """See `Objective`."""
@@ -31,6 +35,13 @@ class ImportedObjective(Objective):
             raise self._refused(f"{words}; give one number a token")
         if not found.loss_M.requires_grad:
             raise self._refused("its loss has no gradient; make it of logp_M, which is not to be detached")
+        return found
+
+    def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
+        """See `Objective`."""
+        found: object = self._own.keep(proximal_B, behaviour_B)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool or found.shape != proximal_B.shape:
+            raise self._refused(f"keep gave something else than one bool a token, of {len(proximal_B)} tokens")
         return found
 
     def _refused(self, why: str) -> ConfigError:

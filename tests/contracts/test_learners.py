@@ -20,13 +20,19 @@ from rollflow.storage.objects.base import pieces
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
 from rollflow.tasks.learners.config import TorchTrain, TrainConfig
-from rollflow.tasks.objectives.config import DecoupledPpoObjective
+from rollflow.tasks.objectives.config import Correction, PartsObjective, Penalties
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 CASES: dict[str, TrainConfig] = {
     "torch": TorchTrain(warmup_versions=2),
-    "torch, two steps a version": TorchTrain(minibatches=2, objective=DecoupledPpoObjective(), schedule="linear"),
+    "torch, two steps a version": TorchTrain(
+        minibatches=2, objective=PartsObjective(kind="decoupled-ppo"), schedule="linear"
+    ),
+    "torch, a look at the whole batch": TorchTrain(
+        objective=PartsObjective(kind="m2po", correction=Correction(second_moment=30))
+    ),
+    "torch, entropy": TorchTrain(objective=PartsObjective(penalties=Penalties(entropy_weight=0.01))),
 }
 PROBE = (3, 4, 5, 6)
 Files = dict[str, bytes]

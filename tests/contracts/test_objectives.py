@@ -1,9 +1,10 @@
-"""What every objective guarantees, on each kind. A new one is one line in CASES, with its formula."""
+"""What every objective guarantees, on each kind. A new preset is one function in `tests/support/oracles.py`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -12,50 +13,41 @@ from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.objectives import build_objective
+from rollflow.tasks.objectives.advantages import advantages
+from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
-from rollflow.tasks.objectives.config import DecoupledPpoObjective, GrpoObjective, ImportObjective, ObjectiveConfig
+from rollflow.tasks.objectives.config import Clip, ImportObjective, Level, ObjectiveConfig, PartsObjective
+from rollflow.tasks.objectives.presets import PRESETS
+from rollflow.tasks.objectives.ratios import log_ratio
+from tests.support import oracles
+from tests.support.dual import Dual
+from tests.support.oracles import LONGEST, ORACLES, Row, Rows
 from tests.support.own_parts import FOLDER, put_in_reach
 
 F64 = torch.float64
-STEP = 1e-6  # of the differences that gradients are compared with
-
-Formula = Callable[[float, float, float, float, float], float]  # log pi, sg(log pi), log mu, log pi_p, A -> loss
-
-
-def held(ratio: float, advantage: float) -> float:
-    return -min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
-
-
-def grpo(pi: float, _: float, mu: float, __: float, advantage: float) -> float:
-    return held(math.exp(pi - mu), advantage)
-
-
-def dual_clipped(pi: float, _: float, mu: float, __: float, advantage: float) -> float:
-    found = held(math.exp(pi - mu), advantage)
-    return min(found, -2.0 * advantage) if advantage < 0 else found
-
-
-def decoupled_ppo(pi: float, _: float, mu: float, proximal: float, advantage: float) -> float:
-    return min(math.exp(proximal - mu), 5.0) * held(math.exp(pi - proximal), advantage)
-
-
-def truncated_reinforce(pi: float, stopped: float, mu: float, _: float, advantage: float) -> float:
-    return -min(math.exp(stopped - mu), 3.0) * advantage * pi
 
 
 @dataclass(frozen=True)
 class Case:
-    """An objective and the formula of one token's loss, in plain floats."""
+    """An objective, and the loss of a whole batch by its formula."""
 
     config: ObjectiveConfig
-    formula: Formula
+    oracle: Callable[[Rows], Dual]
+
+
+def truncated_reinforce(rows: Rows) -> Dual:
+    """That of docs/own_parts, with GRPO's advantages."""
+
+    def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
+        return -(min(math.exp(pi.value - mu), 3.0) * a * pi)
+
+    return oracles.token_mean(oracles.by_token(rows, oracles.normalised(rows), loss))
 
 
 OWN = ImportObjective(path="letters.objectives:TruncatedReinforce", options={"cap": 3.0})
 CASES = {
-    "grpo": Case(GrpoObjective(), grpo),
-    "dual-clip": Case(GrpoObjective(dual_clip=2.0), dual_clipped),
-    "decoupled-ppo": Case(DecoupledPpoObjective(), decoupled_ppo),
+    **{name: Case(PartsObjective(kind=name), oracle) for name, oracle in ORACLES.items()},  # type: ignore[arg-type]
+    "dual-clip": Case(PartsObjective(surrogate=Clip(dual=2.0)), oracles.dual_clipped),
     "import": Case(OWN, truncated_reinforce),
 }
 
@@ -87,6 +79,8 @@ def tokens(count: int = 200, spread: float = 0.5, dtype: torch.dtype = F64) -> M
         advantage_M,
         rows,
         logp_M.detach() + spread * normal(),
+        normal().abs().requires_grad_(),
+        normal() < 1,
     )
 
 
@@ -95,46 +89,69 @@ def gradient(found: TokenLoss, given: MaskedTokens) -> Tensor:
     return made_M
 
 
-def each(given: MaskedTokens) -> list[tuple[float, float, float, float]]:
-    """Token by token: log pi, log mu, log pi_p, A."""
-    assert given.proximal_M is not None
-    columns = given.logp_M, given.behaviour_M, given.proximal_M, given.advantage_M
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
 def picked(given: MaskedTokens, where_M: Tensor) -> MaskedTokens:
     """Some of the tokens, in another order."""
     columns = {field.name: getattr(given, field.name)[where_M].detach() for field in fields(given)}
-    return replace(MaskedTokens(**columns), logp_M=columns["logp_M"].requires_grad_())
+    leaves = {name: columns[name].requires_grad_() for name in ("logp_M", "entropy_M")}
+    return replace(MaskedTokens(**columns), **leaves)
 
 
 def test_there_is_a_case_for_every_kind() -> None:
     kinds = ObjectiveConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(case.config) for case in CASES.values()} == set(kinds)
+    assert ORACLES.keys() == PRESETS.keys()
 
 
-def test_the_loss_is_that_of_the_formula(case: Case, objective: Objective) -> None:
-    given = tokens()
-    expected = [case.formula(pi, pi, mu, proximal, a) for pi, mu, proximal, a in each(given)]
-    found = objective.loss(given)
-    assert found.loss_M.tolist() == pytest.approx(expected, rel=1e-12)
-    assert 0 < int(found.clipped_M.sum()) < len(found.clipped_M)
+def drawn(seed: int, staleness: float) -> list[Row]:
+    """A ragged batch: groups of one to five rows, some without tokens; log-ratios of about `staleness` nats."""
+    draw = random.Random(seed)
+
+    def row(group: int) -> Row:
+        count = draw.choice([0, 1, 2, 5, 7, LONGEST])
+        pi = [Dual(-draw.expovariate(1) - 0.01) for _ in range(count)]
+        mu = [p.value + draw.gauss(0, staleness) for p in pi]
+        proximal = [p.value + draw.gauss(0, staleness / 2) for p in pi]
+        return Row(draw.choice([0.0, 1.0, 0.3]), group, pi, mu, proximal)
+
+    return [row(group) for group, size in enumerate([1, 4, 5, 3, 2]) for _ in range(size)]
 
 
-def test_so_is_its_gradient(case: Case, objective: Objective) -> None:
-    """By central differences in the log-prob; what is under a stop-gradient stays."""
-    given = tokens()
-    expected = [
-        (case.formula(pi + STEP, pi, mu, p, a) - case.formula(pi - STEP, pi, mu, p, a)) / (2 * STEP)
-        for pi, mu, p, a in each(given)
-    ]
-    assert gradient(objective.loss(given), given).tolist() == pytest.approx(expected, abs=1e-7)
+def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[float]]:
+    """Loss and gradient of the batch by the code, put together as a learner does."""
+    objective, counts_R = build_objective(config), torch.tensor([len(row.pi) for row in rows])
+    rewards_R = torch.tensor([row.reward for row in rows], dtype=F64)
+    advantage_R = advantages(config.advantage, rewards_R, torch.tensor([r.group for r in rows]), counts_R, LONGEST)
+    row_M = torch.arange(len(rows)).repeat_interleave(counts_R)
+
+    def tokens(values: Callable[[Row], Sequence[float]]) -> Tensor:
+        return torch.tensor([value for row in rows for value in values(row)], dtype=F64)
+
+    logp_M = tokens(lambda row: [p.value for p in row.pi]).requires_grad_()
+    behaviour_M, proximal_M = tokens(lambda row: row.mu), tokens(lambda row: row.proximal)
+    kept_M = objective.keep(proximal_M, behaviour_M) if objective.uses_batch else None
+    given = MaskedTokens(logp_M, behaviour_M, advantage_R[row_M], row_M, proximal_M, None, kept_M)
+    weight_M = row_weights(counts_R, config.aggregation, LONGEST)[row_M]
+    loss = (objective.loss(given).loss_M * weight_M).sum()
+    [found_M] = torch.autograd.grad(loss, logp_M)
+    return loss.item(), found_M.tolist()
+
+
+@pytest.mark.parametrize("staleness", [0.0, 0.1, 1.0, 4.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_of_a_batch_are_those_of_the_formula(case: Case, staleness: float, seed: int) -> None:
+    rows = drawn(seed, staleness)
+    loss, slopes = composed(case.config, rows)
+    assert loss == pytest.approx(case.oracle(rows).value, rel=1e-10, abs=1e-10)
+    expected = [slope for row in oracles.gradient(case.oracle, rows) for slope in row]
+    assert slopes == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # which may leave nothing of stale rows
 
 
 def test_a_good_answer_becomes_likelier_and_a_bad_one_less(objective: Objective) -> None:
     given = tokens()
     found_M = gradient(objective.loss(given), given)
-    assert bool((found_M * given.advantage_M <= 0).all())
+    if not objective.every_row:  # a penalty pulls the other way
+        assert bool((found_M * given.advantage_M <= 0).all())
     assert bool((found_M[given.advantage_M != 0] != 0).any())
 
 
@@ -205,26 +222,131 @@ def tokens_of(
 )
 def test_grpo_by_hand(ratio: float, advantage: float, loss: float, slope: float, clipped: bool) -> None:
     given = tokens_of([0.3 * ratio], [0.3], advantage)
-    found = build_objective(GrpoObjective()).loss(given)
+    found = build_objective(PartsObjective()).loss(given)
     assert found.loss_M.item() == pytest.approx(loss, abs=1e-12)
     assert gradient(found, given).item() == pytest.approx(slope, abs=1e-12)
     assert found.clipped_M.item() is clipped
 
 
+# Two tokens of one response: pi = (0.36, 0.2), mu = (0.3, 0.5), so r = (1.2, 0.4): product 0.48, mean -0.367 nats;
+# pi_p = (0.3, 0.25): pi/pi_p = (1.2, 0.8), pi_p/mu = (1, 0.5). log pi = (-1.0217, -1.6094).
+LOGS = math.log(0.36), math.log(0.2)
+BY_HAND: dict[str, tuple[float, list[float]]] = {
+    "ppo": (2.0, [-2.4, -0.8]),  # r A, both within, or held only from above
+    "grpo": (-2.0, [2.4, 1.6]),  # the second is held at 0.8
+    "dr-grpo": (1.0, [-1.2, -0.4]),
+    "dapo": (2.0, [-2.4, -0.8]),
+    "gspo": (2.0, [-2 * math.sqrt(0.48)] * 2),  # exp(mean) = sqrt(0.48) = 0.693 for both
+    "decoupled-ppo": (2.0, [-2.4, -0.8]),  # 1 x 1.2 x 2; 0.5 x 0.8 x 2
+    "tis": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # neither is above 2
+    "mis": (2.0, [-2.4 * LOGS[0], 0.0]),  # 0.4 is below 0.5
+    "geometric-mask": (2.0, [0.0, 0.0]),  # 0.693 is below 0.99
+    "cispo": (2.0, [-2.4 * LOGS[0], -1.6 * LOGS[1]]),  # 0.4 is raised to 0.8
+    "topr": (-2.0, [0.96 * LOGS[0], 0.96 * LOGS[1]]),  # the product 0.48, below 1
+    "weighted-topr": (2.0, [-2 * LOGS[0], -2 * LOGS[1]]),  # good answers are not weighted
+    "reinforce": (-2.0, [2 * LOGS[0], 2 * LOGS[1]]),
+    "reinforce++": (-2.0, [2.4, 1.6]),
+    "rloo": (1.0, [-LOGS[0], -LOGS[1]]),
+    # log r = (0.1823, -0.9163), together -0.7340: shares of 0.05 x 0.5387 are -0.00669 and 0.03363
+    "kimi": (0.0, [0.05 * math.log(0.48) * math.log(1.2), 0.05 * math.log(0.48) * math.log(0.4)]),
+    # pi - mu = (0.06, -0.3): the second has gone too far down for A < 0; 1e-3 (log r)^2 stays
+    "dppo": (-2.0, [2.4 + 1e-3 * math.log(1.2) ** 2, 1e-3 * math.log(0.4) ** 2]),
+    "m2po": (2.0, [-2.4, 0.0]),  # (log pi_p/mu)^2 = (0, 0.48): mean 0.24, without the second 0
+    "roll-current": (2.0, [-2.4, -1.6]),  # pi/pi_p
+}
+
+
+def test_each_preset_has_a_case_by_hand() -> None:
+    assert BY_HAND.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_preset_by_hand(name: str) -> None:
+    advantage, losses = BY_HAND[name]
+    objective = build_objective(PartsObjective(kind=name))  # type: ignore[arg-type]
+    given = tokens_of([0.36, 0.2], [0.3, 0.5], advantage, proximal=[0.3, 0.25])
+    assert given.proximal_M is not None
+    given = replace(given, kept_M=objective.keep(given.proximal_M, given.behaviour_M) if objective.uses_batch else None)
+    assert objective.loss(given).loss_M.tolist() == pytest.approx(losses, abs=1e-12)
+
+
 def test_decoupled_ppo_by_hand() -> None:
     """pi = 0.36, pi_p = 0.3, mu = 0.2: q = 1.2, weight 1.5; with A = 2 the loss is -1.5 x 1.2 x 2 = -3.6."""
     given = tokens_of([0.36, 0.36, 0.36], [0.2, 0.2, 0.01], 2.0, proximal=[0.3, 0.2, 0.3])
-    found = build_objective(DecoupledPpoObjective()).loss(given)
+    found = build_objective(PartsObjective(kind="decoupled-ppo")).loss(given)
     # second: q = 1.8 is held at 1.28, weight 1; third: weight 30 is capped at 5
     assert found.loss_M.tolist() == pytest.approx([-3.6, -2.56, -12.0], abs=1e-12)
     assert found.clipped_M.tolist() == [False, True, True]
     assert gradient(found, given).tolist() == pytest.approx([-3.6, 0.0, -12.0], abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("part", "losses"),
+    [
+        # the surrogate alone is -r A = (-2.4, -0.8) for A = 2; d = log r = (0.18232, -0.91629)
+        ({"penalties": {"kl": "k1", "kl_weight": 0.5}}, [0.5 * math.log(1.2), 0.5 * math.log(0.4)]),
+        ({"penalties": {"kl": "k2", "kl_weight": 0.5}}, [0.25 * math.log(1.2) ** 2, 0.25 * math.log(0.4) ** 2]),
+        ({"penalties": {"kl": "k3", "kl_weight": 1.0}}, [1 / 1.2 - 1 + math.log(1.2), 2.5 - 1 + math.log(0.4)]),
+        ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # of entropies 0.5 and 2
+    ],
+)
+def test_a_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None:
+    objective = build_objective(PartsObjective.model_validate(part))
+    entropy_M = torch.tensor([0.5, 2.0], dtype=F64)
+    given = replace(tokens_of([0.36, 0.2], [0.3, 0.5], 2.0), entropy_M=entropy_M)
+    assert objective.every_row
+    assert objective.uses_entropy == ("entropy_weight" in str(part))
+    expected = [-2.4 + losses[0], -0.8 + losses[1]]
+    assert objective.loss(given).loss_M.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("part", "weights"),
+    [
+        # of a REINFORCE with A = 1, so losses are -weight log pi; r = (1.2, 0.4)
+        ({"outside": "clamp", "low": 0.5, "high": 1.1}, [1.1, 0.5]),
+        ({"outside": "clamp", "level": "sequence"}, [0.48, 0.48]),
+        ({"outside": "clamp", "level": "geometric", "low": 0.7}, [0.7, 0.7]),
+        ({"outside": "mask", "high": 1.1}, [0.0, 0.4]),
+        ({"outside": "mask", "high": 1.1, "weigh": False}, [0.0, 1.0]),
+        ({"outside": "mask", "low": 0.4, "high": 1.2}, [1.2, 0.4]),  # a bound is within
+        ({"outside": "mask", "low": 0.6, "judge": "geometric"}, [1.2, 0.4]),
+        ({"outside": "mask", "low": 0.7, "judge": "geometric"}, [0.0, 0.0]),
+        ({"outside": "mask", "low": 0.5, "judge": "sequence", "weigh": False}, [0.0, 0.0]),
+    ],
+)
+def test_a_correction_by_hand(part: dict[str, object], weights: list[float]) -> None:
+    objective = build_objective(PartsObjective.model_validate({"kind": "reinforce", "correction": part}))
+    found = objective.loss(tokens_of([0.36, 0.2], [0.3, 0.5], 1.0)).loss_M
+    assert found.tolist() == pytest.approx([-weights[0] * LOGS[0], -weights[1] * LOGS[1]], abs=1e-12)
+
+
+def test_a_second_moment_keeps_the_most_tokens_it_can() -> None:
+    """Squares 0.01, 0.04, 0.09, 0.16: means of the first 0.01, 0.025, 0.0467, 0.075."""
+    objective = build_objective(PartsObjective(kind="m2po"))
+    changes = torch.tensor([-0.3, 0.1, 0.4, -0.2], dtype=F64)
+    assert objective.keep(changes, torch.zeros(4, dtype=F64)).tolist() == [False, True, False, True]
+    assert objective.keep(changes[1:2], torch.zeros(1, dtype=F64)).tolist() == [True]
+    assert objective.keep(changes[2:3], torch.zeros(1, dtype=F64)).tolist() == [False]
+    assert objective.keep(changes[:0], changes[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_log_ratio_is_bounded(level: Level) -> None:
+    """At e^20, and there it has no gradient."""
+    new = torch.tensor([50.0, 30.0, -90.0], dtype=F64, requires_grad=True)
+    found = log_ratio(new, torch.zeros(3, dtype=F64), torch.tensor([0, 0, 1]), level)
+    assert found.tolist() == [20.0, 20.0, -20.0]
+    [slope] = torch.autograd.grad(found.sum(), new)
+    assert slope.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_decoupled_ppo_on_policy_is_grpo() -> None:
     given = tokens()
     on_policy = replace(given, proximal_M=given.behaviour_M)
-    a, b = (build_objective(config).loss(on_policy) for config in (GrpoObjective(), DecoupledPpoObjective()))
+    a, b = (
+        build_objective(config).loss(on_policy) for config in (PartsObjective(), PartsObjective(kind="decoupled-ppo"))
+    )
     torch.testing.assert_close(a.loss_M, b.loss_M)
 
 
@@ -273,3 +395,19 @@ def test_an_objective_that_takes_other_options_is_refused(monkeypatch: pytest.Mo
         ConfigError, match=r"train\.objective\.options = \{'lid': 3\}: .* give it options that it takes"
     ):
         build_objective(OWN.model_copy(update={"options": {"lid": 3}}))
+
+
+class Unsure(Mean):
+    """It looks at the whole batch, and says of it what is not to the point."""
+
+    uses_batch = True
+
+    def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
+        return proximal_B - behaviour_B
+
+
+def test_what_an_objective_keeps_is_one_bool_a_token() -> None:
+    objective = build_objective(ImportObjective(path=f"{__name__}:Unsure"))
+    assert objective.uses_batch
+    with pytest.raises(ConfigError, match=r"train\.objective\.path = .*keep gave something else than one bool a token"):
+        objective.keep(torch.zeros(3), torch.zeros(3))

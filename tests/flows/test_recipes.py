@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +15,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.learners.config import TorchTrain, TrainBase
-from rollflow.tasks.objectives.config import DecoupledPpoObjective
+from rollflow.tasks.objectives.config import Advantage, Clip, Kimi, PartsObjective
+from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.sections import Section
 
 ENGINE = '[engine]\nkind = "vllm"\nslots = 7\nthreads = 3\nkv_cache_bytes = 4\n'
@@ -33,10 +35,74 @@ def test_a_section_that_changes_its_kind_keeps_what_both_know(tmp_path: Path) ->
     assert load_recipe(tmp_path / "recipe.toml", ["engine.kind=timed"]).engine == TimedEngineConfig(slots=7)
 
 
-def test_so_does_one_deeper_in_the_tree(tmp_path: Path) -> None:
-    path = recipe(tmp_path, '[train.objective]\nkind = "grpo"\nclip_low = 0.1\ndual_clip = 2.0\n')
-    found = load_recipe(path, ["train.objective.kind=decoupled-ppo"]).train.objective
-    assert found == DecoupledPpoObjective(clip_low=0.1)
+def test_another_preset_begins_with_its_own_parts(tmp_path: Path) -> None:
+    path = recipe(tmp_path, '[train.objective]\nkind = "grpo"\n[train.objective.surrogate]\nlow = 0.1\ndual = 2.0\n')
+    assert load_recipe(path).train.objective == PartsObjective(surrogate=Clip(low=0.1, dual=2.0))
+    found = load_recipe(path, ["train.objective.kind=cispo"]).train.objective
+    assert found == PartsObjective(kind="cispo")
+    assert load_recipe(path, ["train.objective.kind=grpo"]) == load_recipe(path)
+
+
+def test_a_preset_is_expanded_and_its_parts_may_be_changed() -> None:
+    found = parse({"train": {"objective": {"kind": "gspo", "surrogate": {"high": 0.1}}}}).train.objective
+    assert isinstance(found, PartsObjective)
+    assert (found.surrogate, found.ratio.level) == (Clip(low=3e-4, high=0.1), "geometric")
+    assert parse({"train": {"objective": found.model_dump(mode="json")}}).train.objective == found
+    given = found.model_dump(mode="json", exclude_unset=True)
+    assert given == {"kind": "gspo", "surrogate": {"high": 0.1}}
+    assert parse({"train": {"objective": given}}).train.objective == found
+    other = parse({"train": {"objective": {"kind": "gspo", "surrogate": {"kind": "kimi"}}}}).train.objective
+    assert isinstance(other, PartsObjective)
+    assert other.surrogate == Kimi()
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_what_a_run_keeps_of_a_preset_is_read_as_the_same(kind: str) -> None:
+    found = parse({"train": {"objective": {"kind": kind}}})
+    assert parse(json.loads(json.dumps(found.model_dump(mode="json")))) == found
+
+
+def test_keys_from_before_there_were_parts_are_read() -> None:
+    """Runs recorded then are replayed, with the same advantages."""
+    old = {
+        "baseline": "group",
+        "normalize": False,
+        "negative_weight": 0.3,
+        "aggregation": "sequence-mean",
+        "objective": {"kind": "grpo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0},
+    }
+    assert parse({"train": old}).train.objective == PartsObjective(
+        advantage=Advantage(scale="none", negative_weight=0.3),
+        aggregation="sequence-mean",
+        surrogate=Clip(low=0.1, high=0.3, dual=2.0),
+    )
+    plain = parse({"train": {**old, "baseline": "none", "normalize": True}}).train.objective
+    assert plain.advantage == Advantage(baseline="none", scale="none")
+    capped = {"objective": {"kind": "decoupled-ppo", "clip_low": 0.2, "clip_high": 0.28, "weight_cap": 3.0}}
+    found = parse({"train": capped}).train.objective
+    assert isinstance(found, PartsObjective)
+    assert (found.correction.outside, found.correction.high) == ("clamp", 3.0)
+    assert found.ratio.to == "proximal"
+    own = parse({"train": {**old, "objective": {"kind": "import", "path": "a:b"}}}).train.objective
+    assert own.aggregation == "sequence-mean"
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"kind": "grpo", "correction": {"outside": "clamp", "high": 5.0}},
+        {"kind": "grpo", "correction": {"outside": "mask", "high": 5.0}},
+        {"kind": "dppo", "correction": {"outside": "clamp", "high": 5.0}},
+        {"kind": "tis", "correction": {"outside": "clamp", "high": 5.0}},
+        {"kind": "kimi", "correction": {"outside": "mask"}},
+    ],
+)
+def test_what_corrects_twice_is_refused(objective: dict[str, object]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^train\.objective\.correction\.outside = .* corrected twice; set ratio\.to"
+    ):
+        parse({"train": {"objective": objective}})
+    parse({"train": {"objective": {**objective, "ratio": {"to": "proximal"}}}})
 
 
 def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
@@ -53,7 +119,10 @@ def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
             "prompts.0 = {'path': 'x'}: it has no kind;",
         ),
         ({"prompts": [{"kind": "csv"}]}, "prompts.0.kind = 'csv': choose one of 'reasoning-gym', 'jsonl'"),
-        ({"train": {"objective": {"kind": "grpo", "clip_low": 3}}}, "train.objective.clip_low = 3: input should be"),
+        (
+            {"train": {"objective": {"kind": "grpo", "clip_low": 3}}},
+            "train.objective.surrogate.low = 3: input should be",
+        ),
     ],
 )
 def test_a_refusal_names_the_key_without_the_kind(tree: dict[str, object], words: str) -> None:
@@ -64,7 +133,7 @@ def test_a_refusal_names_the_key_without_the_kind(tree: dict[str, object], words
 
 def test_every_kind_is_among_the_keys() -> None:
     lines = describe_keys(RunConfig)
-    for line in ("engine.kind = 'timed'", "prompts.kind = 'jsonl'", "train.objective.kind = 'decoupled-ppo'"):
+    for line in ("engine.kind = 'timed'", "prompts.kind = 'jsonl'", "train.objective.surrogate.kind = 'kimi'"):
         assert any(one.startswith(f"{line}  # ") for one in lines)
 
 

@@ -6,38 +6,108 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
-from rollflow.tasks.objectives.advantages import EPSILON, group_advantages
+from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong
 from rollflow.tasks.objectives.aggregation import row_weights
+from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.packing import Rows, micro_batches
 
 F64 = torch.float64
 
 
+GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=F64)
+COUNTS = torch.tensor([1, 1, 1, 1, 1, 5])  # tokens: ten in all
+
+
+def found_by(
+    rewards: Tensor = REWARDS, groups: Tensor = GROUPS, counts: Tensor = COUNTS, **part: object
+) -> list[float]:
+    config = Advantage.model_validate(part)
+    return advantages(config, rewards, groups, counts, longest=10).tolist()
+
+
 def test_group_advantages_by_hand() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=F64)
-    groups = torch.tensor([0, 0, 0, 1, 1, 1])
-    found = group_advantages(rewards, groups, normalize=True)
     # group 0: mean 1/3, sample deviation sqrt((4/9 + 1/9 + 1/9) / 2) = sqrt(1/3)
     deviation = math.sqrt(1 / 3) + EPSILON
     expected = [2 / 3 / deviation, -1 / 3 / deviation, -1 / 3 / deviation, 0.0, 0.0, 0.0]
-    assert found.tolist() == pytest.approx(expected, abs=1e-12)
-    plain = group_advantages(rewards, groups, normalize=False)
-    assert plain.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0, 0], abs=1e-12)
+    assert found_by() == pytest.approx(expected, abs=1e-12)
+    assert found_by(scale="none") == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0, 0], abs=1e-12)
+
+
+def test_advantages_over_the_others_by_hand() -> None:
+    """Less the mean of the others: 1 - 0, 0 - 1/2; alone there is nothing to compare with."""
+    expected = [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
+    assert found_by(baseline="leave-one-out", scale="none") == pytest.approx(expected, abs=1e-12)
+    alone = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1])
+    rewards = torch.tensor([5.0, 2.0, 0.0], dtype=F64)
+    assert found_by(rewards, *alone, baseline="leave-one-out", scale="none") == [0.0, 2.0, -2.0]
+
+
+def test_advantages_over_the_batch_by_hand() -> None:
+    """Of ten tokens, eight are of rows of reward 1: mean 0.8, variance (8 x 0.04 + 2 x 0.64) / 9."""
+    assert found_by(baseline="batch", scale="none") == pytest.approx([0.2, -0.8, -0.8, 0.2, 0.2, 0.2], abs=1e-12)
+    deviation = math.sqrt(1.6 / 9 + TINY)
+    expected = [x / deviation for x in (0.2, -0.8, -0.8, 0.2, 0.2, 0.2)]
+    assert found_by(baseline="batch", scale="batch") == pytest.approx(expected, abs=1e-12)
+
+
+def test_weights_of_the_two_signs() -> None:
+    found = found_by(scale="none", positive_weight=3.0, negative_weight=0.3)
+    assert found == pytest.approx([2.0, -0.1, -0.1, 0, 0, 0], abs=1e-12)
+
+
+def test_without_a_baseline_rewards_are_advantages() -> None:
+    assert found_by(baseline="none", scale="none") == REWARDS.tolist()
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave-one-out", "batch"])
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_equal_rewards_are_advantage_zero_exactly(baseline: str, scale: str, dtype: torch.dtype) -> None:
+    """Whatever their mean is rounded to: that of three times 0.1 is not 0.1."""
+    rewards = torch.tensor([0.1] * 3 + [0.7] * 3, dtype=dtype)
+    if baseline == "batch":
+        rewards[:] = 0.1
+    counts = torch.tensor([3, 1, 7, 2, 5, 6])
+    assert found_by(rewards, GROUPS, counts, baseline=baseline, scale=scale) == [0.0] * 6
+
+
+def test_a_long_answer_costs_up_to_one() -> None:
+    """Of at most 10 tokens, the last 4 cost 0.25 each."""
+    counts = torch.tensor([0, 6, 7, 8, 10, 12])
+    assert overlong(counts, 10, 0.4).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1], abs=1e-12)
+    assert overlong(counts, 10, 0.0).tolist() == [0.0] * 6
+    found = found_by(REWARDS, GROUPS, counts, baseline="none", scale="none", overlong=0.4)
+    assert found == pytest.approx([1, 0, -0.25, 0.5, 0, 0], abs=1e-12)
 
 
 def test_groups_need_not_stand_together() -> None:
     rewards = torch.tensor([1.0, 5.0, 0.0, 7.0], dtype=F64)
-    found = group_advantages(rewards, torch.tensor([0, 1, 0, 1]), normalize=False)
-    assert found.tolist() == [0.5, -1.0, -0.5, 1.0]
+    found = found_by(rewards, torch.tensor([0, 1, 0, 1]), torch.ones(4), scale="none")
+    assert found == [0.5, -1.0, -0.5, 1.0]
 
 
-def test_aggregation_by_hand() -> None:
-    tokens = torch.tensor([1, 3])
-    assert row_weights(tokens, "token-mean").tolist() == [0.25, 0.25]
-    assert row_weights(tokens, "sequence-mean").tolist() == pytest.approx([0.5, 1 / 6])
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token-mean", [0.25, 0.25, 0.25]),
+        ("sequence-mean", [0.5, 0.5, 1 / 6]),
+        ("sequence-sum", [0.5, 0.5, 0.5]),
+        ("constant", [0.05, 0.05, 0.05]),
+    ],
+)
+def test_aggregation_by_hand(aggregation: str, weights: list[float]) -> None:
+    """Rows of 1, none and 3 tokens, at most 10: the one without tokens is not among the rows that are averaged."""
+    assert row_weights(torch.tensor([1, 0, 3]), aggregation, 10).tolist() == pytest.approx(weights, abs=1e-15)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "constant"])
+def test_a_minibatch_without_tokens_weighs_nothing(aggregation: str) -> None:
+    assert all(math.isfinite(weight) for weight in row_weights(torch.tensor([0, 0]), aggregation, 10).tolist())
 
 
 def trajectory(prompt: list[int], response: list[int], sample: int = 0, reward: float = 0.0) -> Trajectory:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
+from torch import Tensor
 
+from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Stale
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from tests.support import oracles
+from tests.support.dual import Dual
+from tests.support.oracles import LONGEST, ORACLES, Row
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 
@@ -28,21 +37,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learner(folder: Path, **changes: object) -> TorchLearner:
     torch.manual_seed(0)
     config = TorchTrain(warmup_versions=0, **changes)  # type: ignore[arg-type]
-    return TorchLearner(load_model(folder, "float32", trained=False), config, temperature=1.0, versions=10, seed=0)
+    model = load_model(folder, "float32", trained=False)
+    return TorchLearner(model, config, temperature=1.0, versions=10, longest=LONGEST, seed=0)
 
 
-def some_batch(seed: int = 0):  # type: ignore[no-untyped-def]
+def some_batch(seed: int = 0, groups: int = 4):  # type: ignore[no-untyped-def]
     draw = torch.Generator().manual_seed(seed)
-    groups = []
-    for _ in range(4):
+    made = []
+    for _ in range(groups):
         prompt = torch.randint(3, 250, (5,), generator=draw).tolist()
         group = []
         for sample in range(4):
             length = int(torch.randint(1, 6, (1,), generator=draw))
             response = torch.randint(3, 250, (length,), generator=draw).tolist()
             group.append(trajectory(prompt, response, sample, reward=float(sample % 2)))
-        groups.append(group)
-    return batch_of(*groups)
+        made.append(group)
+    return batch_of(*made)
 
 
 @pytest.mark.long
@@ -76,6 +86,86 @@ def test_the_gradient_is_that_of_the_plain_formula(folder: Path) -> None:
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     for name, parameter in expected_model.named_parameters():
         torch.testing.assert_close(seen[name], parameter.grad, atol=2e-6, rtol=1e-4)
+
+
+def token_logprobs(made: TorchLearner, batch: TrajectoryBatch) -> list[Tensor]:
+    """Of each row's response, one row at a time."""
+    found = []
+    for tokens, mask in zip(batch.table["tokens"].to_pylist(), batch.table["loss_mask"].to_pylist(), strict=True):
+        logp = torch.log_softmax(made.model(input_ids=torch.tensor([tokens])).logits[0, :-1], -1)
+        found.append(logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0][torch.tensor(mask[1:])])
+    return found
+
+
+def expected_gradient(
+    made: TorchLearner, batch: TrajectoryBatch, part: Sequence[int], name: str, before: Sequence[Sequence[float]]
+) -> dict[str, Tensor]:
+    """The gradient of `part` of the rows by the preset's formula; advantages and second moments are of all rows."""
+    logp = token_logprobs(made, batch)
+    columns = [batch.table[column].to_pylist() for column in ("reward", "logprobs", "loss_mask")]
+    behaviour = [[p for p, m in zip(*row, strict=True) if m] for row in zip(*columns[1:], strict=True)]
+
+    def rows(pi: Sequence[Sequence[float]]) -> list[Row]:
+        parts = zip(columns[0], pi, behaviour, before, strict=True)
+        return [Row(r, i // 4, [Dual(x) for x in p], mu, old) for i, (r, p, mu, old) in enumerate(parts)]
+
+    slopes = gradient_of_part(name, rows([row.tolist() for row in logp]), part)
+    made.model.zero_grad()
+    sum((logp[row] * torch.tensor(slopes[row])).sum() for row in part).backward()  # type: ignore[union-attr]
+    found = {n: p.grad.clone() for n, p in made.model.named_parameters() if p.grad is not None}
+    made.model.zero_grad()
+    return found
+
+
+OVER_THE_BATCH = ("ppo", "reinforce++", "m2po")  # their loss is not one of the minibatch's rows alone
+
+
+def gradient_of_part(name: str, rows: list[Row], part: Sequence[int]) -> dict[int, list[float]]:
+    """Of the rows' loss, the tokens of other rows left out of all means but those of advantages and moments."""
+    empty = [row if i in part else replace(row, pi=[], mu=[], proximal=[]) for i, row in enumerate(rows)]
+    return dict(enumerate(oracles.gradient(ORACLES[name], empty)))
+
+
+@pytest.mark.parametrize(
+    ("name", "minibatches"),
+    [(name, parts) for name in PRESETS for parts in (1, 2) if parts == 1 or name not in OVER_THE_BATCH],
+)
+def test_every_update_follows_the_formula_of_its_preset(folder: Path, name: str, minibatches: int) -> None:
+    """Micro-batches, padding, rows that are skipped, and the log-probs from before the first update."""
+    made = learner(folder, micro_tokens=24, max_grad_norm=1e9, minibatches=minibatches, objective={"kind": name})
+    batch = near(some_batch(groups=2), made)
+    before = [row.tolist() for row in token_logprobs(made, batch)]
+    seen: list[dict[str, Tensor]] = []
+    step = made.optimizer.step
+
+    def compared() -> None:
+        part = [row for row in range(8) if row // 4 % minibatches == len(seen)]
+        grads = {n: p.grad.clone() for n, p in made.model.named_parameters() if p.grad is not None}
+        seen.append(grads)
+        for key, expected in expected_gradient(made, batch, part, name, before).items():
+            torch.testing.assert_close(grads[key], expected, atol=3e-6, rtol=1e-3)
+        for key, parameter in made.model.named_parameters():
+            parameter.grad = grads.get(key)
+        step()
+
+    made.optimizer.step = compared  # type: ignore[method-assign,assignment]
+    made.step(batch, 0)
+    assert len(seen) == minibatches
+    assert any(bool(grad.any()) for grads in seen for grad in grads.values())
+
+
+def near(batch: TrajectoryBatch, made: TorchLearner) -> TrajectoryBatch:
+    """The batch with behaviour log-probs a little off the learner's."""
+    draw = torch.Generator().manual_seed(7)
+    logprobs = batch.table["logprobs"].to_pylist()
+    masks = batch.table["loss_mask"].to_pylist()
+    for given, mask, row in zip(logprobs, masks, token_logprobs(made, batch), strict=True):
+        off = (row + 0.3 * torch.randn(len(row), generator=draw)).tolist()
+        start = mask.index(True)
+        given[start : start + len(off)] = off
+    where = batch.table.schema.get_field_index("logprobs")
+    field = batch.table.schema.field(where)
+    return replace(batch, table=batch.table.set_column(where, field, pa.array(logprobs, field.type)))
 
 
 def test_the_learning_rate_warms_up_and_decays(folder: Path) -> None:

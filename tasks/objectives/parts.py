@@ -1,0 +1,55 @@
+"""An objective from its parts: surrogate(ratio) x correction + penalties."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
+from rollflow.tasks.objectives.config import Kimi, PartsObjective
+from rollflow.tasks.objectives.corrections import weights, within_second_moment
+from rollflow.tasks.objectives.penalties import kl_estimate
+from rollflow.tasks.objectives.surrogates import surrogate_loss
+
+
+class ObjectiveOfParts(Objective):
+    """See `config.PartsObjective`; each part's formula stands with its code."""
+
+    def __init__(self, config: PartsObjective) -> None:
+        self.config = config
+        self.uses_proximal = config.ratio.to == "proximal"  # type: ignore[misc]
+        self.uses_entropy = config.penalties.entropy_weight > 0  # type: ignore[misc]
+        self.uses_batch = config.correction.outside == "second-moment"  # type: ignore[misc]
+        penalised = config.penalties.kl_weight > 0 or self.uses_entropy
+        self.every_row = penalised or isinstance(config.surrogate, Kimi)  # type: ignore[misc]
+
+    def loss(self, tokens: MaskedTokens) -> TokenLoss:
+        """See `Objective`."""
+        old_M = tokens.proximal_M if self.uses_proximal else tokens.behaviour_M
+        assert old_M is not None
+        found = surrogate_loss(self.config.surrogate, self.config.ratio, tokens, old_M)
+        return self._penalised(self._corrected(found, tokens, old_M), tokens)
+
+    def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
+        """See `Objective`."""
+        return within_second_moment(self.config.correction, proximal_B, behaviour_B)
+
+    def _corrected(self, found: TokenLoss, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
+        part = self.config.correction
+        if part.outside == "none":
+            return found
+        if part.outside == "second-moment":
+            assert tokens.kept_M is not None
+            return TokenLoss(torch.where(tokens.kept_M, found.loss_M, 0.0), found.clipped_M | ~tokens.kept_M)
+        weight_M, out_M = weights(part, tokens, old_M if self.uses_proximal else tokens.logp_M)
+        return TokenLoss(weight_M * found.loss_M, found.clipped_M | out_M)
+
+    def _penalised(self, found: TokenLoss, tokens: MaskedTokens) -> TokenLoss:
+        penalties, loss_M = self.config.penalties, found.loss_M
+        if penalties.kl_weight:
+            kl_M = kl_estimate(penalties, tokens.logp_M, tokens.behaviour_M, tokens.row_M)
+            loss_M = loss_M + penalties.kl_weight * kl_M
+        if penalties.entropy_weight:
+            assert tokens.entropy_M is not None
+            loss_M = loss_M - penalties.entropy_weight * tokens.entropy_M
+        return TokenLoss(loss_M, found.clipped_M)

@@ -1,0 +1,26 @@
+"""Ratios of two policies over the same tokens, from their log-probs (nats). Shapes: M tokens of whole rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollflow.tasks.objectives.config import Level
+
+BOUND = 20.0  # nats: e^20 is a ratio of 5e8, and float32 overflows at 88
+
+
+def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tensor:
+    """log(new / old) at each token, bounded at `BOUND`.
+
+    `sequence` is the sum over the token's row, so the ratio of the whole response; `geometric` is its mean (GSPO:
+    Zheng et al. 2025, eq. 7).
+    """
+    change_M = new_M - old_M
+    if level != "token":
+        rows = int(row_M.max()) + 1 if len(row_M) else 0
+        sum_R = torch.zeros(rows, dtype=change_M.dtype, device=change_M.device).index_add(0, row_M, change_M)
+        if level == "geometric":
+            sum_R = sum_R / torch.bincount(row_M, minlength=rows).clamp(min=1)
+        change_M = sum_R[row_M]
+    return change_M.clamp(-BOUND, BOUND)

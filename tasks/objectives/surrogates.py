@@ -1,0 +1,74 @@
+"""Surrogates: the loss of each token from the ratio r, the advantage A and the log-prob. Shapes: M tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
+from rollflow.tasks.objectives.config import BinaryTv, Clip, Kimi, PolicyGradient, Ratio, Surrogate
+from rollflow.tasks.objectives.ratios import log_ratio
+
+
+def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
+    """The loss of a surrogate; `old_M` are the log-probs that the ratio is to."""
+    match part:
+        case Clip():
+            return clipped(part, log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp(), tokens.advantage_M)
+        case PolicyGradient():
+            return weighted(part, ratio, tokens, old_M)
+        case BinaryTv():
+            return bounded(part, tokens, old_M, ratio)
+        case Kimi():
+            return squared(part, tokens, old_M, ratio)
+
+
+def clipped(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
+
+    With `dual` c, a negative advantage counts at most c times (Ye et al. 2020, eq. 5): max(., c A) for A < 0. Without
+    it a stale token whose ratio has grown is pushed down without bound.
+    """
+    plain_M = ratio_M * advantage_M
+    held_M = ratio_M.clamp(1 - part.low, 1 + part.high) * advantage_M
+    loss_M, clipped_M = -torch.minimum(plain_M, held_M), held_M < plain_M
+    if part.dual is None:
+        return TokenLoss(loss_M, clipped_M)
+    bound_M = -part.dual * advantage_M
+    over_M = (advantage_M < 0) & (loss_M > bound_M)
+    return TokenLoss(torch.where(over_M, bound_M, loss_M), clipped_M | over_M)
+
+
+def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
+    """-sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
+
+    One range for both signs is TIS (from 0; Yao et al. 2025) and CISPO (around 1; MiniMax 2025, eq. 5). [1, 1] for good
+    answers and [0, 1] for the others is TOPR (Le Roux et al. 2025, eq. 5).
+    """
+    advantage_M = tokens.advantage_M
+    ratio_M = log_ratio(tokens.logp_M.detach(), old_M, tokens.row_M, ratio.level).exp()
+    weight_M = torch.where(advantage_M > 0, ratio_M.clamp(*part.positive), ratio_M.clamp(*part.negative))
+    held_M = weight_M != ratio_M if part.weighs else torch.zeros_like(weight_M, dtype=torch.bool)
+    return TokenLoss(-weight_M * advantage_M * tokens.logp_M, held_M)
+
+
+def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
+    """-r A while the probability has not moved away by more than a bound, else nothing.
+
+    Bounded is the total variation of "this token or another": pi - mu, above for A > 0, below for A < 0.
+    """
+    advantage_M, moved_M = tokens.advantage_M, tokens.logp_M.detach().exp() - old_M.exp()
+    over_M = ((advantage_M > 0) & (moved_M > part.high)) | ((advantage_M < 0) & (moved_M < -part.low))
+    ratio_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp()
+    return TokenLoss(torch.where(over_M, 0.0, -ratio_M * advantage_M), over_M)
+
+
+def squared(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
+    """-A log pi + tau/2 (log r)^2 (Kimi Team 2025, eq. 3).
+
+    Of the ratio of a whole response, each token has the share of the square that is its own log-ratio.
+    """
+    whole_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level)
+    own_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, "token")
+    loss_M = -tokens.advantage_M * tokens.logp_M + part.tau / 2 * whole_M * own_M
+    return TokenLoss(loss_M, torch.zeros_like(loss_M, dtype=torch.bool))

@@ -1,0 +1,62 @@
+"""Numbers that carry one derivative along (forward mode), in plain floats: gradients of formulas, exact to rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Dual:
+    """A value and its derivative by one variable."""
+
+    value: float
+    slope: float = 0.0
+
+    def __add__(self, other: Dual | float) -> Dual:
+        other = dual(other)
+        return Dual(self.value + other.value, self.slope + other.slope)
+
+    def __mul__(self, other: Dual | float) -> Dual:
+        other = dual(other)
+        return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
+
+    def __neg__(self) -> Dual:
+        return self * -1.0
+
+    def __sub__(self, other: Dual | float) -> Dual:
+        return self + -dual(other)
+
+    def __truediv__(self, other: float) -> Dual:
+        return self * (1.0 / other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __rsub__(self, other: float) -> Dual:
+        return dual(other) - self
+
+
+def dual(x: Dual | float) -> Dual:
+    """A constant has no slope."""
+    return x if isinstance(x, Dual) else Dual(float(x))
+
+
+def exp(x: Dual) -> Dual:
+    """e^x."""
+    return Dual(math.exp(x.value), math.exp(x.value) * x.slope)
+
+
+def clip(x: Dual, low: float, high: float) -> Dual:
+    """x within bounds; at a bound it is held."""
+    return x if low <= x.value <= high else Dual(min(max(x.value, low), high))
+
+
+def least(x: Dual, y: Dual) -> Dual:
+    """The smaller one."""
+    return x if x.value <= y.value else y
+
+
+def most(x: Dual, y: Dual) -> Dual:
+    """The larger one."""
+    return x if x.value >= y.value else y

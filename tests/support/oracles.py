@@ -1,0 +1,271 @@
+"""The loss of a whole batch under each preset, written from its paper's formula in plain floats: no parts, no tensors.
+
+A batch is a list of rows. Its loss is what is minimised. Means are over rows that have tokens; groups compare all rows.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tests.support.dual import Dual, clip, exp, least, most
+
+EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response: log-probs of its tokens."""
+
+    reward: float
+    group: int
+    pi: Sequence[Dual]
+    mu: Sequence[float]
+    proximal: Sequence[float]
+
+
+Rows = Sequence[Row]
+Losses = list[list[Dual]]  # of each token, by row
+LONGEST = 8
+
+
+def in_group(rows: Rows, row: Row) -> list[float]:
+    return [other.reward for other in rows if other.group == row.group]
+
+
+def centred(rows: Rows) -> list[float]:
+    return [row.reward - statistics.fmean(in_group(rows, row)) for row in rows]
+
+
+def normalised(rows: Rows, penalty: Sequence[float] | None = None) -> list[float]:
+    """GRPO's: over the sample deviation of the group."""
+    taken = [
+        Row(r.reward - p, r.group, r.pi, r.mu, r.proximal)
+        for r, p in zip(rows, penalty or [0.0] * len(rows), strict=True)
+    ]
+    found = []
+    for row in taken:
+        others = in_group(taken, row)
+        deviation = statistics.stdev(others) if len(others) > 1 else 0.0
+        found.append((row.reward - statistics.fmean(others)) / (deviation + EPSILON))
+    return found
+
+
+def whitened(rows: Rows) -> list[float]:
+    """Over all tokens of the batch."""
+    each = [row.reward for row in rows for _ in row.pi]
+    mean, variance = statistics.fmean(each), statistics.variance(each)
+    return [(row.reward - mean) / math.sqrt(variance + 1e-8) for row in rows]
+
+
+def leave_one_out(rows: Rows) -> list[float]:
+    found = []
+    for i, row in enumerate(rows):
+        others = [other.reward for j, other in enumerate(rows) if other.group == row.group and j != i]
+        found.append(row.reward - statistics.fmean(others) if others else 0.0)
+    return found
+
+
+def token_mean(losses: Losses) -> Dual:
+    each = [loss for row in losses for loss in row]
+    return sum(each, Dual(0.0)) / len(each)
+
+
+def sequence_mean(losses: Losses) -> Dual:
+    means = [sum(row, Dual(0.0)) / len(row) for row in losses if row]
+    return sum(means, Dual(0.0)) / len(means)
+
+
+def sequence_sum(losses: Losses) -> Dual:
+    sums = [sum(row, Dual(0.0)) for row in losses if row]
+    return sum(sums, Dual(0.0)) / len(sums)
+
+
+def constant(losses: Losses) -> Dual:
+    return sequence_sum(losses) / LONGEST
+
+
+def by_token(rows: Rows, advantages: Sequence[float], loss: Callable[[Dual, float, float, float], Dual]) -> Losses:
+    """`loss(log pi, log mu, log pi_p, A)` of each token."""
+    return [
+        [loss(pi, mu, proximal, a) for pi, mu, proximal in zip(row.pi, row.mu, row.proximal, strict=True)]
+        for row, a in zip(rows, advantages, strict=True)
+    ]
+
+
+def held(ratio: Dual, advantage: float, low: float, high: float) -> Dual:
+    """PPO, to be minimised."""
+    return -least(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
+
+
+def ppo(rows: Rows) -> Dual:
+    return token_mean(by_token(rows, whitened(rows), lambda pi, mu, _, a: held(exp(pi - mu), a, 0.2, 0.2)))
+
+
+def grpo(rows: Rows) -> Dual:
+    return token_mean(by_token(rows, normalised(rows), lambda pi, mu, _, a: held(exp(pi - mu), a, 0.2, 0.28)))
+
+
+def dual_clipped(rows: Rows) -> Dual:
+    def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
+        gain = -held(exp(pi - mu), a, 0.2, 0.28)
+        return -(most(gain, Dual(2.0 * a)) if a < 0 else gain)
+
+    return token_mean(by_token(rows, normalised(rows), loss))
+
+
+def dr_grpo(rows: Rows) -> Dual:
+    return constant(by_token(rows, centred(rows), lambda pi, mu, _, a: held(exp(pi - mu), a, 0.2, 0.2)))
+
+
+def dapo(rows: Rows) -> Dual:
+    """The last fifth of the longest response costs up to 1."""
+    cache = 0.2 * LONGEST
+    penalty = [min(max((len(row.pi) - (LONGEST - cache)) / cache, 0.0), 1.0) for row in rows]
+    advantages = normalised(rows, penalty)
+    return token_mean(by_token(rows, advantages, lambda pi, mu, _, a: held(exp(pi - mu), a, 0.2, 0.28)))
+
+
+def change(row: Row) -> Dual:
+    """log pi/mu of the whole response."""
+    return sum((pi - mu for pi, mu in zip(row.pi, row.mu, strict=True)), Dual(0.0))
+
+
+def gspo(rows: Rows) -> Dual:
+    losses = [
+        held(exp(change(row) / len(row.pi)), a, 3e-4, 4e-4)
+        for row, a in zip(rows, normalised(rows), strict=True)
+        if row.pi
+    ]
+    return sum(losses, Dual(0.0)) / len(losses)
+
+
+def decoupled_ppo(rows: Rows) -> Dual:
+    def loss(pi: Dual, mu: float, proximal: float, a: float) -> Dual:
+        return min(math.exp(proximal - mu), 5.0) * held(exp(pi - proximal), a, 0.2, 0.28)
+
+    return token_mean(by_token(rows, normalised(rows), loss))
+
+
+def tis(rows: Rows) -> Dual:
+    def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
+        return -(min(math.exp(pi.value - mu), 2.0) * a * pi)
+
+    return token_mean(by_token(rows, normalised(rows), loss))
+
+
+def mis(rows: Rows) -> Dual:
+    def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
+        ratio = math.exp(pi.value - mu)
+        return -(ratio * a * pi) if 0.5 <= ratio <= 5.0 else Dual(0.0)
+
+    return token_mean(by_token(rows, normalised(rows), loss))
+
+
+def geometric_mask(rows: Rows) -> Dual:
+    losses = by_token(rows, normalised(rows), lambda pi, mu, _, a: held(exp(pi - mu), a, 0.2, 0.28))
+    for i, row in enumerate(rows):
+        if row.pi and not 0.99 <= math.exp(change(row).value / len(row.pi)) <= 1.01:
+            losses[i] = [Dual(0.0)] * len(row.pi)
+    return token_mean(losses)
+
+
+def cispo(rows: Rows) -> Dual:
+    def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
+        return -(min(max(math.exp(pi.value - mu), 0.8), 1.28) * a * pi)
+
+    return token_mean(by_token(rows, normalised(rows), loss))
+
+
+def topr(rows: Rows, negative_weight: float = 1.0) -> Dual:
+    losses = []
+    for row, a in zip(rows, centred(rows), strict=True):
+        weight = 1.0 if a > 0 else negative_weight * min(math.exp(change(row).value), 1.0)
+        losses.append(-(weight * a * sum(row.pi, Dual(0.0))) if row.pi else None)
+    kept = [loss for loss in losses if loss is not None]
+    return sum(kept, Dual(0.0)) / len(kept)
+
+
+def weighted_topr(rows: Rows) -> Dual:
+    return topr(rows, 0.5)
+
+
+def reinforce(rows: Rows) -> Dual:
+    return sequence_sum(by_token(rows, [row.reward for row in rows], lambda pi, _, __, a: -(a * pi)))
+
+
+def rloo(rows: Rows) -> Dual:
+    return sequence_sum(by_token(rows, leave_one_out(rows), lambda pi, _, __, a: -(a * pi)))
+
+
+def kimi(rows: Rows) -> Dual:
+    losses = []
+    for row, a in zip(rows, centred(rows), strict=True):
+        if row.pi:
+            losses.append(-(a * sum(row.pi, Dual(0.0))) + 0.05 * change(row) * change(row))
+    return sum(losses, Dual(0.0)) / len(losses)
+
+
+def dppo(rows: Rows) -> Dual:
+    def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
+        moved = math.exp(pi.value) - math.exp(mu)
+        gone = (a > 0 and moved > 0.2) or (a < 0 and moved < -0.2)
+        log_ratio = pi - mu
+        return (Dual(0.0) if gone else -(a * exp(log_ratio))) + 1e-3 * log_ratio * log_ratio
+
+    return token_mean(by_token(rows, centred(rows), loss))
+
+
+def m2po(rows: Rows) -> Dual:
+    """The largest squares go, until the mean of the rest is at most 0.04."""
+    squares = sorted((p - m) ** 2 for row in rows for p, m in zip(row.proximal, row.mu, strict=True))
+    while squares and statistics.fmean(squares) > 0.04:
+        squares.pop()
+    limit = squares[-1] if squares else -1.0
+
+    def loss(pi: Dual, mu: float, proximal: float, a: float) -> Dual:
+        return -(a * exp(pi - mu)) if (proximal - mu) ** 2 <= limit else Dual(0.0)
+
+    return token_mean(by_token(rows, normalised(rows), loss))
+
+
+def roll_current(rows: Rows) -> Dual:
+    return token_mean(by_token(rows, normalised(rows), lambda pi, _, old, a: held(exp(pi - old), a, 0.2, 0.2)))
+
+
+ORACLES: dict[str, Callable[[Rows], Dual]] = {
+    "ppo": ppo,
+    "grpo": grpo,
+    "dr-grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "decoupled-ppo": decoupled_ppo,
+    "tis": tis,
+    "mis": mis,
+    "geometric-mask": geometric_mask,
+    "cispo": cispo,
+    "topr": topr,
+    "weighted-topr": weighted_topr,
+    "reinforce": reinforce,
+    "reinforce++": ppo,
+    "rloo": rloo,
+    "kimi": kimi,
+    "dppo": dppo,
+    "m2po": m2po,
+    "roll-current": roll_current,
+}
+
+
+def gradient(oracle: Callable[[Rows], Dual], rows: Rows) -> list[list[float]]:
+    """By the log-prob of each token."""
+    found = []
+    for i, row in enumerate(rows):
+        slopes = []
+        for t in range(len(row.pi)):
+            pi = [Dual(p.value, float(s == t)) for s, p in enumerate(row.pi)]
+            changed = [*rows[:i], Row(row.reward, row.group, pi, row.mu, row.proximal), *rows[i + 1 :]]
+            slopes.append(oracle(changed).slope)
+        found.append(slopes)
+    return found
