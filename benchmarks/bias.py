@@ -1,0 +1,145 @@
+"""Bias and spread of each objective's gradient on stale samples, where the true gradient is known.
+
+    python -m benchmarks.bias [--json FILE]
+
+A policy of `LENGTH` tokens out of `TOKENS`, each drawn by a row of logits that the token before it picks; every
+response has a fixed reward. There are so few responses that all expectations are sums over all of them, exact: the true
+gradient of the mean reward under the policy being trained, and what an objective's loss gives on average over samples
+of a behaviour policy whose log-probs are off by `staleness` nats a token. Each figure is the median of `BANDITS`.
+
+The objective is the shipped one. So that presets can be compared, the baseline is the exact mean reward (none for
+`reinforce`), no preset divides by a deviation, and losses are summed over a response: what is left is ratio, surrogate,
+correction, weights of the two signs and penalties. The proximal policy is the one being trained, as in a version of one
+update. "bias" is the distance of the mean gradient from the true one, "aligned" its cosine with it, "spread" the
+standard deviation of one response's gradient; bias and spread are in lengths of the true gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import Row, arguments, publish
+from rollflow.tasks.objectives import build_objective
+from rollflow.tasks.objectives.base import MaskedTokens, Objective
+from rollflow.tasks.objectives.config import PartsObjective
+from rollflow.tasks.objectives.presets import PRESETS
+
+TOKENS, LENGTH = 3, 3
+STALENESS = (0.0, 0.3, 1.0)
+BANDITS = 25
+COPIES = 10_000  # responses that stand for the behaviour policy where an objective looks at a whole batch
+F64 = torch.float64
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of one objective at one staleness; see the module's docstring."""
+
+    bias: float
+    aligned: float
+    spread: float
+
+
+class Bandit:
+    """All responses (R, LENGTH), their rewards (R,), and the logits of two policies."""
+
+    def __init__(self, staleness: float, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.responses = torch.tensor(list(itertools.product(range(TOKENS), repeat=LENGTH)))
+        self.rewards = torch.randint(0, 2, (len(self.responses),), generator=draw).to(F64)
+        self.logits = torch.randn(LENGTH, TOKENS, TOKENS, dtype=F64, generator=draw).requires_grad_()
+        off = torch.randn(LENGTH, TOKENS, TOKENS, dtype=F64, generator=draw)
+        self.behaviour = self.logps(self.logits.detach() + self._scaled(off, staleness))
+
+    def logps(self, logits: Tensor) -> Tensor:
+        """(R, LENGTH) log-prob of each token of each response."""
+        before = torch.nn.functional.pad(self.responses[:, :-1], (1, 0))
+        table = torch.log_softmax(logits, -1)
+        return table[torch.arange(LENGTH), before, self.responses]
+
+    def _scaled(self, off: Tensor, staleness: float) -> Tensor:
+        """As far off that log-probs differ by `staleness` on average (root mean square), at first order."""
+        centred = off - (off * torch.softmax(self.logits.detach(), -1)).sum(-1, keepdim=True)
+        return off * staleness / centred.square().mean().sqrt()
+
+    def true_gradient(self) -> Tensor:
+        """Of the mean reward under the policy being trained."""
+        mean = (self.logps(self.logits).sum(1).exp() * self.rewards).sum()
+        return torch.autograd.grad(mean, self.logits)[0].flatten()
+
+    def gradients(self, config: PartsObjective) -> Tensor:
+        """(R, parameters) what each response gives, as an ascent."""
+        objective, logp = build_objective(config), self.logps(self.logits)
+        chances_R = self.behaviour.sum(1).exp()
+        baseline = 0.0 if config.kind == "reinforce" else (chances_R * self.rewards).sum()
+        advantage_R = self.rewards - baseline
+        part = config.advantage
+        advantage_R = advantage_R * torch.where(advantage_R < 0, part.negative_weight, part.positive_weight)
+        tokens = MaskedTokens(
+            logp_M=logp.flatten(),
+            behaviour_M=self.behaviour.flatten(),
+            advantage_M=advantage_R.repeat_interleave(LENGTH),
+            row_M=torch.arange(len(logp)).repeat_interleave(LENGTH),
+            proximal_M=logp.detach().flatten(),
+            kept_M=self._kept(objective, logp.detach()) if objective.uses_batch else None,
+        )
+        loss_R = objective.loss(tokens).loss_M.view(-1, LENGTH).sum(1)
+        one = torch.eye(len(loss_R), dtype=F64)
+        return -torch.autograd.grad(loss_R, self.logits, one, is_grads_batched=True)[0].flatten(1)
+
+    def _kept(self, objective: Objective, logp: Tensor) -> Tensor:
+        """What the objective keeps of a batch where each response stands as often as the behaviour policy says it."""
+        copies_R = (self.behaviour.sum(1).exp() * COPIES).round().long().clamp(min=1)
+        batch = (x.repeat_interleave(copies_R, 0).flatten() for x in (logp, self.behaviour))
+        kept = objective.keep(*batch).view(-1, LENGTH)
+        return kept[copies_R.cumsum(0) - 1].flatten()
+
+    def found(self, config: PartsObjective) -> Found:
+        """Bias, alignment and spread of an objective."""
+        true, chances_R, each = self.true_gradient(), self.behaviour.sum(1).exp(), self.gradients(config)
+        mean = chances_R @ each
+        variance = chances_R @ (each - mean).square().sum(1)
+        length = true.norm()
+        cosine = torch.nn.functional.cosine_similarity(mean, true, dim=0)
+        return Found(float((mean - true).norm() / length), float(cosine), float(variance.sqrt() / length))
+
+
+def median(found: Iterable[Found]) -> Found:
+    """Of each figure."""
+    return Found(*(statistics.median(figures) for figures in zip(*map(astuple, found), strict=True)))
+
+
+def rows() -> Sequence[Row]:
+    """All presets, and the exact importance weight of a whole response, which has no bias and the largest spread."""
+    exact = {"ratio": {"level": "sequence"}, "surrogate": {"kind": "policy-gradient", "positive": [0, 1e9]}}
+    exact["surrogate"]["negative"] = [0, 1e9]  # type: ignore[index]
+    configs = {name: PartsObjective.model_validate({"kind": name}) for name in PRESETS}
+    configs["exact weights"] = PartsObjective.model_validate({"kind": "reinforce", **exact})
+    made: list[Row] = []
+    for staleness in STALENESS:
+        bandits = [Bandit(staleness, seed) for seed in range(BANDITS)]
+        for name, config in configs.items():
+            found = median(bandit.found(config) for bandit in bandits)
+            case = f"{name}, {staleness:g} nats"
+            made += [
+                Row(case, "bias", found.bias),
+                Row(case, "aligned", found.aligned),
+                Row(case, "spread", found.spread),
+            ]
+    return made
+
+
+def main() -> None:
+    """Compute and print."""
+    chosen = arguments(__doc__.splitlines()[0] if __doc__ else "").parse_args()
+    publish(rows(), "gradients on stale samples", chosen.json)
+
+
+if __name__ == "__main__":
+    main()
