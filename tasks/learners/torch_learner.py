@@ -8,7 +8,7 @@ only the rounding. Rows of advantage zero have exactly zero gradient and are not
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,11 +21,12 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.diagnostics import Diagnostics
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.advantages import advantages
 from rollflow.tasks.objectives.aggregation import row_weights
-from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
+from rollflow.tasks.objectives.base import MaskedTokens
 from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
 
 WEIGHTS = "weights/model"
@@ -101,9 +102,11 @@ class TorchLearner:
         rate = self.learning_rate(version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        metrics = [self._update(data, advantages_R, before, part) for part in self._minibatches(data)]
+        seen = Diagnostics(version)
+        metrics = [self._update(data, advantages_R, before, part, seen) for part in self._minibatches(data)]
         found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
         used = data.rewards[advantages_R.numpy() != 0]
+        found |= seen.metrics(entropy=self.objective.uses_entropy)
         return {**found, "learning_rate": rate, "rows_with_signal": len(used) / len(data.rewards)}
 
     def learning_rate(self, version: int) -> float:
@@ -214,42 +217,43 @@ class TorchLearner:
         run = [r for r in rows if self.objective.every_row or float(advantages_R[r]) != 0.0]
         return micro_batches(data, run, self.config.micro_tokens)
 
-    def _update(self, data: Rows, advantages_R: Tensor, before: Before | None, part: list[int]) -> dict[str, float]:
+    def _update(
+        self, data: Rows, advantages_R: Tensor, before: Before | None, part: list[int], seen: Diagnostics
+    ) -> dict[str, float]:
         """One optimizer step over the rows of one minibatch."""
         weight_R = torch.zeros(len(data.rewards))
         tokens_R = torch.from_numpy(data.masked_tokens[part])
         weight_R[part] = row_weights(tokens_R, self.config.objective.aggregation, self.longest).float()
         self.optimizer.zero_grad(set_to_none=True)
-        total = {"loss": 0.0, "clipped": 0.0, "ratio_distance": 0.0}
+        total = 0.0
         for micro in self._micros(data, part, advantages_R):
-            logp_M, entropy_M = self._token_logprobs(micro)
             rows_M = micro.rows[micro.where[0]]
-            result = self._loss(logp_M, entropy_M, micro, advantages_R[rows_M].to(self.device), before)
-            weight_M = weight_R[rows_M].to(self.device)
-            loss = (result.loss_M * weight_M).sum()
+            tokens = self._masked_tokens(micro, advantages_R[rows_M].to(self.device), before)
+            result = self.objective.loss(tokens)
+            loss = (result.loss_M * weight_R[rows_M].to(self.device)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            total["loss"] += float(loss.detach())
-            total["clipped"] += float((result.clipped_M * weight_M).sum())
-            distance_M = (logp_M.detach() - micro.behaviour.to(self.device)).abs()
-            total["ratio_distance"] += float((distance_M * weight_M).sum())
+            total += float(loss.detach())
+            seen.add(tokens, result, micro.versions.to(self.device))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizer.step()
-        return {**total, "grad_norm": float(norm)}
+        seen.updates += 1
+        return {"loss": total, "grad_norm": float(norm)}
 
-    def _loss(
-        self, logp_M: Tensor, entropy_M: Tensor | None, micro: MicroBatch, advantage_M: Tensor, before: Before | None
-    ) -> TokenLoss:
-        rows, objective = micro.rows.tolist(), self.objective
-        tokens = MaskedTokens(
+    def _masked_tokens(self, micro: MicroBatch, advantage_M: Tensor, before: Before | None) -> MaskedTokens:
+        """What the objective is given of a micro-batch."""
+        logp_M, entropy_M = self._token_logprobs(micro)
+        proximal_M, rows = None, micro.rows.tolist()
+        if self.objective.uses_proximal:
+            proximal_M = _joined(before.proximal, rows) if before else logp_M.detach()
+        return MaskedTokens(
             logp_M=logp_M,
             behaviour_M=micro.behaviour.to(self.device),
             advantage_M=advantage_M,
             row_M=micro.where[0].to(self.device),
-            proximal_M=_joined(before.proximal, rows) if before else logp_M.detach(),
+            proximal_M=proximal_M,
             entropy_M=entropy_M,
             kept_M=_joined(before.kept, rows) if before and before.kept else None,
         )
-        return objective.loss(tokens if objective.uses_proximal else replace(tokens, proximal_M=None))
 
     def _token_logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Log-probs (M,) of the masked tokens at the sampling temperature; the head runs on those positions only.

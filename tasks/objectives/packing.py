@@ -24,6 +24,7 @@ class Rows:
     tokens: np.ndarray  # int32, all rows' tokens
     mask: np.ndarray  # bool
     behaviour: np.ndarray  # float32, nats
+    versions: np.ndarray  # int32, that sampled each token
     offsets: np.ndarray  # int64, R + 1
     groups: np.ndarray  # int64, R: number of each row's group, from 0
     rewards: np.ndarray  # float32, R
@@ -40,6 +41,7 @@ class Rows:
             tokens=_view(tokens.flatten()),
             mask=_view(_column(table, "loss_mask").flatten().cast(pa.uint8())).view(bool),
             behaviour=_view(_column(table, "logprobs").flatten()),
+            versions=_view(_column(table, "versions").flatten()),
             offsets=offsets.astype(np.int64),
             groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
             rewards=_view(_column(table, "reward")),
@@ -65,6 +67,7 @@ class MicroBatch:
     where: tuple[Tensor, Tensor]  # (M,) row within the micro-batch, (M,) position of the predicting token
     targets: Tensor  # (M,) int64
     behaviour: Tensor  # (M,) float32
+    versions: Tensor  # (M,) int32, that sampled them
 
 
 def micro_batches(data: Rows, rows: Sequence[int], micro_tokens: int) -> Iterator[MicroBatch]:
@@ -81,11 +84,12 @@ def _micro_batch(data: Rows, rows: list[int]) -> MicroBatch:
     tokens = np.zeros((len(rows), longest), dtype=np.int64)
     mask = np.zeros((len(rows), longest), dtype=bool)
     behaviour = np.zeros((len(rows), longest), dtype=np.float32)
+    versions = np.zeros((len(rows), longest), dtype=np.int32)
     for i, row in enumerate(rows):
         part = slice(data.offsets[row], data.offsets[row + 1])
         length = int(data.lengths[row])
         tokens[i, :length], mask[i, :length] = data.tokens[part], data.mask[part]
-        behaviour[i, :length] = data.behaviour[part]
+        behaviour[i, :length], versions[i, :length] = data.behaviour[part], data.versions[part]
     mask[:, 0] = False  # nothing predicts the first token
     at_row, at_token = (torch.from_numpy(a) for a in np.nonzero(mask))
     padded = torch.from_numpy(tokens)
@@ -95,6 +99,7 @@ def _micro_batch(data: Rows, rows: list[int]) -> MicroBatch:
         where=(at_row, at_token - 1),
         targets=padded[at_row, at_token],
         behaviour=torch.from_numpy(behaviour)[at_row, at_token],
+        versions=torch.from_numpy(versions)[at_row, at_token],
     )
 
 

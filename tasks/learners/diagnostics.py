@@ -1,0 +1,78 @@
+"""What an update did with its tokens, by their age: metrics of a version. Shapes: M tokens of a micro-batch.
+
+All of them are over the tokens that had a gradient, each counted once. An age is the version that is trained less the
+one that sampled the token; `OLDEST` stands for what is older, too. Names end in `_age_<age>`; without it, all ages.
+
+- `ratio_mean`, `ratio_max`: of pi/mu as the update saw it; fresh tokens of an exact engine have 1.
+- `effective_samples`: (sum of pi/mu)^2 over the sum of its squares, by the number of tokens (Kish 1965): 1 where all
+  weights are equal.
+- `clipped_up`, `clipped_down`: share of tokens that a clip, cap or mask held back, by the sign of the advantage.
+- `kl_behaviour`: KL(mu || pi) in nats by its estimator r - 1 - log r, r = pi/mu (k3).
+- `ratio_distance`: mean |log pi/mu|. Before the first update, on tokens of the newest version (`engine_gap`), that is
+  how far the learner's log-probs are from the engine's; the probe of a weight update looks at fixed tokens only.
+- `entropy`: of the policy where it chose a token, where the objective asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
+from rollflow.tasks.objectives.ratios import BOUND
+
+OLDEST = 4
+
+
+class Diagnostics:
+    """Gathers what micro-batches tell of one version, on the CPU."""
+
+    def __init__(self, version: int) -> None:
+        self.updates = 0  # that the version has had
+        self._version = version
+        self._found: list[np.ndarray] = []  # columns: see `add`
+        self._gaps: list[np.ndarray] = []
+
+    def add(self, tokens: MaskedTokens, loss: TokenLoss, versions_M: Tensor) -> None:
+        """Take in a micro-batch; `versions_M` sampled its tokens."""
+        change_M = (tokens.logp_M.detach() - tokens.behaviour_M).double().clamp(-BOUND, BOUND)
+        entropy_M = torch.zeros_like(change_M) if tokens.entropy_M is None else tokens.entropy_M.detach()
+        age_M = (self._version - versions_M).clamp(0, OLDEST)
+        up_M = tokens.advantage_M > 0
+        columns = age_M, change_M, loss.clipped_M & up_M, loss.clipped_M & ~up_M, entropy_M
+        found = torch.stack([column.double().cpu() for column in columns]).numpy()
+        self._found.append(found)
+        if not self.updates:
+            self._gaps.append(np.abs(found[1][found[0] == 0]))
+
+    def metrics(self, *, entropy: bool) -> Mapping[str, float]:
+        """All of them; none where no token had a gradient."""
+        if not self._found:
+            return {}
+        found = np.concatenate(self._found, axis=1)
+        told = _of(found, "", entropy)
+        for age in np.unique(found[0]):
+            told |= _of(found[:, found[0] == age], f"_age_{int(age)}", entropy)
+        gaps = np.concatenate(self._gaps)
+        return told | ({"engine_gap": float(gaps.mean())} if len(gaps) else {})
+
+
+def _of(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
+    """Of some tokens; names end in `end`."""
+    _, change, up, down, entropies = found
+    ratio = np.exp(change)
+    told = {
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "effective_samples": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "clipped_up": up.mean(),
+        "clipped_down": down.mean(),
+        "kl_behaviour": (ratio - 1 - change).mean(),
+        "ratio_distance": np.abs(change).mean(),
+    }
+    if entropy:
+        told["entropy"] = entropies.mean()
+    return {f"{name}{end}": float(value) for name, value in told.items()}
