@@ -72,7 +72,7 @@ def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: 
     os.environ["ROLLFLOW_HOME"] = str(home)
     context = prepare(recipe(case, threads), f"overhead-{case.max_new_tokens}-{time.time_ns()}")
     model = load_model(context.policy_folder, "float32", trained=False)
-    learner = TorchLearner(model, TorchTrain(), temperature=1.0, versions=1, seed=0)
+    learner = TorchLearner(model, TorchTrain(), temperature=1.0, versions=1, longest=1, seed=0)
     claim(context, "supervisor", address)
     writer, store = claim(context, "learner", address), context.policies
     weights, state = (store.stage(writer, 0, files) for files in (learner.weights(), learner.state()))

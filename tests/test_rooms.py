@@ -159,7 +159,7 @@ PLANTED = [
     ("tasks/rollout/proxy", "from rollflow.tasks.actors.engine_client import RayEngine"),
     ("tasks/rollout/scheduler", "def late() -> None:\n    import ray.util"),
     ("tasks/rollout/scheduler", "import torch"),
-    ("tasks/objectives/grpo", "from rollflow.tasks.rollout import limits"),
+    ("tasks/objectives/surrogates", "from rollflow.tasks.rollout import limits"),
     ("tasks/learners/torch_learner", "from rollflow.tasks.engines import build_engine"),
     ("tasks/actors/learner", "from prefect import flow"),
     ("flows/services/cluster", "from rollflow.flows.keepalive import actors"),

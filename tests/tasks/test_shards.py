@@ -91,7 +91,7 @@ def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> No
 
     def learner(seed: int, *, trained: bool = False) -> TorchLearner:
         model = load_model(tmp_path, "bfloat16", trained=trained)
-        return TorchLearner(model, TorchTrain(), temperature=1.0, versions=1, seed=seed, shard_bytes=9000)
+        return TorchLearner(model, TorchTrain(), temperature=1.0, versions=1, longest=1, seed=seed, shard_bytes=9000)
 
     made = learner(0)
     describe(run := open_store(str(tmp_path / "run") if uri == "local" else uri))
