@@ -23,6 +23,7 @@ from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.diagnostics import Diagnostics
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
+from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.advantages import advantages
 from rollflow.tasks.objectives.aggregation import row_weights
@@ -68,7 +69,8 @@ class TorchLearner:
     ) -> None:
         torch.manual_seed(seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = model.to(self.device).train()
+        self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
+        self.token_logprobs = TokenLogprobs(self.model)
         self.config = config
         self.objective = build_objective(config.objective)
         self.temperature = temperature
@@ -117,10 +119,11 @@ class TorchLearner:
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""
-        ids = torch.tensor([list(tokens)], device=self.device)
+        ids_1T = torch.tensor([list(tokens)], device=self.device)
+        before_T = torch.arange(len(tokens) - 1, device=self.device)
         with torch.no_grad():
-            logp = torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
-        return tuple(logp.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+            logp_T, _ = self.token_logprobs(ids_1T, (torch.zeros_like(before_T), before_T), ids_1T[0, 1:])
+        return tuple(logp_T.tolist())
 
     def broken(self) -> str | None:
         """See `Learner`."""
@@ -260,12 +263,14 @@ class TorchLearner:
 
         Where the objective wants it, the entropy (M,) of what they were chosen from, too.
         """
-        hidden = self.model.base_model(input_ids=micro.tokens.to(self.device), use_cache=False).last_hidden_state
         row, position = (index.to(self.device) for index in micro.where)
-        logits_MV = self.model.get_output_embeddings()(hidden[row, position]).float() / self.temperature
-        logp_MV = torch.log_softmax(logits_MV, -1)
-        entropy_M = -(logp_MV.exp() * logp_MV).sum(-1) if self.objective.uses_entropy else None
-        return logp_MV.gather(1, micro.targets.to(self.device)[:, None]).squeeze(1), entropy_M
+        return self.token_logprobs(
+            micro.tokens.to(self.device),
+            (row, position),
+            micro.targets.to(self.device),
+            temperature=self.temperature,
+            entropy=self.objective.uses_entropy,
+        )
 
 
 def _joined(rows: Mapping[int, Tensor], order: Sequence[int]) -> Tensor:

@@ -1,0 +1,155 @@
+"""Log-probs are those of the model's own forward, whatever its head does: tiny random models of many architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
+from tests.tasks.test_algorithms import batch_of, trajectory
+
+VOCABULARY = 96
+SHAPE: Mapping[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,  # so that a cap or a scale matters
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2: Mapping[str, object] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "initializer_range": 0.5,
+}
+ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some have dropout unless it is switched off
+    "llama": SHAPE | {"attention_dropout": 0.5},
+    "mistral": SHAPE,
+    "qwen2": SHAPE,
+    "qwen3": SHAPE,
+    "gemma": SHAPE,
+    "gemma2": SHAPE | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": SHAPE | {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "granite": SHAPE | {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "granitemoe": SHAPE | {"logits_scaling": 4.0, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "cohere": SHAPE | {"logit_scale": 0.25},
+    "cohere2": SHAPE | {"logit_scale": 0.25},
+    "phi": SHAPE | {"resid_pdrop": 0.5},  # its head has a bias
+    "phi3": SHAPE | {"resid_pdrop": 0.5},
+    "olmo2": SHAPE,
+    "smollm3": SHAPE,
+    "gpt_neox": SHAPE | {"hidden_dropout": 0.5},
+    "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.5, "dropout": 0.5},
+    "gpt2": GPT2,  # dropout is 0.1
+}
+DROPOUT = {"llama", "phi", "phi3", "gpt_neox", "opt", "gpt2"}
+
+
+@dataclass
+class Spy(Objective):
+    """An objective that keeps what it is given."""
+
+    uses_batch: bool = False  # type: ignore[misc]
+    every_row: bool = True  # type: ignore[misc]
+    before: list[Tensor] = field(default_factory=list)
+    trained: list[MaskedTokens] = field(default_factory=list)
+
+    def loss(self, tokens: MaskedTokens) -> TokenLoss:
+        self.trained.append(tokens)
+        return TokenLoss(0.0 * tokens.logp_M, torch.zeros_like(tokens.logp_M, dtype=torch.bool))
+
+    def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
+        self.before.append(proximal_B)
+        return torch.ones_like(proximal_B, dtype=torch.bool)
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **ARCHITECTURES[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # biases, too, which begin as zeros
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def learner_of(model: Any, **changes: object) -> TorchLearner:
+    config = TorchTrain(warmup_versions=0, **changes)  # type: ignore[arg-type]
+    return TorchLearner(model, config, temperature=1.0, versions=10, longest=9, seed=0)
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def one_row() -> tuple[list[int], TrajectoryBatch]:
+    """A row's tokens, and a batch of that row alone: the first four are its prompt."""
+    tokens = tokens_of(12)
+    return tokens, batch_of([trajectory(tokens[:4], tokens[4:], 0, reward=1.0)])
+
+
+def by_the_model(model: Any, tokens: list[int]) -> Tensor:
+    """Of tokens[1:], as transformers itself computes them."""
+    with torch.no_grad():
+        logp = torch.log_softmax(model.eval()(input_ids=torch.tensor([tokens])).logits[0, :-1], -1)
+    return logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_training_the_pass_before_it_and_the_probe_use_the_models_own_head(name: str) -> None:
+    tokens, batch = one_row()
+    made, spy = learner_of(model_of(name)), Spy(uses_batch=True)
+    made.objective = spy
+    made.step(batch, 0)
+    probe = torch.tensor(made.logprobs(tokens))
+    expected = by_the_model(made.model, tokens)
+    assert float(expected.std()) > 0.3  # else it would not tell
+    for found in (spy.before[0], spy.trained[0].logp_M.detach(), probe[3:]):
+        torch.testing.assert_close(found, expected[3:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(probe, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(DROPOUT))
+def test_dropout_is_off(name: str) -> None:
+    """Whatever the model's config says: two looks at the same batch are equal."""
+    made = learner_of(model_of(name))
+    made.objective = spy = Spy()
+    made.learning_rate = lambda version: 0.0  # type: ignore[method-assign]
+    for version in range(2):
+        made.step(one_row()[1], version)
+    assert torch.equal(spy.trained[0].logp_M, spy.trained[1].logp_M)
+
+
+def test_a_model_that_cannot_be_run_so_is_refused_at_the_start() -> None:
+    """One whose forward looks at more than the last hidden state; and one that is its own decoder."""
+    odd = model_of("llama")
+    plain = type(odd).forward
+
+    def forward(self: Any, input_ids: Tensor, **options: Any) -> Any:
+        output = plain(self, input_ids=input_ids, **options)
+        output.logits = output.logits * (1 + input_ids[..., None])
+        return output
+
+    odd.__class__ = type("OddForCausalLM", (type(odd),), {"forward": forward})
+    for model, why in ((odd, "OddForCausalLM .* differ by"), (model_of("llama").model, "is the model itself")):
+        with pytest.raises(ConfigError, match=why) as caught:
+            learner_of(model)
+        assert len(str(caught.value).splitlines()) == 1
