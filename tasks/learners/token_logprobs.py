@@ -7,19 +7,25 @@ What a model does between hidden states and logits stands in its forward: a soft
 Cohere), a bias. So that forward is run, and nothing of it is written again here. Training, the pass before a version's
 first update and the probe all come this way. A model that cannot be run so is refused at the start.
 
+Logits are made for a chunk of tokens at a time, and made again in the backward pass: all of a batch of 16,384 tokens
+would be 10 GB at a vocabulary of 151,936, several times over. What fits in one chunk is kept instead.
+
 Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rollflow.storage.errors import ConfigError
 
+LOGITS_BYTES = 2**27  # of one chunk's logits in float32; a pass has about five such tensors at once
 LOOK = 8  # tokens that a model is tried with
 NEAR = {torch.float32: 1e-3}  # nats by which two ways to the same log-probs may differ; HALF in shorter types
 HALF = 0.05
@@ -49,7 +55,7 @@ class TokenLogprobs:
         try:
             self._head = _with_module(model, self._decoder, self._given)
             off = self._distance(model)
-        except Exception as error:
+        except Exception as error:  # whatever a model's own code says of being run so
             raise _refused(model, f"{type(error).__name__}: {error}") from error
         if off > NEAR.get(model.dtype, HALF):
             raise _refused(model, f"log-probs differ by {off:.2g} nats")
@@ -68,7 +74,16 @@ class TokenLogprobs:
         `where` is (row, position) of the M tokens that come before them.
         """
         hidden_MH = self._hidden(tokens_RT)[where]
-        return self._chosen(hidden_MH, targets_M, temperature, entropy)
+        parts = self._chunks(len(targets_M))
+        if parts == 1:
+            return self._chosen(hidden_MH, targets_M, temperature, entropy)
+        chunks = zip(hidden_MH.tensor_split(parts), targets_M.tensor_split(parts), strict=True)
+        logps, entropies = zip(*(self._chosen_again(*chunk, temperature, entropy) for chunk in chunks), strict=True)
+        return torch.cat(logps), torch.cat(entropies) if entropy else None
+
+    def _chunks(self, tokens: int) -> int:
+        """How many; they are of one length, but for one token."""
+        return max(1, math.ceil(tokens / max(1, LOGITS_BYTES // (4 * self._vocabulary))))
 
     def _hidden(self, tokens_RT: Tensor) -> Tensor:
         output = self._decoder(input_ids=tokens_RT, use_cache=False)
@@ -91,11 +106,24 @@ class TokenLogprobs:
         entropy_M = -(logp_MV.exp() * logp_MV).sum(-1) if entropy else None
         return logp_MV.gather(1, targets_M[:, None]).squeeze(1), entropy_M
 
+    def _chosen_again(
+        self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`_chosen`, of which nothing is kept for the backward pass: there it is computed once more."""
+        found = checkpoint(
+            self._chosen,
+            *(hidden_MH, targets_M, temperature, entropy),
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing is drawn
+        )
+        return cast(tuple[Tensor, Tensor | None], found)
+
     @torch.no_grad()
     def _distance(self, model: Any) -> float:
         """The most that this way and the model's own differ in, in nats."""
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
+        self._vocabulary = theirs_TV.shape[-1]
         ours_TV = torch.log_softmax(self._logits(self._hidden(tokens_1T)[0]).float(), -1)
         return float((ours_TV - theirs_TV).abs().nan_to_num(0.0).max())  # of broken weights, both are NaN
 

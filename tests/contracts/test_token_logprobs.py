@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners import token_logprobs
 from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from tests.tasks.test_algorithms import batch_of, trajectory
@@ -153,3 +157,61 @@ def test_a_model_that_cannot_be_run_so_is_refused_at_the_start() -> None:
         with pytest.raises(ConfigError, match=why) as caught:
             learner_of(model)
         assert len(str(caught.value).splitlines()) == 1
+
+
+# --- a chunk of tokens at a time ----------------------------------------------------------------------------
+
+ROWS, LENGTH = 20, 11
+HEAD = (32, VOCABULARY)  # the head's own weights, the other way round
+
+
+class Made(TorchDispatchMode):
+    """Notes how many rows the largest tensor of logits had: (rows, V) or (1, rows, V)."""
+
+    rows = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
+            if shape[-1:] == (VOCABULARY,) and shape[-2:] != HEAD:
+                self.rows = max(self.rows, math.prod(shape[:-1]))
+        return made
+
+
+def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperature: float = 0.7) -> list[Tensor]:
+    """Log-probs, entropies and all gradients of rows that are run in chunks of at most `chunk` tokens."""
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * VOCABULARY * chunk)
+    tokens = torch.tensor(tokens_of(ROWS * LENGTH)).reshape(ROWS, LENGTH)
+    row, position = (index.reshape(-1) for index in torch.meshgrid(torch.arange(ROWS), torch.arange(LENGTH - 1)))
+    model.zero_grad()
+    given = TokenLogprobs(model.eval())
+    logp, entropy = given(tokens, (row, position), tokens[:, 1:].reshape(-1), temperature=temperature, entropy=True)
+    assert entropy is not None
+    weight = torch.randn(len(logp), generator=torch.Generator().manual_seed(3))
+    ((logp + 0.1 * entropy) * weight).sum().backward()
+    return [logp.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2", "phi"])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_change_nothing(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs and entropies; the gradients of the head are summed in another order."""
+    model = model_of(name)
+    whole = pass_over(model, ROWS * LENGTH, monkeypatch)
+    found = pass_over(model, chunk, monkeypatch)
+    assert len(found) == len(whole) > 10
+    for one, other in zip(found, whole, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_no_more_logits_than_a_chunk_s_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the way forward nor on the way back."""
+    model = model_of(name)
+    for chunk, most in ((ROWS * LENGTH, ROWS * (LENGTH - 1)), (50, 50), (24, 23)):
+        with Made() as made:
+            pass_over(model, chunk, monkeypatch)
+        assert made.rows == most
