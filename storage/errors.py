@@ -36,5 +36,9 @@ class StoreFailed(RollflowError):
     """The store takes no more writes (full, over a quota, read-only): nothing was committed; clear it, then resume."""
 
 
+class NotFinite(RollflowError):
+    """A NaN or an infinity where a version is made: nothing is published, and another try gives the same: stop."""
+
+
 class ConfigError(RollflowError):
     """A person must change something; the message names the key, the value and the cure (exit code 2)."""

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
-from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed
+from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, StoreFailed
 from rollflow.storage.log.state import Superseded
 from rollflow.tasks.actors.statuses import ActorStatus
 from rollflow.tasks.config import RunConfig
@@ -63,7 +63,7 @@ class ActorKeeper(Generic[Status]):
                     actor = self.watched.start()
                     self.restarts.launched(self.watched.name)
                     return self._watch(actor, tick)
-                except (ConfigError, StoreFailed, GaveUp, Superseded):
+                except (ConfigError, NotFinite, StoreFailed, GaveUp, Superseded):
                     raise  # a person must act first, or another supervisor does
                 except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                     self._again(first_line(error))

@@ -24,7 +24,7 @@ import pyarrow as pa
 import ray
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt, Missing, RollflowError, Stale, StoreFailed, Unreachable
+from rollflow.storage.errors import Corrupt, Missing, NotFinite, Stale, StoreFailed, Unreachable
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
 from rollflow.storage.log.log import Writer
 from rollflow.storage.log.state import Deposed, Refused
@@ -273,7 +273,7 @@ class LearnerActor:
         if broken is None and all(np.isfinite(probe)):
             return probe
         what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"
-        raise RollflowError(f"version {version} is not published: {what}; lower train.learning_rate")
+        raise NotFinite(f"version {version} is not published: {what}; lower train.learning_rate")
 
 
 def batch_metrics(

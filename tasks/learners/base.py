@@ -2,6 +2,8 @@
 
 - `step` is a function of the learner's state and the batch: the same state and batch give the same weights,
   bit for bit, on the same kind of machine (so any step can be replayed).
+- What is not finite changes nothing: where a batch, a loss or a gradient holds a NaN or an infinity, `step` raises
+  before its optimizer's step. Of several such steps in a version those before it are taken: `load` goes back.
 - `state` is everything `load` needs to go on as if nothing had happened: optimizer, RNG and step count.
 - `weights` are ordinary Hugging Face safetensors; tied tensors are stored once. Their names begin with `weights/`, and
   those of the state's files do not.
@@ -49,7 +51,11 @@ class Learner(Protocol):
         """The policy as a transformers model in this process; a cold start trains it in place, before any `step`."""
 
     def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
-        """Train `version` into `version + 1`; returns metrics."""
+        """Train `version` into `version + 1`; returns metrics.
+
+        Raises:
+            NotFinite: of the batch, the loss or the gradient; the message names the version, the batch and the figure.
+        """
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes."""

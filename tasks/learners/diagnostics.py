@@ -32,7 +32,7 @@ class Diagnostics:
 
     def __init__(self, version: int) -> None:
         self.updates = 0  # that the version has had
-        self._version = version
+        self.version = version
         self._found: list[np.ndarray] = []  # columns: see `add`
         self._gaps: list[np.ndarray] = []
 
@@ -40,7 +40,7 @@ class Diagnostics:
         """Take in a micro-batch; `versions_M` sampled its tokens."""
         change_M = (tokens.logp_M.detach() - tokens.behaviour_M).double().clamp(-BOUND, BOUND)
         entropy_M = torch.zeros_like(change_M) if tokens.entropy_M is None else tokens.entropy_M.detach()
-        age_M = (self._version - versions_M).clamp(0, OLDEST)
+        age_M = (self.version - versions_M).clamp(0, OLDEST)
         up_M = tokens.advantage_M > 0
         columns = age_M, change_M, loss.clipped_M & up_M, loss.clipped_M & ~up_M, entropy_M
         found = torch.stack([column.double().cpu() for column in columns]).numpy()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt
+from rollflow.storage.errors import Corrupt, NotFinite
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
@@ -99,6 +99,7 @@ class TorchLearner:
     def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
         """See `Learner`."""
         data = Rows.of(batch)
+        _check_batch(data, version)
         advantages_R = self._advantages(data)
         before = self._before(data, advantages_R)
         rate = self.learning_rate(version)
@@ -238,9 +239,11 @@ class TorchLearner:
             total += float(loss.detach())
             seen.add(tokens, result, micro.versions.to(self.device))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        found = {"loss": total, "grad_norm": float(norm)}
+        _check_figures(found, seen.version)
         self.optimizer.step()
         seen.updates += 1
-        return {"loss": total, "grad_norm": float(norm)}
+        return found
 
     def _masked_tokens(self, micro: MicroBatch, advantage_M: Tensor, before: Before | None) -> MaskedTokens:
         """What the objective is given of a micro-batch."""
@@ -276,6 +279,27 @@ class TorchLearner:
 def _joined(rows: Mapping[int, Tensor], order: Sequence[int]) -> Tensor:
     """(M,) the tokens of some rows, one row after the other."""
     return torch.cat([rows[row] for row in order])
+
+
+def _check_batch(data: Rows, version: int) -> None:
+    """`NotFinite` if what is trained on is not: an objective may bound it to something that looks sound."""
+    made_by = {"a log-prob": (data.behaviour[data.mask], "engine"), "a reward": (data.rewards, "verifier")}
+    for name, (values, maker) in made_by.items():
+        wrong = values[~np.isfinite(values)]
+        if len(wrong):
+            raise NotFinite(
+                f"version {version + 1} is not trained: {name} of batch {version} is {wrong[0]}; "
+                f"mend the {maker}, and begin another run with what `rollflow export` gives"
+            )
+
+
+def _check_figures(figures: Mapping[str, float], version: int) -> None:
+    """`NotFinite` if a figure of an update is not; asked before the optimizer takes its gradient."""
+    for name, value in figures.items():
+        if not np.isfinite(value):
+            raise NotFinite(
+                f"version {version + 1} is not trained: {name} of batch {version} is {value}; lower train.learning_rate"
+            )
 
 
 def _check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending
 from rollflow.flows.post_training import _finish, _give_up
 from rollflow.flows.services import cluster
 from rollflow.flows.views.progress import Progress
-from rollflow.storage.errors import Conflict, RollflowError, StoreFailed, Unreachable
+from rollflow.storage.errors import Conflict, NotFinite, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.state import Superseded
@@ -151,6 +151,12 @@ def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path, m
 def test_what_a_person_must_mend_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="free space, then resume"):
         keep(tmp_path, "full work")  # a second life would end well
+
+
+def test_what_gives_the_same_again_is_not_tried_again(tmp_path: Path) -> None:
+    """A version is a function of the one before and its batch."""
+    with pytest.raises(NotFinite, match="grad_norm of batch 2 is nan"):
+        keep(tmp_path, "nan work")
 
 
 def test_whose_supervisor_is_another_one_s_now_is_not_started_again(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import os
 import time
 from pathlib import Path
 
-from rollflow.storage.errors import Conflict, StoreFailed
+from rollflow.storage.errors import Conflict, NotFinite, StoreFailed
 from rollflow.storage.log.state import Deposed, Superseded
 from rollflow.tasks.actors.statuses import RewardStatus
 
 
 class Worker:
-    """An actor whose lives end as the file `lives` says: "die", "full", "raise", "deposed", "hang", "work"."""
+    """An actor whose lives end as the file `lives` says: "die", "full", "nan", "raise", "deposed", "hang", "work"."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,6 +27,8 @@ class Worker:
             os._exit(1)
         if self.life == "full":
             raise StoreFailed("the disk is full: free space, then resume the run")
+        if self.life == "nan":
+            raise NotFinite("version 3 is not trained: grad_norm of batch 2 is nan")
         if self.life == "raise":
             raise Conflict("somebody else published version 3")
         if self.life == "deposed":

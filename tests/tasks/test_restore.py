@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt, RollflowError, Unreachable
+from rollflow.storage.errors import Corrupt, NotFinite, Unreachable
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, VersionPublished
 from rollflow.storage.log.state import Deposed
@@ -321,7 +321,7 @@ def test_a_version_that_is_not_finite_leaves_nothing(
     before = objects(context)
     with monkeypatch.context() as patch:
         patch.setattr(TorchLearner, "step", breaking(where, value))
-        with pytest.raises(RollflowError, match=r"version 3 is not published: .* NaN or an infinity; lower train"):
+        with pytest.raises(NotFinite, match=r"version 3 is not published: .* NaN or an infinity; lower train"):
             train_small(context, 3)
     assert objects(context) == before
     train_small(context, 3)
@@ -351,6 +351,6 @@ def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare) -> None
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][255, 0] = float("nan")
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(RollflowError, match=r"version 0 is not published: model\.embed_tokens\.weight has a NaN"):
+    with pytest.raises(NotFinite, match=r"version 0 is not published: model\.embed_tokens\.weight has a NaN"):
         train_small(context, 1)
     assert list(context.store.list("policies")) == []

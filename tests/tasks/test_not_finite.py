@@ -1,0 +1,107 @@
+"""A NaN or an infinity changes no weights, whichever way it comes; and every weight is looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import NotFinite
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
+from rollflow.tasks.objectives.presets import PRESETS
+from tests.contracts.test_learners import saved
+from tests.contracts.test_token_logprobs import learner_of, model_of, tokens_of
+from tests.tasks.test_algorithms import batch_of, trajectory
+
+
+def two_groups() -> TrajectoryBatch:
+    def group(seed: int) -> list[object]:
+        prompt = tokens_of(4, seed)
+        return [trajectory(prompt, tokens_of(5, seed + i), i, reward=float(i % 2)) for i in range(4)]
+
+    return batch_of(group(10), group(20))  # type: ignore[arg-type]
+
+
+def with_last(batch: TrajectoryBatch, column: str, value: float) -> TrajectoryBatch:
+    """The batch with `value` in the last place of a column: that of the last row's last token, where there are many."""
+    where = batch.table.schema.get_field_index(column)
+    field, given = batch.table.schema.field(where), batch.table[column].to_pylist()
+    if isinstance(given[-1], list):
+        given[-1][-1] = value
+    else:
+        given[-1] = value
+    return replace(batch, table=batch.table.set_column(where, field, pa.array(given, field.type)))
+
+
+def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str) -> None:
+    """The step raises with that sentence, and the learner's weights and state are those from before."""
+    made.step(two_groups(), 4)
+    before = saved(made)
+    with pytest.raises(NotFinite, match=why) as caught:
+        made.step(batch, 5)
+    assert len(str(caught.value).splitlines()) == 1
+    assert saved(made) == before
+    assert made.broken() is None
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize(("column", "name"), [("logprobs", "a log-prob"), ("reward", "a reward")])
+def test_a_batch_that_is_not_finite_changes_nothing(column: str, name: str, value: float, minibatches: int) -> None:
+    """Neither where another minibatch, which is sound, comes first."""
+    made = learner_of(model_of("llama"), minibatches=minibatches)
+    why = f"^version 6 is not trained: {name} of batch 5 is {value}; mend the "
+    assert_nothing_changes(made, with_last(two_groups(), column, value), why)
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_so_it_is_whatever_the_objective_bounds(kind: str) -> None:
+    made = learner_of(model_of("llama"), objective={"kind": kind})
+    assert_nothing_changes(made, with_last(two_groups(), "logprobs", -math.inf), "a log-prob of batch 5 is -inf")
+
+
+def infinite(logp_M: Tensor) -> Tensor:
+    return logp_M / 0.0
+
+
+def with_no_slope(logp_M: Tensor) -> Tensor:
+    """Zero, and its derivative is infinity times zero."""
+    return (logp_M - logp_M).sqrt()
+
+
+@pytest.mark.parametrize(("loss", "figure"), [(infinite, "loss"), (with_no_slope, "grad_norm")])
+def test_a_gradient_that_is_not_finite_is_not_taken(loss: Callable[[Tensor], Tensor], figure: str) -> None:
+    class Broken(Objective):
+        def loss(self, tokens: MaskedTokens) -> TokenLoss:
+            return TokenLoss(loss(tokens.logp_M), torch.zeros_like(tokens.logp_M, dtype=torch.bool))
+
+    made = learner_of(model_of("llama"))
+    made.step(two_groups(), 4)
+    before = saved(made)
+    made.objective = Broken()
+    with pytest.raises(NotFinite, match=rf"^version 6 is not trained: {figure} of batch 5 is -?(nan|inf); lower train"):
+        made.step(two_groups(), 5)
+    assert saved(made) == before
+    assert made.broken() is None
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt2", "opt"])
+def test_every_weight_is_looked_at(name: str, value: float) -> None:
+    """Heads of their own, tied ones and biases: one number of each tensor in turn."""
+    made = learner_of(model_of(name))
+    assert made.broken() is None
+    for parameter_name, parameter in made.model.named_parameters():
+        last = parameter.detach().view(-1)[-1:]
+        sound = last.clone()
+        last.fill_(value)
+        assert made.broken() == parameter_name
+        last.copy_(sound)
+    assert made.broken() is None
