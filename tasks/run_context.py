@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -111,7 +111,7 @@ class RunContext:
             Corrupt: it is none that a run can have.
         """
         try:
-            return RunConfig.model_validate(self.created.config)
+            return RunConfig.model_validate(_as_of_today(self.created.config))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
@@ -192,6 +192,12 @@ class RunContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=node_cache())
+
+
+def _as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A recorded config holds every key that there was; a key that came later says how things were before it."""
+    train = recorded.get("train")
+    return {**recorded, "train": {"master_dtype": "policy", **train}} if isinstance(train, Mapping) else recorded
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:

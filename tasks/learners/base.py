@@ -35,7 +35,7 @@ class LearnerStart:
 
     folder: Path  # a Hugging Face folder
     trained: bool  # whether it begins with the folder's weights; else untrained, of the folder's architecture
-    dtype: str = "float32"  # of weights and optimizer; or bfloat16
+    dtype: str = "float32"  # of the weights that are run and published; or bfloat16
     temperature: float = 1.0  # that tokens are sampled at
     versions: int = 1  # that the run trains, for schedules
     longest: int = 1  # tokens that the policy may choose in a response

@@ -25,6 +25,10 @@ class TrainBase(Section):
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW: decay of the gradient's mean and square")
     max_grad_norm: float = Field(1.0, gt=0, description="a longer gradient is scaled down to this length")
+    master_dtype: Literal["float32", "policy"] = Field(
+        "float32",
+        description="type of the weights that the optimizer changes, and of its moments; policy: policy.dtype",
+    )
     minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
     micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
 

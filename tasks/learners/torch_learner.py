@@ -22,6 +22,7 @@ from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.diagnostics import Diagnostics
+from rollflow.tasks.learners.masters import Trained
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.objectives import build_objective
@@ -32,6 +33,7 @@ from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
 
 WEIGHTS = "weights/model"
 STATE = "learner/state"
+MASTER = "master"  # what the state has of a parameter with a master
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that it has changed
 
 
@@ -77,8 +79,12 @@ class TorchLearner:
         self.versions = versions
         self.longest = longest
         self.shard_bytes = shard_bytes
+        self.trained = Trained(self.model, wide=config.master_dtype == "float32")
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+            self.trained.parameters.values(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
         )
 
     @classmethod
@@ -100,6 +106,7 @@ class TorchLearner:
         """See `Learner`."""
         data = Rows.of(batch)
         _check_batch(data, version)
+        self.trained.follow()
         advantages_R = self._advantages(data)
         before = self._before(data, advantages_R)
         rate = self.learning_rate(version)
@@ -128,7 +135,7 @@ class TorchLearner:
 
     def broken(self) -> str | None:
         """See `Learner`."""
-        named = {**self._named(), **self._moments()}
+        named = {**self._named(), **self._optimized()}
         return next((name for name, tensor in named.items() if not _finite(tensor)), None)
 
     def weights(self) -> Mapping[str, Data]:
@@ -137,7 +144,7 @@ class TorchLearner:
 
     def state(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        return to_files(STATE, {"rng": torch.get_rng_state(), **self._moments()}, self.shard_bytes)
+        return to_files(STATE, {"rng": torch.get_rng_state(), **self._optimized()}, self.shard_bytes)
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
@@ -147,13 +154,17 @@ class TorchLearner:
         with torch.no_grad():
             for name, tensor in named.items():
                 tensor.copy_(loaded[name])
+        self.trained.begin()
         torch.set_rng_state(saved.pop("rng").clone())
-        parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
         for name, value in saved.items():
             key, _, parameter = name.partition("/")
+            trained = self.trained.parameters[parameter]
+            if key == MASTER:
+                trained.detach().copy_(value)
+                continue
             device = "cpu" if key == "step" else self.device
-            self.optimizer.state[parameters[parameter]][key] = value.to(device, copy=True)
+            self.optimizer.state[trained][key] = value.to(device, copy=True)
 
     def _like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A state of the parameters that `saved` has something of: each tensor's shape and type, not its values."""
@@ -161,8 +172,8 @@ class TorchLearner:
         one = torch.zeros(())
         return {"rng": torch.get_rng_state()} | {
             f"{key}/{name}": one if key == "step" else parameter
-            for name, parameter in self.model.named_parameters()
-            for key in MOMENTS
+            for name, parameter in self.trained.parameters.items()
+            for key in (*MOMENTS, *([MASTER] if self.trained.wide else []))
             if name in trained
         }
 
@@ -172,12 +183,13 @@ class TorchLearner:
         keep = {} if not self.model.config.tie_word_embeddings else tied
         return {n: t.detach().contiguous() for n, t in self.model.state_dict().items() if n not in keep}
 
-    def _moments(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, as "exp_avg/<parameter>"."""
+    def _optimized(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, as "exp_avg/<parameter>", and the masters of the parameters that it has changed."""
         return {
             f"{key}/{name}": torch.as_tensor(value).detach()
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            for name, parameter in self.trained.parameters.items()
+            if (kept := self.optimizer.state.get(parameter))
+            for key, value in {**kept, **({MASTER: parameter} if self.trained.wide else {})}.items()
         }
 
     def _advantages(self, data: Rows) -> Tensor:
@@ -236,12 +248,14 @@ class TorchLearner:
             result = self.objective.loss(tokens)
             loss = (result.loss_M * weight_R[rows_M].to(self.device)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
+            self.trained.take_gradients()
             total += float(loss.detach())
             seen.add(tokens, result, micro.versions.to(self.device))
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.parameters.values(), self.config.max_grad_norm)
         found = {"loss": total, "grad_norm": float(norm)}
         _check_figures(found, seen.version)
         self.optimizer.step()
+        self.trained.publish()
         seen.updates += 1
         return found
 

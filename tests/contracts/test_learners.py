@@ -34,22 +34,37 @@ CASES: dict[str, TrainConfig] = {
     ),
     "torch, entropy": TorchTrain(objective=PartsObjective(penalties=Penalties(entropy_weight=0.01))),
 }
+CASES |= {
+    "torch, bfloat16": TorchTrain(warmup_versions=2, minibatches=2),
+    "torch, bfloat16 without masters": TorchTrain(warmup_versions=2, master_dtype="policy"),
+}
 PROBE = (3, 4, 5, 6)
 Files = dict[str, bytes]
 Change = Callable[[dict[str, Tensor]], object]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> LearnerStart:
-    """The start of a run of ten versions; its policy has a tied output head."""
-    folder = make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
-    return LearnerStart(folder, trained=True, versions=10, shard_bytes=100_000)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy with a tied output head."""
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def config(request: pytest.FixtureRequest) -> TrainConfig:
-    found: TrainConfig = request.param
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
     return found
+
+
+@pytest.fixture
+def config(case: str) -> TrainConfig:
+    return CASES[case]
+
+
+@pytest.fixture
+def start(case: str, folder: Path) -> LearnerStart:
+    """The start of a run of ten versions."""
+    dtype = "bfloat16" if "bfloat16" in case else "float32"
+    return LearnerStart(folder, trained=True, dtype=dtype, versions=10, shard_bytes=100_000)
 
 
 @pytest.fixture
@@ -166,8 +181,11 @@ def test_weights_are_a_hugging_face_folder(learner: Learner, start: LearnerStart
     make_policy(tmp_path)
     for name, data in joined(learner.weights()).items():
         (tmp_path / name.removeprefix(WEIGHTS)).write_bytes(data)
-    assert reference_logprobs(tmp_path, PROBE) == pytest.approx(learner.logprobs(PROBE), abs=1e-5)
-    assert reference_logprobs(start.folder, PROBE) != pytest.approx(learner.logprobs(PROBE), abs=1e-5)
+    near = 1e-5 if start.dtype == "float32" else 0.05
+    assert reference_logprobs(tmp_path, PROBE, dtype=start.dtype) == pytest.approx(learner.logprobs(PROBE), abs=near)
+    assert reference_logprobs(start.folder, PROBE, dtype=start.dtype) != pytest.approx(
+        learner.logprobs(PROBE), abs=1e-5
+    )
     stored = [name for file in tmp_path.glob("*.safetensors") for name in load(file.read_bytes())]
     assert "lm_head.weight" not in stored
     assert len(stored) == len(set(stored))

@@ -27,17 +27,19 @@ def make_weights(folder: Path, seed: int) -> Path:
     return folder
 
 
-def reference_logprobs(weights: Path, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+def reference_logprobs(
+    weights: Path, tokens: Sequence[int], temperature: float = 1.0, dtype: str = "float32"
+) -> list[float]:
     """Log-probability of tokens[1:] given their prefixes."""
     with torch.no_grad():
-        logits = _model(weights)(torch.tensor([list(tokens)])).logits[0, :-1] / temperature
+        logits = _model(weights, dtype)(torch.tensor([list(tokens)])).logits[0, :-1].float() / temperature
     following = torch.tensor(list(tokens[1:])).unsqueeze(-1)
     return torch.log_softmax(logits, -1).gather(-1, following).squeeze(-1).tolist()
 
 
 def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]:
     """The most probable continuation, one token after another."""
-    model, tokens = _model(weights), list(prompt)
+    model, tokens = _model(weights, "float32"), list(prompt)
     with torch.no_grad():
         for _ in range(count):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -45,9 +47,9 @@ def greedy_tokens(weights: Path, prompt: Sequence[int], count: int) -> list[int]
 
 
 @functools.lru_cache(maxsize=4)
-def _model(weights: Path) -> Any:
+def _model(weights: Path, dtype: str) -> Any:
     """The model of weights that do not change any more."""
-    return AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(weights, dtype=getattr(torch, dtype))
 
 
 def _config() -> Qwen2Config:

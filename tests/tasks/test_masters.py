@@ -1,0 +1,122 @@
+"""float32 masters behind a bfloat16 policy: no update is lost, and the policy is what they round to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from rollflow.tasks.run_context import RunContext
+from tests.contracts.test_learners import batch, trained
+from tests.support.tiny_policy import make_policy, make_weights
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def begun(folder: Path, kind: str, learning_rate: float = 1e-6) -> TorchLearner:
+    """`kind` is float32, masters, or policy; all begin with the same weights, which a bfloat16 can hold."""
+    model = load_model(folder, "bfloat16", trained=True)
+    config = TorchTrain(
+        warmup_versions=0, learning_rate=learning_rate, master_dtype="policy" if kind == "policy" else "float32"
+    )
+    given = model.float() if kind == "float32" else model
+    return TorchLearner(given, config, temperature=1.0, versions=99, longest=9, seed=0)
+
+
+def all_of(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors.values()])
+
+
+def policy(made: TorchLearner) -> Tensor:
+    """Its weights in one row."""
+    return all_of(dict(made.model.named_parameters()))
+
+
+def share_moved(made: TorchLearner) -> float:
+    """Of the weights that the optimizer changes, by one step."""
+    before = all_of(made.trained.parameters).clone()
+    made.step(batch(0), 0)
+    return float((all_of(made.trained.parameters) != before).float().mean())
+
+
+def test_the_first_step_at_1e_6_moves_as_many_weights_as_in_float32(folder: Path) -> None:
+    found = {kind: share_moved(begun(folder, kind)) for kind in ("float32", "masters", "policy")}
+    assert found["float32"] > 0.99
+    assert found["masters"] > 0.99 * found["float32"]
+    assert found["policy"] < 0.05  # what is lost without
+
+
+def test_after_fifty_steps_the_policy_is_where_float32_is_when_rounded(folder: Path) -> None:
+    """Most of its weights; gradients in bfloat16 are a little off. Without masters the policy stays behind."""
+    start = policy(begun(folder, "masters"))
+    whole, made, lost = (trained(begun(folder, kind, 2e-5), 50) for kind in ("float32", "masters", "policy"))
+    rounded = policy(whole).to(BF16).float()  # type: ignore[arg-type]
+    moved = [float((weights != start).float().mean()) for weights in (rounded, policy(made), policy(lost))]  # type: ignore[arg-type]
+    assert moved[0] > 0.05
+    assert moved[1] == pytest.approx(moved[0], rel=0.1)
+    assert moved[2] < 0.5 * moved[0]
+    same = (rounded - start).sign() == (policy(made) - start).sign()  # type: ignore[arg-type]
+    assert float(same.float().mean()) > 0.95
+
+
+def test_the_policy_is_its_masters_rounded(folder: Path) -> None:
+    made = begun(folder, "masters", 1e-3)
+    for version in range(3):
+        made.step(batch(version), version)
+        for name, parameter in made.model.named_parameters():
+            assert parameter.dtype == BF16
+            assert torch.equal(parameter.detach(), made.trained.parameters[name].detach().to(BF16))
+            assert parameter.grad is None
+
+
+def test_gradients_are_added_up_in_float32(folder: Path) -> None:
+    """Over micro-batches: 256 gradients of which each is less than half a step of a bfloat16 sum."""
+    made = begun(folder, "masters")
+    name, parameter = next(iter(made.model.named_parameters()))
+    for _ in range(257):
+        parameter.grad = torch.ones_like(parameter)
+        made.trained.take_gradients()
+    grad = made.trained.parameters[name].grad
+    assert grad is not None
+    assert float(grad.max()) == 257.0  # in bfloat16 the sum stays at 256
+
+
+def test_masters_follow_who_trains_the_policy_in_place(folder: Path) -> None:
+    """As a cold start does."""
+    made = begun(folder, "masters")
+    made.step(batch(0), 0)
+    parameter = made.model.get_input_embeddings().weight
+    with torch.no_grad():
+        parameter.add_(1.0)
+    changed = parameter.detach().clone()
+    made.step(batch(1), 1)
+    torch.testing.assert_close(parameter.detach(), changed, atol=1e-2, rtol=0)
+
+
+def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
+    made = begun(folder, "float32")
+    made.step(batch(0), 0)
+    assert all(made.trained.parameters[name] is parameter for name, parameter in made.model.named_parameters())
+    assert not any("master" in name for name in made._optimized())
+
+
+@pytest.mark.parametrize(("recorded", "found"), [({}, "policy"), ({"master_dtype": "float32"}, "float32")])
+def test_a_run_recorded_before_there_were_masters_has_none(
+    recorded: dict[str, str], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig().model_dump(mode="json")
+    del config["train"]["master_dtype"]
+    config["train"] |= recorded
+    monkeypatch.setattr(RunContext, "created", SimpleNamespace(config=config))
+    assert RunContext(str(tmp_path), tmp_path).config.train.master_dtype == found
