@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def rows_of(alpha: int, found: list[dict[str, Any]]) -> list[Row]:
     """Medians over turns."""
     case = f"alpha = {alpha}"
 
-    def median(value: Any) -> float:
+    def median(value: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(value(summary) for summary in found)
 
     return [

@@ -148,8 +148,8 @@ def new_run(store: LocalStore, weights: Mapping[str, Data] | None = None) -> tup
     log.create(RunCreated("plane", {"async_ratio": 10**6, "group_size": GROUP_SIZE, "store": kept}, "", 1))
     log.claim("supervisor")
     scheduler, learner, policies = log.claim("scheduler"), log.claim("learner"), PolicyStore(log)
-    objects = [policies.stage(learner, 0, files) for files in (weights or {"weights/x": b""}, {"state/x": b""})]
-    policies.publish(learner, VersionPublished(0, None, *objects))
+    trained = policies.stage(learner, 0, weights or {"weights/x": b""})
+    policies.publish(learner, VersionPublished(0, None, trained, policies.stage(learner, 0, {"state/x": b""})))
     return log, scheduler, learner
 
 

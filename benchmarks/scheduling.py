@@ -171,7 +171,7 @@ def queue() -> Iterator[Row]:
     """
     verdicts = {"seconds": 1.0, "agreeing": 0.5, "accuracy": 0.5}
     narrow, wide = (changed(rollout_only(8, slots), reward=verdicts) for slots in (8, 24))
-    keep = {"filter": {"min_mean": 0.0, "max_mean": 1.0}}
+    keep: dict[str, Any] = {"filter": {"min_mean": 0.0, "max_mean": 1.0}}
     batch = ran(recipe(0, 8, 8, mode="batch", **keep), narrow, 200)
     yield Row("queue scheduling, 8 x 8", "batch mode, s", batch.step_seconds)
     for case, hardware, theirs, target, choices, limit in (

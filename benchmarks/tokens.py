@@ -72,7 +72,8 @@ class Actor:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __getattr__(self, name: str) -> Call:
-        return Call({"submit": self._submit, "collect": self._collect}.get(name, self._nothing))
+        methods: dict[str, Callable[..., Any]] = {"submit": self._submit, "collect": self._collect}
+        return Call(methods.get(name, self._nothing))
 
     async def _nothing(self, *arguments: object) -> None: ...
 
