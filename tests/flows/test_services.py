@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -203,6 +204,16 @@ def test_processes_that_give_no_orders_do_not_know_the_string(tmp_path: Path, mo
         monkeypatch.setenv(name, value)
     for service in (RayHead(tmp_path), MlflowServer(tmp_path)):
         assert not [name for name in service._environment() if name.startswith("PREFECT_")]
+
+
+@pytest.mark.slow
+def test_mlflow_comes_without_its_jobs(tmp_path: Path, mark: str) -> None:
+    """They are eight processes, and begin beside the server: there is none a while after it answers."""
+    with MlflowServer(tmp_path):
+        for _ in range(20):
+            assert len(lines(mark)) > 1
+            assert not [line for line in lines(mark) if b"jobs" in line or b"huey" in line]
+            time.sleep(0.2)
 
 
 @pytest.mark.slow
