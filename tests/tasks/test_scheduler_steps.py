@@ -141,7 +141,7 @@ def test_where_a_scheduler_begins() -> None:
 
 
 def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int = 0, *, awaited: bool = True) -> None:
-    """A group of one response ended with this reward: of those that are not among the running ones, the last issued."""
+    """A group of one response ended with this reward; it counts as the one that was issued last."""
     one = Trajectory(0, started, (1,), (True,), (0.0,), (started,), reward, "", Ending.STOP)
     rollout = scheduler._rollout(Issue(GroupKey(prompt, 0), 1, awaited=awaited))
     scheduler._scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
