@@ -133,6 +133,21 @@ def test_an_engine_that_fails_as_it_is_chosen_is_asked_for_nothing() -> None:
     virtual(main)
 
 
+def test_of_those_that_wait_the_lowest_priority_goes_first() -> None:
+    async def main() -> None:
+        proxy, order = InferenceProxy([Noting()], 1), list[float]()
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+
+        async def one(priority: float) -> None:
+            await proxy.generate(request(str(priority)), RequestOptions(priority, group=-priority))
+            order.append(priority)
+
+        await asyncio.gather(*map(one, (0, 3, 1, 2)))
+        assert order == [0, 1, 2, 3]
+
+    virtual(main)
+
+
 @pytest.mark.parametrize("newer", [False, True])
 def test_where_versions_may_not_mix_tokens_are_taken_over_under_their_version_alone(newer: bool) -> None:
     async def main() -> None:
