@@ -43,7 +43,7 @@ from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Ending, FinishedGroup, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.learners.shards import from_files, to_files
 
@@ -153,7 +153,7 @@ def new_run(store: LocalStore, weights: Mapping[str, Data] | None = None) -> tup
     return log, scheduler, learner
 
 
-def commit_next(store: TrajectoryStore, writer: Writer, made: Sequence[TrajectoryGroup]) -> Entry:
+def commit_next(store: TrajectoryStore, writer: Writer, made: Sequence[FinishedGroup]) -> Entry:
     """Commit the groups as the next batch, under prompts that come next."""
     state = store.log.state
     prompts = tuple(range(state.issued[0], state.issued[0] + len(made)))

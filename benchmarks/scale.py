@@ -22,10 +22,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch, packed
-from rollflow.storage.records import Ending, TrajectoryGroup
+from rollflow.storage.records import Ending, GroupKey, PackedGroup, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
 from rollflow.tasks.clock import run_virtual
@@ -50,11 +51,16 @@ class Whole(World):
 
     tokens = 0
 
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._packed: dict[GroupKey, PackedGroup] = {}
+
     def _pack(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        return packed(group)
+        self._packed[group.key] = packed(group)
+        return group
 
     async def _commit(self, staged: StagedBatch) -> None:
-        TrajectoryBatch.from_groups(staged.groups).to_bytes()
+        TrajectoryBatch.from_groups([self._packed.pop(group.key) for group in staged.groups]).to_bytes()
         self.tokens += sum(group.response_tokens for group in staged.groups)
         await super()._commit(staged)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import pyarrow as pa
 
 from rollflow.storage.columns import joined, parts_of
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.records import Ending, GroupKey, Packed, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Ending, FinishedGroup, GroupKey, PackedGroup, Trajectory, TrajectoryGroup
 
 SCHEMA_VERSION = 1
 
@@ -49,12 +49,10 @@ class TrajectoryBatch:
     table: pa.Table
 
     @classmethod
-    def from_groups(cls, groups: Sequence[TrajectoryGroup]) -> TrajectoryBatch:
-        """The table of R rows for R trajectories; groups that are packed already are not copied."""
-        packs = [group.packed.parts for group in groups if group.packed is not None]
-        if len(packs) < len(groups) or not groups:
-            packs = [parts_of(groups, SCHEMA)]
-        return cls(joined(packs, SCHEMA))
+    def from_groups(cls, groups: Sequence[FinishedGroup]) -> TrajectoryBatch:
+        """The table of R rows for R trajectories."""
+        packs = [group.parts if isinstance(group, PackedGroup) else parts_of([group], SCHEMA) for group in groups]
+        return cls(joined(packs or [parts_of([], SCHEMA)], SCHEMA))
 
     def to_pieces(self) -> list[memoryview]:
         """The Arrow IPC file of this batch: its headers and views of the columns, one after the other."""
@@ -132,12 +130,10 @@ class _Pieces:
     def close(self) -> None: ...
 
 
-def packed(group: TrajectoryGroup) -> TrajectoryGroup:
+def packed(group: TrajectoryGroup) -> PackedGroup:
     """The group with its rows as columns. Made when the group is complete, so that a commit only has to join them."""
-    if group.packed is not None:
-        return group
-    told = group.started_version, group.newest_version, group.response_tokens
-    return replace(group, packed=Packed(parts_of([group], SCHEMA), *told))
+    told = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
+    return PackedGroup(group.key, parts_of([group], SCHEMA), *told)
 
 
 def _trajectory(row: dict[str, object]) -> Trajectory:

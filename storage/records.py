@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from rollflow.storage.flat import Bools, Int32s
 
@@ -130,16 +130,6 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """The rows of one group as parts (see `columns`), and what the commit's entry says of them."""
-
-    parts: tuple[bytes, ...]
-    started_version: int
-    newest_version: int
-    response_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
     """The G trajectories of one dispatch: the unit of the advantage baseline and of fate."""
 
@@ -147,30 +137,38 @@ class TrajectoryGroup:
     prompt_id: str
     domain: str
     trajectories: tuple[Trajectory, ...]
-    packed: Packed | None = field(default=None, compare=False, repr=False)  # the same as columns, by `batch.packed`
     surplus_tokens: int = field(default=0, compare=False)  # of responses that were started beyond G and not needed
 
     @property
     def started_version(self) -> int:
         """The oldest version any of its trajectories was started under."""
-        if self.packed is not None:
-            return self.packed.started_version
         return min(t.started_version for t in self.trajectories)
 
     @property
     def newest_version(self) -> int:
         """The newest version that any of its tokens came from; without tokens, the one it was started under."""
-        if self.packed is not None:
-            return self.packed.newest_version
         newest = Int32s.joined([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
         return max(int(newest), self.started_version)
 
     @property
     def response_tokens(self) -> int:
         """Tokens the policy chose, over all trajectories."""
-        if self.packed is not None:
-            return self.packed.response_tokens
         return sum(t.response_tokens for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroup:
+    """A group as its batch takes it, by `batch.packed`: its rows as parts (see `columns`), and what is said of it."""
+
+    key: GroupKey
+    parts: tuple[bytes, ...] = field(repr=False)
+    started_version: int
+    newest_version: int
+    response_tokens: int
+    surplus_tokens: int
+
+
+FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # where nobody looks at its trajectories any more
 
 
 class Discard(NamedTuple):

@@ -23,7 +23,7 @@ from rollflow.storage.log.reading import there
 from rollflow.storage.log.state import Refused, RunState, Waiting
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import found
-from rollflow.storage.records import Discard, StoredObject, TrajectoryGroup
+from rollflow.storage.records import Discard, FinishedGroup, StoredObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class StagedBatch:
     """Groups chosen for batch `number`, not yet durable; and what has happened to prompts since the last batch."""
 
     number: int
-    groups: tuple[TrajectoryGroup, ...]
+    groups: tuple[FinishedGroup, ...]
     issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in order
     discards: tuple[Discard, ...] = ()
 
@@ -149,7 +149,7 @@ def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
         raise Corrupt(f"{file.path} is not what was committed (sha256 or size differs)")
 
 
-def committed_group(group: TrajectoryGroup) -> Group:
+def committed_group(group: FinishedGroup) -> Group:
     """What an entry says of a group."""
     return Group(*group.key, group.started_version, group.newest_version, group.response_tokens)
 

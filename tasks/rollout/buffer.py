@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 from typing import NamedTuple
 
-from rollflow.storage.records import GroupKey, TrajectoryGroup
+from rollflow.storage.records import FinishedGroup, GroupKey
 
 
 class Rank(NamedTuple):
@@ -27,7 +27,7 @@ class Waiting(NamedTuple):
 
     rank: Rank
     issue: int
-    group: TrajectoryGroup
+    group: FinishedGroup
 
 
 class TrajectoryBuffer:
@@ -39,7 +39,7 @@ class TrajectoryBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: TrajectoryGroup, issue: int = 0, *, awaited: bool = False) -> None:
+    def add(self, group: FinishedGroup, issue: int = 0, *, awaited: bool = False) -> None:
         """Put a scored group in line; it was the `issue`-th to be started."""
         waiting = Waiting(Rank(group.started_version, not awaited, group.key), issue, group)
         insort(self._groups, waiting, key=attrgetter("rank"))
@@ -56,13 +56,13 @@ class TrajectoryBuffer:
         """How many of the groups go before one of this rank."""
         return bisect_left(self._groups, rank, key=attrgetter("rank"))
 
-    def drop(self, bound: float) -> tuple[TrajectoryGroup, ...]:
+    def drop(self, bound: float) -> tuple[FinishedGroup, ...]:
         """Remove the groups that were started under an older version than `bound`."""
         stale = self.older(bound)
         dropped, self._groups = self._groups[:stale], self._groups[stale:]
         return tuple(one.group for one in dropped)
 
-    def take(self, count: int, *, in_order: bool = False) -> tuple[TrajectoryGroup, ...]:
+    def take(self, count: int, *, in_order: bool = False) -> tuple[FinishedGroup, ...]:
         """Remove the first `count` groups.
 
         Args:

@@ -31,7 +31,7 @@ from rollflow.storage.batch import packed
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.log.state import RunState
-from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, Prompt, TrajectoryGroup
+from rollflow.storage.records import Cursor, Discard, DiscardReason, FinishedGroup, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
@@ -83,7 +83,7 @@ class SchedulerPorts:
     prompt: Callable[[int], Prompt]
     score: Callable[[ScoreRequest], Awaitable[Score]]
     commit: Callable[[StagedBatch], Awaitable[None]]
-    pack: Callable[[TrajectoryGroup], TrajectoryGroup] = packed
+    pack: Callable[[TrajectoryGroup], FinishedGroup] = packed
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # tokens that the policy has
 
@@ -240,7 +240,7 @@ class RolloutScheduler:
                 "widen it, or choose prompts that this policy sometimes answers right"
             )
 
-    def _drop(self, group: TrajectoryGroup) -> None:
+    def _drop(self, group: FinishedGroup) -> None:
         self._discard(Discard(group.key, self._too_slow, group.started_version, group.response_tokens))
 
     def _discard(self, discard: Discard) -> None:

@@ -15,7 +15,7 @@ from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
-from rollflow.tasks.simulation.records import Gauge, Records, Span
+from rollflow.tasks.simulation.records import Gauge, Records, Span, trajectories_of
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
@@ -123,8 +123,7 @@ class TimedLearner:
             batch = await self._channel.lease(version - 1, FOREVER)
             began = clock()
             tokens = sum(group.response_tokens for group in batch.groups) * self._grain
-            count = sum(len(group.trajectories) for group in batch.groups)
-            await asyncio.sleep(self._hardware.train_seconds(version, count, tokens))
+            await asyncio.sleep(self._hardware.train_seconds(version, len(trajectories_of(batch)), tokens))
             await self._channel.ack(version - 1)
             self._records.steps.append(Span(began, clock(), version))
             published(version)

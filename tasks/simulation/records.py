@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rollflow.storage.records import DiscardReason
+from rollflow.storage.records import DiscardReason, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.timed import Usage
 
@@ -105,10 +105,15 @@ class Records:
             self.discarded_tokens[discard.reason.value] += discard.response_tokens
         self.filtered |= {d.key.prompt for d in staged.discards if d.reason is DiscardReason.FILTERED}
         self.discarded_tokens["surplus"] += sum(group.surplus_tokens for group in staged.groups)
-        trajectories = [t for group in staged.groups for t in group.trajectories]
+        trajectories = trajectories_of(staged)
         lengths = [t.response_tokens for t in trajectories]
         staleness = Counter(staged.number - t.started_version for t in trajectories)
         now = asyncio.get_running_loop().time()
         self.formed.append(Formed(staged.number, now, self.last_generation, staleness, len(trajectories), sum(lengths)))
         self.trained_lengths.extend(lengths)
         self.generation_seconds.extend(t.generation_seconds for t in trajectories)
+
+
+def trajectories_of(staged: StagedBatch) -> list[Trajectory]:
+    """Those of a batch: a simulation packs no group, for it writes nothing."""
+    return [one for group in staged.groups if isinstance(group, TrajectoryGroup) for one in group.trajectories]

@@ -203,8 +203,9 @@ def test_chunks_change_nothing(name: str, chunk: int, monkeypatch: pytest.Monkey
     whole = pass_over(model, ROWS * LENGTH, monkeypatch)
     found = pass_over(model, chunk, monkeypatch)
     assert len(found) == len(whole) > 10
-    for one, other in zip(found, whole, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+    for number, (one, other) in enumerate(zip(found, whole, strict=True)):
+        near = 2e-5 if number < 2 else 5e-6 * float(other.abs().max()) + 1e-5  # of sums over all tokens, in float32
+        torch.testing.assert_close(one, other, atol=near, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.batch import packed
+from rollflow.storage.batch import TrajectoryBatch, packed
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
 from rollflow.storage.log import log as log_module
 from rollflow.storage.log import snapshots
@@ -523,6 +523,11 @@ def test_an_entry_has_the_oldest_start_and_the_newest_token_of_a_group() -> None
     assert committed_group(group) == committed_group(packed(group)) == Group(5, 1, 2, 4, 3)
     silent = TrajectoryGroup(GroupKey(5, 1), "p", "d", (trajectory(0, 3, (-1,)),))
     assert committed_group(silent) == committed_group(packed(silent)) == Group(5, 1, 3, 3, 0)
+    batches = [TrajectoryBatch.from_groups(rows) for rows in ((group, silent), (packed(group), packed(silent)))]
+    assert batches[0].to_bytes() == batches[1].to_bytes()
+    assert batches[0].to_bytes() == TrajectoryBatch.from_groups((group, packed(silent))).to_bytes()
+    assert len(TrajectoryBatch.from_groups(())) == 0
+    assert packed(replace(group, surplus_tokens=7)).surplus_tokens == 7
 
 
 def test_who_knows_no_role_appends_nothing(store: MemoryStore) -> None:

@@ -260,7 +260,7 @@ def test_one_sample_that_is_older_than_its_group_says_is_found(run: Path) -> Non
         first, *others = batch.groups()
         *fresh, last = first.trajectories
         return TrajectoryBatch.from_groups(
-            [replace(first, trajectories=(*fresh, replace(last, started_version=0)), packed=None), *others]
+            [replace(first, trajectories=(*fresh, replace(last, started_version=0))), *others]
         )
 
     number = with_rows(run, older)
