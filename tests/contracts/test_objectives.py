@@ -331,6 +331,24 @@ def test_a_second_moment_keeps_the_most_tokens_it_can() -> None:
     assert objective.keep(changes[:0], changes[:0]).tolist() == []
 
 
+@pytest.mark.parametrize(
+    ("name", "advantage", "clipped"),
+    [
+        ("tis", 1.0, [False, False, True]),  # ratios 1.2, 0.4, 3; above 2
+        ("cispo", 1.0, [False, True, True]),  # below 0.8, above 1.28
+        ("reinforce", 1.0, [False, False, False]),
+        ("mis", 1.0, [False, True, False]),  # below 0.5
+        ("dppo", 1.0, [False, False, True]),  # pi - mu = 0.06, -0.3, 0.6
+        ("dppo", -1.0, [False, True, False]),
+        ("kimi", 1.0, [False, False, False]),
+    ],
+)
+def test_what_was_held_back_is_told(name: str, advantage: float, clipped: list[bool]) -> None:
+    given = tokens_of([0.36, 0.2, 0.9], [0.3, 0.5, 0.3], advantage)
+    found = build_objective(PartsObjective(kind=name)).loss(given)  # type: ignore[arg-type]
+    assert found.clipped_M.tolist() == clipped
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_log_ratio_is_bounded(level: Level) -> None:
     """At e^20, and there it has no gradient."""
