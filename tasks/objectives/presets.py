@@ -128,7 +128,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "kimi": Preset(
-        "Kimi Team 2025 (k1.5), eq. 3",
+        "Kimi Team 2025 (k1.5)",
         {
             "ratio": {"level": "sequence"},
             "surrogate": {"kind": "kimi", "tau": 0.1},

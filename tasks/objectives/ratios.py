@@ -14,7 +14,7 @@ def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tens
     """log(new / old) at each token, bounded at `BOUND`.
 
     `sequence` is the sum over the token's row, so the ratio of the whole response; `geometric` is its mean (GSPO:
-    Zheng et al. 2025, eq. 7).
+    Zheng et al. 2025).
     """
     change_M = new_M - old_M
     if level != "token":

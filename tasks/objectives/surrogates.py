@@ -42,8 +42,8 @@ def clipped(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
 def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
     """-sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
 
-    One range for both signs is TIS (from 0; Yao et al. 2025) and CISPO (around 1; MiniMax 2025, eq. 5). [1, 1] for good
-    answers and [0, 1] for the others is TOPR (Le Roux et al. 2025, eq. 5).
+    One range for both signs is TIS (from 0; Yao et al. 2025) and CISPO (around 1; MiniMax 2025). [1, 1] for good
+    answers and [0, 1] for the others is TOPR (Le Roux et al. 2025).
     """
     advantage_M = tokens.advantage_M
     ratio_M = log_ratio(tokens.logp_M.detach(), old_M, tokens.row_M, ratio.level).exp()
@@ -64,7 +64,7 @@ def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -
 
 
 def squared(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """-A log pi + tau/2 (log r)^2 (Kimi Team 2025, eq. 3).
+    """-A log pi + tau/2 (log r)^2 (Kimi Team 2025).
 
     Of the ratio of a whole response, each token has the share of the square that is its own log-ratio.
     """
