@@ -151,6 +151,8 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: it has no kind; `rollflow keys` lists those there are"
     if error["type"] == "extra_forbidden":
+        if key in set(_keys(section)):
+            return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
         return f"{key} = {error['input']!r}: there is no such key{_nearest(key, section)}"
     message = error["msg"]
     return f"{key} = {error['input']!r}: {message[0].lower()}{message[1:]}"

@@ -59,7 +59,10 @@ def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         advantage["scale"] = "none"
     if "negative_weight" in old and not plain:
         advantage["negative_weight"] = old["negative_weight"]
-    moved = {"advantage": advantage} | ({"aggregation": old["aggregation"]} if "aggregation" in old else {})
+    given = objective.get("advantage", {})
+    if isinstance(given, Mapping):
+        objective = {**objective, "advantage": {**advantage, **given}}
+    moved = {"aggregation": old["aggregation"]} if "aggregation" in old else {}
     rest = {name: value for name, value in tree.items() if name not in EARLIER}
     return {**rest, "objective": {**moved, **objective}}
 

@@ -87,6 +87,18 @@ def test_keys_from_before_there_were_parts_are_read() -> None:
     assert own.aggregation == "sequence-mean"
 
 
+def test_an_earlier_key_beside_a_part_changes_what_the_part_leaves_open() -> None:
+    both = {"baseline": "none", "objective": {"advantage": {"negative_weight": 0.3}}}
+    found = parse({"train": both}).train.objective.advantage
+    assert found == Advantage(baseline="none", scale="none", negative_weight=0.3)
+
+
+def test_a_key_of_another_kind_is_told_as_that() -> None:
+    tree = {"train": {"objective": {"kind": "topr", "surrogate": {"dual": 2.0}}}}
+    with pytest.raises(ConfigError, match=r"^train\.objective\.surrogate\.dual = 2\.0: there is no such key here"):
+        parse(tree)
+
+
 @pytest.mark.parametrize(
     "objective",
     [
