@@ -11,12 +11,32 @@ from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
 from rollflow.tasks.sections import Section, with_kinds
 
 
+class Critic(Section):
+    """What estimates the reward to come, where `objective.advantage.baseline` is "critic"; else it is not there."""
+
+    model: Literal["own", "head"] = Field(
+        "own", description="own: a copy of the policy, trained beside it; head: one layer on what the policy computes"
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="of its own AdamW, warmed up and decayed as the policy's is")
+    value_clip: float = Field(
+        0.2, gt=0, description="farthest that a version's later updates move a value from what it was before them"
+    )
+
+
+class Reference(Section):
+    """The frozen policy that a penalty measures the divergence from; without such a penalty it is not there."""
+
+    every: int = Field(0, ge=0, description="it becomes every n-th version; 0: it stays the version the run began with")
+
+
 class TrainBase(Section):
     """What all learners share."""
 
     kind_key: ClassVar[str] = "learner"
 
     objective: ObjectiveConfig = PartsObjective()
+    critic: Critic = Critic()
+    reference: Reference = Reference()
     learning_rate: float = Field(5e-4, gt=0, description="of AdamW, after the warm-up")
     warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to its value")
     schedule: Literal["constant", "linear"] = Field(

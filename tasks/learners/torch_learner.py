@@ -1,14 +1,15 @@
 """The torch learner: PPO-style updates of a Hugging Face causal language model.
 
-One version is `minibatches` optimizer steps, each over its share of the groups. A minibatch's gradient is
-summed over micro-batches of padded rows. The loss weights are those of the whole minibatch, so the split changes
-only the rounding. Rows of advantage zero have exactly zero gradient and are not run, unless the objective says so.
+    batch --> what is known before the first update (`Before`) --> (update of the policy, update of the critic)*
+
+One version is `minibatches` updates, each over its share of the groups. A minibatch's gradient is summed over
+micro-batches of padded rows. The loss weights are those of the whole minibatch, so the split changes only the rounding.
+Rows of advantage zero have exactly zero gradient and are not run, unless the objective says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,24 +18,28 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt, NotFinite
+from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.before import Before, Judged, judge
 from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.diagnostics import Diagnostics
-from rollflow.tasks.learners.masters import Trained
+from rollflow.tasks.learners.finite import all_finite, check_batch, check_figures
+from rollflow.tasks.learners.optimized import Optimized, check_fit
+from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.objectives import build_objective
-from rollflow.tasks.objectives.advantages import advantages
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens
+from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
+from rollflow.tasks.objectives.penalties import adapted, kl_estimate
 
 WEIGHTS = "weights/model"
-STATE = "learner/state"
-MASTER = "master"  # what the state has of a parameter with a master
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that it has changed
+STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
+RNG, KL_WEIGHT = "rng", "kl_weight"  # what the state has beside what the optimizer keeps
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
@@ -45,14 +50,6 @@ def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
     if trained:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Before:
-    """What the learner says of a batch's rows before its first update of a version: each (M,) by row."""
-
-    proximal: dict[int, Tensor]  # log-probs
-    kept: dict[int, Tensor] | None  # which tokens count, where the objective looks at the whole batch
 
 
 class TorchLearner:
@@ -79,13 +76,17 @@ class TorchLearner:
         self.versions = versions
         self.longest = longest
         self.shard_bytes = shard_bytes
-        self.trained = Trained(self.model, wide=config.master_dtype == "float32")
-        self.optimizer = torch.optim.AdamW(
-            self.trained.parameters.values(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-        )
+        self.policy = Optimized(self.model, config, config.learning_rate)
+        self._add_roles()
+
+    def _add_roles(self) -> None:
+        """What the objective needs beside the policy."""
+        objective = self.config.objective
+        self.penalties = objective.penalties if isinstance(objective, PartsObjective) else Penalties()
+        self.kl_weight = self.penalties.kl_weight
+        needed = self.penalties.uses_reference or self.objective.uses_reference
+        self.reference = Reference(self.model, self.config.reference.every) if needed else None
+        self.critic = Critic(self.model, self.config) if objective.advantage.baseline == "critic" else None
 
     @classmethod
     def begun(cls, config: TorchTrain, start: LearnerStart) -> Self:
@@ -102,28 +103,157 @@ class TorchLearner:
             shard_bytes=start.shard_bytes,
         )
 
+    # --- a version ----------------------------------------------------------------------------------------------
+
     def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
         """See `Learner`."""
         data = Rows.of(batch)
-        _check_batch(data, version)
-        self.trained.follow()
-        advantages_R = self._advantages(data)
-        before = self._before(data, advantages_R)
-        rate = self.learning_rate(version)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        check_batch(data, version)
+        self._begin(version)
+        before = self._before(data)
         seen = Diagnostics(version)
-        metrics = [self._update(data, advantages_R, before, part, seen) for part in self._minibatches(data)]
+        metrics = [self._updates(data, before, part, seen) for part in self._minibatches(data)]
         found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
-        used = data.rewards[advantages_R.numpy() != 0]
         found |= seen.metrics(entropy=self.objective.uses_entropy)
-        return {**found, "learning_rate": rate, "rows_with_signal": len(used) / len(data.rewards)}
+        found |= {"learning_rate": self.learning_rate(version), "rows_with_signal": float(before.signal_R.mean())}
+        return {**found, **self._adapted(found), **before.metrics()}
 
-    def learning_rate(self, version: int) -> float:
-        """Linear warm-up, then constant or decaying to a tenth at the last version."""
+    def learning_rate(self, version: int, base: float | None = None) -> float:
+        """Linear warm-up to `base` (the policy's), then constant or decaying to a tenth at the last version."""
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
-        return self.config.learning_rate * warm * max(left, 0.1)
+        return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
+
+    def _begin(self, version: int) -> None:
+        self.policy.begin(self.learning_rate(version))
+        if self.reference is not None:
+            self.reference.follow(version)
+        if self.critic is not None:
+            self.critic.begin()
+            self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
+
+    def _adapted(self, found: Mapping[str, float]) -> Mapping[str, float]:
+        """The KL penalty's weight for the next version, where it is adapted."""
+        divergence = found.get(f"kl_{self.penalties.kl_to}")
+        if self.penalties.kl_target is None or divergence is None:
+            return {}
+        told = self.kl_weight
+        self.kl_weight = adapted(self.penalties, told, divergence)
+        return {"kl_weight": told}
+
+    # --- before its first update --------------------------------------------------------------------------------
+
+    def _before(self, data: Rows) -> Before:
+        """What is known of the batch; a forward pass over it for each other policy that is asked."""
+        every = range(len(data.rewards))
+        reference_B = self._pass(data, every, self._reference_logprobs) if self.reference else None
+        values_B = self._pass(data, every, self.critic.values) if self.critic else None
+        behaviour_B = torch.from_numpy(data.behaviour)
+        price_B = self._price(behaviour_B, reference_B)
+        part = self.config.objective.advantage
+        judged = judge(part, data, self.longest, price_B=price_B, values_B=values_B)
+        proximal_B = self._proximal(data, judged)
+        whole = proximal_B if self.objective.uses_batch else None
+        kept_B = None if whole is None else self.objective.keep(whole, behaviour_B)
+        return Before(judged, behaviour_B, proximal_B, kept_B, reference_B, values_B)
+
+    def _price(self, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
+        """What each token takes from its response's reward."""
+        if reference_B is None or self.penalties.kl_in != "reward":
+            return None
+        return self.kl_weight * kl_estimate(self.penalties, behaviour_B, reference_B)
+
+    def _proximal(self, data: Rows, judged: Judged) -> Tensor | None:
+        """(B,) log-probs of the learner, of the rows that are run.
+
+        With one update a version the proximal policy is the one being trained, whose log-probs that update has anyway.
+        """
+        if self.objective.uses_batch:
+            return self._pass(data, range(len(data.rewards)), self._own_logprobs)
+        if self.objective.uses_proximal and self.config.minibatches > 1:
+            return self._pass(data, self._run(range(len(data.rewards)), judged), self._own_logprobs)
+        return None
+
+    @torch.no_grad()
+    def _pass(self, data: Rows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """(B,) what `of` gives for the tokens of these rows; zero for others."""
+        found_B = torch.zeros(len(data.chosen))
+        for micro in micro_batches(data, rows, self.config.micro_tokens):
+            found_B[micro.among] = of(micro).float().cpu()
+        return found_B
+
+    # --- updates ------------------------------------------------------------------------------------------------
+
+    def _minibatches(self, data: Rows) -> list[list[int]]:
+        """Rows of each minibatch: whole groups, dealt out in turn."""
+        parts = self.config.minibatches
+        return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
+
+    def _run(self, rows: Sequence[int], judged: Judged) -> list[int]:
+        """Those that have a gradient: where the advantage is exactly zero, few objectives do."""
+        return [r for r in rows if self.objective.every_row or judged.signal_R[r]]
+
+    def _updates(self, data: Rows, before: Before, part: list[int], seen: Diagnostics) -> dict[str, float]:
+        """One optimizer step over the rows of one minibatch, and one of the critic."""
+        found = self._update(data, before, part, seen)
+        return found | self._update_critic(data, before, part, seen.version)
+
+    def _update(self, data: Rows, before: Before, part: list[int], seen: Diagnostics) -> dict[str, float]:
+        weight_R = torch.zeros(len(data.rewards))
+        tokens_R = torch.from_numpy(data.masked_tokens[part])
+        weight_R[part] = row_weights(tokens_R, self.config.objective.aggregation, self.longest).float()
+        self.policy.clear()
+        total = 0.0
+        for micro in micro_batches(data, self._run(part, before.judged), self.config.micro_tokens):
+            tokens = self._masked_tokens(micro, before)
+            result = self.objective.loss(tokens)
+            loss = (result.loss_M * weight_R[micro.rows[micro.where[0]]].to(self.device)).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.policy.trained.take_gradients()
+            total += float(loss.detach())
+            seen.add(tokens, result, torch.from_numpy(data.versions)[micro.among].to(self.device))
+        found = {"loss": total, "grad_norm": self.policy.clip()}
+        check_figures(found, seen.version)
+        self.policy.apply()
+        seen.updates += 1
+        return found
+
+    def _update_critic(self, data: Rows, before: Before, part: list[int], version: int) -> dict[str, float]:
+        if self.critic is None:
+            return {}
+        assert before.values_B is not None
+        assert before.judged.returns_B is not None
+        micros = micro_batches(data, part, self.config.micro_tokens)
+        tokens = int(data.masked_tokens[part].sum())
+        loss = self.critic.update(micros, before.values_B, before.judged.returns_B, tokens)
+        found = {"value_loss": loss, "critic_grad_norm": self.critic.optimized.clip()}
+        check_figures(found, version, "train.critic.learning_rate")
+        self.critic.optimized.apply()
+        return found
+
+    def _masked_tokens(self, micro: MicroBatch, before: Before) -> MaskedTokens:
+        """What the objective is given of a micro-batch."""
+        logp_M, entropy_M = self._token_logprobs(micro)
+
+        def known(found_B: Tensor | None) -> Tensor | None:
+            return None if found_B is None else found_B[micro.among].to(self.device)
+
+        proximal_M = known(before.proximal_B) if self.objective.uses_proximal else None
+        if self.objective.uses_proximal and proximal_M is None:
+            proximal_M = logp_M.detach()
+        return MaskedTokens(
+            logp_M=logp_M,
+            behaviour_M=before.behaviour_B[micro.among].to(self.device),
+            advantage_M=before.judged.advantage_B[micro.among].to(self.device),
+            row_M=micro.where[0].to(self.device),
+            proximal_M=proximal_M,
+            entropy_M=entropy_M,
+            kept_M=known(before.kept_B),
+            reference_M=known(before.reference_B),
+            kl_weight=self.kl_weight,
+        )
+
+    # --- log-probs ----------------------------------------------------------------------------------------------
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""
@@ -133,198 +263,85 @@ class TorchLearner:
             logp_T, _ = self.token_logprobs(ids_1T, (torch.zeros_like(before_T), before_T), ids_1T[0, 1:])
         return tuple(logp_T.tolist())
 
-    def broken(self) -> str | None:
-        """See `Learner`."""
-        named = {**self._named(), **self._optimized()}
-        return next((name for name, tensor in named.items() if not _finite(tensor)), None)
+    def _own_logprobs(self, micro: MicroBatch) -> Tensor:
+        return self._token_logprobs(micro, entropy=False)[0]
 
-    def weights(self) -> Mapping[str, Data]:
-        """See `Learner`."""
-        return to_files(WEIGHTS, self._named(), self.shard_bytes)
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor:
+        assert self.reference is not None
+        return self._token_logprobs(micro, self.reference.token_logprobs, entropy=False)[0]
 
-    def state(self) -> Mapping[str, Data]:
-        """See `Learner`."""
-        return to_files(STATE, {"rng": torch.get_rng_state(), **self._optimized()}, self.shard_bytes)
-
-    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """See `Learner`."""
-        named, loaded, saved = self._named(), from_files(weights), from_files(state)
-        _check_fit("weights do", loaded, named)
-        _check_fit("the learner state does", saved, self._like(saved))
-        with torch.no_grad():
-            for name, tensor in named.items():
-                tensor.copy_(loaded[name])
-        self.trained.begin()
-        torch.set_rng_state(saved.pop("rng").clone())
-        self.optimizer.state.clear()
-        for name, value in saved.items():
-            key, _, parameter = name.partition("/")
-            trained = self.trained.parameters[parameter]
-            if key == MASTER:
-                trained.detach().copy_(value)
-                continue
-            device = "cpu" if key == "step" else self.device
-            self.optimizer.state[trained][key] = value.to(device, copy=True)
-
-    def _like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state of the parameters that `saved` has something of: each tensor's shape and type, not its values."""
-        trained = {name.partition("/")[2] for name in saved}
-        one = torch.zeros(())
-        return {"rng": torch.get_rng_state()} | {
-            f"{key}/{name}": one if key == "step" else parameter
-            for name, parameter in self.trained.parameters.items()
-            for key in (*MOMENTS, *([MASTER] if self.trained.wide else []))
-            if name in trained
-        }
-
-    def _named(self) -> dict[str, Tensor]:
-        """Tensors by Hugging Face name; a tensor tied to another is named once."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or self.model._tied_weights_keys or ())
-        keep = {} if not self.model.config.tie_word_embeddings else tied
-        return {n: t.detach().contiguous() for n, t in self.model.state_dict().items() if n not in keep}
-
-    def _optimized(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, as "exp_avg/<parameter>", and the masters of the parameters that it has changed."""
-        return {
-            f"{key}/{name}": torch.as_tensor(value).detach()
-            for name, parameter in self.trained.parameters.items()
-            if (kept := self.optimizer.state.get(parameter))
-            for key, value in {**kept, **({MASTER: parameter} if self.trained.wide else {})}.items()
-        }
-
-    def _advantages(self, data: Rows) -> Tensor:
-        rewards_R, groups_R = torch.tensor(data.rewards), torch.tensor(data.groups)
-        tokens_R = torch.from_numpy(data.masked_tokens)
-        return advantages(self.config.objective.advantage, rewards_R, groups_R, tokens_R, self.longest)
-
-    def _minibatches(self, data: Rows) -> list[list[int]]:
-        """Rows of each minibatch: whole groups, dealt out in turn."""
-        parts = self.config.minibatches
-        return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
-
-    def _before(self, data: Rows, advantages_R: Tensor) -> Before | None:
-        """A pass over the batch before this version's first update, where the objective needs one.
-
-        With one update a version the proximal policy is the one being trained, whose log-probs that update has anyway.
-        """
-        objective = self.objective
-        if not objective.uses_batch and not (objective.uses_proximal and self.config.minibatches > 1):
-            return None
-        found: dict[int, Tensor] = {}
-        given: dict[int, Tensor] = {}
-        rows = range(len(data.rewards))
-        with torch.no_grad():
-            micros = micro_batches(data, rows, self.config.micro_tokens) if objective.uses_batch else None
-            for micro in micros or self._micros(data, rows, advantages_R):
-                logp_M, behaviour_M = self._token_logprobs(micro)[0], micro.behaviour.to(self.device)
-                for i, row in enumerate(micro.rows.tolist()):
-                    where_M = micro.where[0] == i
-                    found[row], given[row] = logp_M[where_M], behaviour_M[where_M]
-        return Before(found, self._kept(found, given) if objective.uses_batch else None)
-
-    def _kept(self, proximal: dict[int, Tensor], behaviour: dict[int, Tensor]) -> dict[int, Tensor]:
-        """What the objective keeps of each row's tokens, of the whole batch."""
-        kept_B = self.objective.keep(torch.cat(list(proximal.values())), torch.cat(list(behaviour.values())))
-        ends = np.cumsum([len(part) for part in proximal.values()])
-        return {row: kept_B[end - len(part) : end] for (row, part), end in zip(proximal.items(), ends, strict=True)}
-
-    def _micros(self, data: Rows, rows: Sequence[int], advantages_R: Tensor) -> Iterator[MicroBatch]:
-        """Micro-batches of the rows that have a gradient: where the advantage is exactly zero, few objectives do."""
-        run = [r for r in rows if self.objective.every_row or float(advantages_R[r]) != 0.0]
-        return micro_batches(data, run, self.config.micro_tokens)
-
-    def _update(
-        self, data: Rows, advantages_R: Tensor, before: Before | None, part: list[int], seen: Diagnostics
-    ) -> dict[str, float]:
-        """One optimizer step over the rows of one minibatch."""
-        weight_R = torch.zeros(len(data.rewards))
-        tokens_R = torch.from_numpy(data.masked_tokens[part])
-        weight_R[part] = row_weights(tokens_R, self.config.objective.aggregation, self.longest).float()
-        self.optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for micro in self._micros(data, part, advantages_R):
-            rows_M = micro.rows[micro.where[0]]
-            tokens = self._masked_tokens(micro, advantages_R[rows_M].to(self.device), before)
-            result = self.objective.loss(tokens)
-            loss = (result.loss_M * weight_R[rows_M].to(self.device)).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.trained.take_gradients()
-            total += float(loss.detach())
-            seen.add(tokens, result, micro.versions.to(self.device))
-        norm = torch.nn.utils.clip_grad_norm_(self.trained.parameters.values(), self.config.max_grad_norm)
-        found = {"loss": total, "grad_norm": float(norm)}
-        _check_figures(found, seen.version)
-        self.optimizer.step()
-        self.trained.publish()
-        seen.updates += 1
-        return found
-
-    def _masked_tokens(self, micro: MicroBatch, advantage_M: Tensor, before: Before | None) -> MaskedTokens:
-        """What the objective is given of a micro-batch."""
-        logp_M, entropy_M = self._token_logprobs(micro)
-        proximal_M, rows = None, micro.rows.tolist()
-        if self.objective.uses_proximal:
-            proximal_M = _joined(before.proximal, rows) if before else logp_M.detach()
-        return MaskedTokens(
-            logp_M=logp_M,
-            behaviour_M=micro.behaviour.to(self.device),
-            advantage_M=advantage_M,
-            row_M=micro.where[0].to(self.device),
-            proximal_M=proximal_M,
-            entropy_M=entropy_M,
-            kept_M=_joined(before.kept, rows) if before and before.kept else None,
-        )
-
-    def _token_logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def _token_logprobs(
+        self, micro: MicroBatch, of: TokenLogprobs | None = None, *, entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (M,) of the masked tokens at the sampling temperature; the head runs on those positions only.
 
         Where the objective wants it, the entropy (M,) of what they were chosen from, too.
         """
         row, position = (index.to(self.device) for index in micro.where)
-        return self.token_logprobs(
+        return (of or self.token_logprobs)(
             micro.tokens.to(self.device),
             (row, position),
             micro.targets.to(self.device),
             temperature=self.temperature,
-            entropy=self.objective.uses_entropy,
+            entropy=entropy and self.objective.uses_entropy,
         )
 
+    # --- what is stored -----------------------------------------------------------------------------------------
 
-def _joined(rows: Mapping[int, Tensor], order: Sequence[int]) -> Tensor:
-    """(M,) the tokens of some rows, one row after the other."""
-    return torch.cat([rows[row] for row in order])
+    def broken(self) -> str | None:
+        """See `Learner`."""
+        named = {**named_tensors(self.model), **self.policy.tensors(), **(self.critic.tensors() if self.critic else {})}
+        return next((name for name, tensor in named.items() if not all_finite(tensor)), None)
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return to_files(WEIGHTS, named_tensors(self.model), self.shard_bytes)
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        own = {RNG: torch.get_rng_state(), **self._weight_of_kl(), **self.policy.tensors()}
+        found = to_files(STATE, own, self.shard_bytes)
+        for stem, role in self._roles():
+            if tensors := role.tensors():
+                found |= to_files(stem, tensors, self.shard_bytes)
+        return found
+
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """See `Learner`."""
+        named, loaded, saved = named_tensors(self.model), from_files(weights), _of_stem(STATE, state)
+        own = {RNG: torch.get_rng_state(), **self._weight_of_kl()}
+        check_fit("weights do", loaded, named)
+        check_fit("the learner state does", saved, {**own, **self.policy.like(saved)})
+        roles = [(role, _of_stem(stem, state)) for stem, role in self._roles()]
+        _check_names(state, [STATE, *(stem for stem, _ in self._roles())])
+        for role, tensors in roles:
+            role.check(tensors)
+        with torch.no_grad():
+            for name, tensor in named.items():
+                tensor.copy_(loaded[name])
+        torch.set_rng_state(saved.pop(RNG).clone())
+        self.kl_weight = float(saved.pop(KL_WEIGHT, self.kl_weight))
+        self.policy.load(saved)
+        for role, tensors in roles:
+            role.load(tensors)
+
+    def _roles(self) -> list[tuple[str, Critic | Reference]]:
+        """What has a state of its own, each with the stem of its files."""
+        found = (CRITIC, self.critic), (REFERENCE, self.reference)
+        return [(stem, role) for stem, role in found if role is not None]
+
+    def _weight_of_kl(self) -> dict[str, Tensor]:
+        """The KL penalty's weight, where it is adapted."""
+        adapts = self.penalties.kl_target is not None
+        return {KL_WEIGHT: torch.tensor(self.kl_weight, dtype=torch.float64)} if adapts else {}
 
 
-def _check_batch(data: Rows, version: int) -> None:
-    """`NotFinite` if what is trained on is not: an objective may bound it to something that looks sound."""
-    made_by = {"a log-prob": (data.behaviour[data.mask], "engine"), "a reward": (data.rewards, "verifier")}
-    for name, (values, maker) in made_by.items():
-        wrong = values[~np.isfinite(values)]
-        if len(wrong):
-            raise NotFinite(
-                f"version {version + 1} is not trained: {name} of batch {version} is {wrong[0]}; "
-                f"mend the {maker}, and begin another run with what `rollflow export` gives"
-            )
+def _check_names(files: Mapping[str, Data], stems: Sequence[str]) -> None:
+    """`Corrupt` if there is a file of something that this learner has not."""
+    if strange := [name for name in files if not name.startswith(tuple(stems))]:
+        raise Corrupt(f"the learner state does not fit the model: {', '.join(sorted(strange)[:4])}")
 
 
-def _check_figures(figures: Mapping[str, float], version: int) -> None:
-    """`NotFinite` if a figure of an update is not; asked before the optimizer takes its gradient."""
-    for name, value in figures.items():
-        if not np.isfinite(value):
-            raise NotFinite(
-                f"version {version + 1} is not trained: {name} of batch {version} is {value}; lower train.learning_rate"
-            )
-
-
-def _check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """`Corrupt` if they are not the same tensors by name, shape and type."""
-    found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
-    if differing := sorted({name for name, *_ in found ^ wanted}):
-        raise Corrupt(f"{what} not fit the model: {', '.join(differing[:4])}")
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether no element is a NaN or an infinity, in one pass without a copy."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
+def _of_stem(stem: str, files: Mapping[str, Data]) -> dict[str, Tensor]:
+    """The tensors of the files that are named after `stem`."""
+    return from_files({name: data for name, data in files.items() if name.startswith(stem)})

@@ -17,9 +17,26 @@ def advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: T
     `groups_R` numbers each trajectory's group from 0; `tokens_R` counts the tokens that the policy chose; `longest` is
     the most that it may. Where all that is compared is equal, the advantage is exactly zero.
     """
-    shaped_R = rewards_R - overlong(tokens_R, longest, part.overlong).to(rewards_R.dtype)
-    found_R = _scaled(part, _centred(part, shaped_R, groups_R, tokens_R), groups_R, tokens_R)
-    return torch.where(found_R < 0, found_R * part.negative_weight, found_R * part.positive_weight)
+    centred_R = _centred(part, shaped(part, rewards_R, tokens_R, longest), groups_R, tokens_R)
+    return signed(part, _scaled(part, centred_R, groups_R, tokens_R))
+
+
+def shaped(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
+    """(R,) rewards, less what long responses lose."""
+    return rewards_R - overlong(tokens_R, longest, part.overlong).to(rewards_R.dtype)
+
+
+def signed(part: Advantage, found: Tensor) -> Tensor:
+    """Advantages, each times the weight of its sign."""
+    return torch.where(found < 0, found * part.negative_weight, found * part.positive_weight)
+
+
+def whitened(found: Tensor, weight: Tensor) -> Tensor:
+    """Less the weighted mean, over the weighted deviation; exactly zero where all are equal."""
+    if not len(found) or bool((found == found[0]).all()):
+        return torch.zeros_like(found)
+    mean, deviation = _moments(found, weight)
+    return (found - mean) / deviation
 
 
 def overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
@@ -58,10 +75,9 @@ def _scaled(part: Advantage, centred_R: Tensor, groups_R: Tensor, tokens_R: Tens
         case "none":
             return centred_R
         case "batch":
-            weight_R = tokens_R.to(centred_R.dtype)
-            mean = (centred_R * weight_R).sum() / weight_R.sum().clamp(min=1)
-            square = ((centred_R - mean).square() * weight_R).sum() / (weight_R.sum() - 1).clamp(min=1)
-            return centred_R / (square + TINY).sqrt()
+            return centred_R / _moments(centred_R, tokens_R.to(centred_R.dtype))[1]
+        case "whiten":
+            return whitened(centred_R, tokens_R.to(centred_R.dtype))
     count_G = torch.bincount(groups_R).to(centred_R.dtype)
     deviation_R = centred_R
     if part.baseline in ("none", "batch"):  # else their mean is zero
@@ -69,6 +85,13 @@ def _scaled(part: Advantage, centred_R: Tensor, groups_R: Tensor, tokens_R: Tens
         deviation_R = centred_R - mean_G[groups_R]
     variance_G = torch.zeros_like(count_G).index_add_(0, groups_R, deviation_R**2) / (count_G - 1).clamp(min=1)
     return centred_R / (variance_G.sqrt()[groups_R] + EPSILON)
+
+
+def _moments(found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted mean and deviation (over the weights' sum less 1)."""
+    mean = (found * weight).sum() / weight.sum().clamp(min=1)
+    square = ((found - mean).square() * weight).sum() / (weight.sum() - 1).clamp(min=1)
+    return mean, (square + TINY).sqrt()
 
 
 def _differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:

@@ -30,11 +30,13 @@ class MaskedTokens:
 
     logp_M: Tensor  # of pi
     behaviour_M: Tensor  # of mu
-    advantage_M: Tensor  # of the token's row
+    advantage_M: Tensor  # of the token's row; with a critic, of the token
     row_M: Tensor  # int64: which tokens are of one row
     proximal_M: Tensor | None = None  # of pi_p, where the objective has `uses_proximal`
     entropy_M: Tensor | None = None  # nats, of pi where it chose the token, where the objective has `uses_entropy`
     kept_M: Tensor | None = None  # bool, what `keep` gave, where the objective has `uses_batch`
+    reference_M: Tensor | None = None  # log-probs of the reference policy, where the objective has `uses_reference`
+    kl_weight: float | None = None  # of a divergence, where the learner adapts it; else the objective's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Objective(Protocol):
 
     uses_proximal: ClassVar[bool] = False  # pi_p costs a forward pass over the batch
     uses_entropy: ClassVar[bool] = False
+    uses_reference: ClassVar[bool] = False  # a frozen policy, which costs a forward pass over the batch
     uses_batch: ClassVar[bool] = False  # `keep` is asked, which costs that pass
     every_row: ClassVar[bool] = False  # it has a gradient where the advantage is zero, too
 

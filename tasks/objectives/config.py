@@ -105,25 +105,63 @@ class Correction(Section):
 class Advantage(Section):
     """What makes advantages of rewards. See `advantages.py`."""
 
-    baseline: Literal["none", "group", "leave-one-out", "batch"] = Field(
-        "group", description="what is subtracted: the mean of the group, of the group's others, or of the batch"
+    baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
+        "group",
+        description="what is subtracted: the mean of the group, of the group's others, or of the batch; or what a "
+        "critic estimates, token by token",
     )
-    scale: Literal["none", "group", "batch"] = Field(
-        "group", description="divide by the standard deviation of the group, or of the batch"
+    scale: Literal["none", "group", "batch", "whiten"] = Field(
+        "group",
+        description="divide by the standard deviation of the group, or of the batch; whiten: less the mean of all "
+        "tokens, too",
     )
+    gamma: float = Field(1.0, gt=0, le=1, description="with a critic: what a reward counts one token earlier")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="with a critic: 1 trusts rewards alone, 0 its values")
     overlong: float = Field(
         0.0, ge=0, le=1, description="last share of engine.max_new_tokens in which the reward falls by up to 1"
     )
     positive_weight: float = Field(1.0, ge=0, description="weight of positive advantages")
     negative_weight: float = Field(1.0, ge=0, description="weight of negative ones; below 1 steadies stale batches")
 
+    @model_validator(mode="after")
+    def _compared_with_what_it_has(self) -> Self:
+        if self.baseline == "critic" and self.scale in ("group", "batch"):
+            cure = 'a critic\'s advantages are of tokens; choose "whiten" or "none"'
+            refuse("train.objective.advantage.scale", self.scale, cure)
+        return self
+
 
 class Penalties(Section):
-    """What is added to the loss of every token. See `penalties.py`."""
+    """What every token pays, or its response. See `penalties.py`."""
 
-    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence from the behaviour policy")
+    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence")
+    kl_to: Literal["behaviour", "reference"] = Field(
+        "behaviour", description="the policy that it is the divergence from; reference: see train.reference"
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="added to the loss of each token, or taken from the reward of its response"
+    )
     kl_weight: float = Field(0.0, ge=0, description="weight of that divergence")
+    kl_target: float | None = Field(
+        None, gt=0, description="nats a token; the weight is adapted after each version so that it stays there"
+    )
+    kl_gain: float = Field(0.1, gt=0, le=1, description="how fast the weight is adapted")
     entropy_weight: float = Field(0.0, ge=0, description="weight of the entropy, which is rewarded")
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> Self:
+        if self.kl_in == "reward" and self.kl_to == "behaviour":
+            cure = 'what sampled the response does not differ from itself; set kl_to = "reference"'
+            refuse("train.objective.penalties.kl_in", self.kl_in, cure)
+        if self.kl_target is not None and not self.kl_weight:
+            cure = "there is no weight to adapt; set kl_weight, 0.01 say"
+            refuse("train.objective.penalties.kl_target", self.kl_target, cure)
+        return self
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference policy is asked for log-probs."""
+        return self.kl_weight > 0 and self.kl_to == "reference"
 
 
 class ObjectiveBase(Section):

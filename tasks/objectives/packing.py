@@ -19,13 +19,17 @@ from rollflow.storage.batch import TrajectoryBatch
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow)."""
+    """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow).
+
+    B are its loss-masked tokens, one row after the other. Whatever is known of each is a flat (B,) array or tensor.
+    """
 
     tokens: np.ndarray  # int32, all rows' tokens
-    mask: np.ndarray  # bool
-    behaviour: np.ndarray  # float32, nats
-    versions: np.ndarray  # int32, that sampled each token
-    offsets: np.ndarray  # int64, R + 1
+    offsets: np.ndarray  # int64, R + 1: where each row begins in `tokens`
+    chosen: np.ndarray  # int64, (B,) where the loss-masked tokens are in `tokens`
+    starts: np.ndarray  # int64, R + 1: where each row begins in what is flat over B
+    behaviour: np.ndarray  # float32, (B,) nats
+    versions: np.ndarray  # int32, (B,) that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0
     rewards: np.ndarray  # float32, R
 
@@ -34,15 +38,19 @@ class Rows:
         """Open a batch's columns."""
         table = batch.table
         tokens = _column(table, "tokens")
-        offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))])
+        offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)
+        mask = _view(_column(table, "loss_mask").flatten().cast(pa.uint8())).copy()
+        mask[offsets[:-1]] = 0  # nothing predicts a first token
+        chosen = np.flatnonzero(mask)
         numbers = {key: i for i, key in enumerate(batch.keys)}
         pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
         return cls(
             tokens=_view(tokens.flatten()),
-            mask=_view(_column(table, "loss_mask").flatten().cast(pa.uint8())).view(bool),
-            behaviour=_view(_column(table, "logprobs").flatten()),
-            versions=_view(_column(table, "versions").flatten()),
-            offsets=offsets.astype(np.int64),
+            offsets=offsets,
+            chosen=chosen,
+            starts=np.searchsorted(chosen, offsets),
+            behaviour=_view(_column(table, "logprobs").flatten())[chosen],
+            versions=_view(_column(table, "versions").flatten())[chosen],
             groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
             rewards=_view(_column(table, "reward")),
         )
@@ -55,19 +63,23 @@ class Rows:
     @property
     def masked_tokens(self) -> np.ndarray:
         """Loss-masked tokens of each row."""
-        return np.add.reduceat(self.mask.astype(np.int64), self.offsets[:-1])
+        return np.diff(self.starts)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(B,) row of each masked token."""
+        return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows, padded. `where` picks the M masked tokens: position t - 1 predicts token t."""
+    """Some rows, padded. `where` picks their M masked tokens: position t - 1 predicts token t."""
 
     rows: Tensor  # (r,) rows of the batch
     tokens: Tensor  # (r, T) int64
     where: tuple[Tensor, Tensor]  # (M,) row within the micro-batch, (M,) position of the predicting token
     targets: Tensor  # (M,) int64
-    behaviour: Tensor  # (M,) float32
-    versions: Tensor  # (M,) int32, that sampled them
+    among: Tensor  # (M,) int64: which of the batch's B masked tokens they are
 
 
 def micro_batches(data: Rows, rows: Sequence[int], micro_tokens: int) -> Iterator[MicroBatch]:
@@ -80,26 +92,19 @@ def micro_batches(data: Rows, rows: Sequence[int], micro_tokens: int) -> Iterato
 
 
 def _micro_batch(data: Rows, rows: list[int]) -> MicroBatch:
-    longest = int(data.lengths[rows[0]])
-    tokens = np.zeros((len(rows), longest), dtype=np.int64)
-    mask = np.zeros((len(rows), longest), dtype=bool)
-    behaviour = np.zeros((len(rows), longest), dtype=np.float32)
-    versions = np.zeros((len(rows), longest), dtype=np.int32)
+    tokens = np.zeros((len(rows), int(data.lengths[rows[0]])), dtype=np.int64)
     for i, row in enumerate(rows):
-        part = slice(data.offsets[row], data.offsets[row + 1])
-        length = int(data.lengths[row])
-        tokens[i, :length], mask[i, :length] = data.tokens[part], data.mask[part]
-        behaviour[i, :length], versions[i, :length] = data.behaviour[part], data.versions[part]
-    mask[:, 0] = False  # nothing predicts the first token
-    at_row, at_token = (torch.from_numpy(a) for a in np.nonzero(mask))
-    padded = torch.from_numpy(tokens)
+        tokens[i, : data.lengths[row]] = data.tokens[data.offsets[row] : data.offsets[row + 1]]
+    among = np.concatenate([np.arange(data.starts[row], data.starts[row + 1]) for row in rows])
+    at_row = np.repeat(np.arange(len(rows)), data.masked_tokens[rows])
+    at_token = data.chosen[among] - data.offsets[rows][at_row]
+    where = (torch.from_numpy(at_row), torch.from_numpy(at_token - 1))
     return MicroBatch(
         rows=torch.tensor(rows),
-        tokens=padded,
-        where=(at_row, at_token - 1),
-        targets=padded[at_row, at_token],
-        behaviour=torch.from_numpy(behaviour)[at_row, at_token],
-        versions=torch.from_numpy(versions)[at_row, at_token],
+        tokens=torch.from_numpy(tokens),
+        where=where,
+        targets=torch.from_numpy(tokens[at_row, at_token]),
+        among=torch.from_numpy(among),
     )
 
 

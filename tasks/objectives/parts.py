@@ -19,8 +19,10 @@ class ObjectiveOfParts(Objective):
         self.config = config
         self.uses_proximal = config.ratio.to == "proximal"  # type: ignore[misc]
         self.uses_entropy = config.penalties.entropy_weight > 0  # type: ignore[misc]
+        in_loss = config.penalties.kl_in == "loss"
+        self.uses_reference = config.penalties.uses_reference and in_loss  # type: ignore[misc]
         self.uses_batch = config.correction.outside == "second-moment"  # type: ignore[misc]
-        penalised = config.penalties.kl_weight > 0 or self.uses_entropy
+        penalised = (config.penalties.kl_weight > 0 and in_loss) or self.uses_entropy
         self.every_row = penalised or isinstance(config.surrogate, Kimi)  # type: ignore[misc]
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
@@ -46,9 +48,11 @@ class ObjectiveOfParts(Objective):
 
     def _penalised(self, found: TokenLoss, tokens: MaskedTokens) -> TokenLoss:
         penalties, loss_M = self.config.penalties, found.loss_M
-        if penalties.kl_weight:
-            kl_M = kl_estimate(penalties, tokens.logp_M, tokens.behaviour_M, tokens.row_M)
-            loss_M = loss_M + penalties.kl_weight * kl_M
+        if penalties.kl_weight and penalties.kl_in == "loss":
+            old_M = tokens.reference_M if self.uses_reference else tokens.behaviour_M
+            assert old_M is not None
+            weight = penalties.kl_weight if tokens.kl_weight is None else tokens.kl_weight
+            loss_M = loss_M + weight * kl_estimate(penalties, tokens.logp_M, old_M)
         if penalties.entropy_weight:
             assert tokens.entropy_M is not None
             loss_M = loss_M - penalties.entropy_weight * tokens.entropy_M

@@ -56,8 +56,8 @@ _PROXIMAL = {"ratio": {"to": "proximal"}}
 
 PRESETS: dict[str, Preset] = {
     "ppo": Preset(
-        "Schulman et al. 2017; advantages whitened over the batch, without a critic",
-        {"surrogate": _clip(0.2, 0.2), "advantage": {"baseline": "batch", "scale": "batch"}},
+        "Schulman et al. 2017, with a critic",
+        {"surrogate": _clip(0.2, 0.2), "advantage": {"baseline": "critic", "scale": "whiten"}},
     ),
     "grpo": Preset("Shao et al. 2024; the clip is the higher one of DAPO", {"surrogate": _clip(0.2, 0.28)}),
     "dr-grpo": Preset(

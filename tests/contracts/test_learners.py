@@ -19,7 +19,7 @@ from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import pieces
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
-from rollflow.tasks.learners.config import TorchTrain, TrainConfig
+from rollflow.tasks.learners.config import Critic, Reference, TorchTrain, TrainConfig
 from rollflow.tasks.objectives.config import Correction, PartsObjective, Penalties
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
 from tests.tasks.test_algorithms import batch_of, trajectory
@@ -34,7 +34,23 @@ CASES: dict[str, TrainConfig] = {
     ),
     "torch, entropy": TorchTrain(objective=PartsObjective(penalties=Penalties(entropy_weight=0.01))),
 }
+TO_REFERENCE = {"kl_to": "reference", "kl_weight": 0.1}
 CASES |= {
+    "torch, critic": TorchTrain(warmup_versions=2, minibatches=2, objective=PartsObjective(kind="ppo")),
+    "torch, a critic's head": TorchTrain(objective=PartsObjective(kind="ppo"), critic=Critic(model="head")),
+    "torch, reference": TorchTrain(objective=PartsObjective(penalties=Penalties(**TO_REFERENCE))),
+    "torch, a reference that moves, an adapted weight": TorchTrain(
+        objective=PartsObjective(penalties=Penalties(**TO_REFERENCE, kl_target=0.01)), reference=Reference(every=2)
+    ),
+    "torch, all roles, KL in the reward": TorchTrain(
+        objective=PartsObjective(kind="ppo", penalties=Penalties(**TO_REFERENCE, kl_in="reward", kl_target=0.01)),
+        minibatches=2,
+    ),
+}
+CASES |= {
+    "torch, bfloat16, all roles": TorchTrain(
+        objective=PartsObjective(kind="ppo", penalties=Penalties(**TO_REFERENCE)), minibatches=2
+    ),
     "torch, bfloat16": TorchTrain(warmup_versions=2, minibatches=2),
     "torch, bfloat16 without masters": TorchTrain(warmup_versions=2, master_dtype="policy"),
 }

@@ -6,17 +6,30 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners.before import judge
 from rollflow.tasks.objectives import build_objective
-from rollflow.tasks.objectives.advantages import advantages
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
-from rollflow.tasks.objectives.config import Clip, ImportObjective, Level, ObjectiveConfig, PartsObjective
+from rollflow.tasks.objectives.config import (
+    Advantage,
+    Clip,
+    ImportObjective,
+    Level,
+    ObjectiveConfig,
+    PartsObjective,
+    Penalties,
+)
+from rollflow.tasks.objectives.packing import Rows as PackedRows
+from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.objectives.ratios import log_ratio
 from tests.support import oracles
@@ -49,6 +62,21 @@ CASES = {
     **{name: Case(PartsObjective(kind=name), oracle) for name, oracle in ORACLES.items()},  # type: ignore[arg-type]
     "dual-clip": Case(PartsObjective(surrogate=Clip(dual=2.0)), oracles.dual_clipped),
     "import": Case(OWN, truncated_reinforce),
+    "ppo, discounted": Case(
+        PartsObjective(kind="ppo", advantage=Advantage(baseline="critic", scale="whiten", gamma=0.9, gae_lambda=0.7)),
+        lambda rows: oracles.ppo(rows, 0.9, 0.7),
+    ),
+    **{
+        f"{kind} to the reference": Case(
+            PartsObjective(penalties=Penalties(kl=kind, kl_to="reference", kl_weight=0.1)),
+            partial(oracles.with_divergence, kind=kind, weight=0.1),
+        )
+        for kind in get_args(Penalties.model_fields["kl"].annotation)
+    },
+    "KL in the reward": Case(
+        PartsObjective(penalties=Penalties(kl="k1", kl_to="reference", kl_in="reward", kl_weight=0.1)),
+        lambda rows: oracles.with_priced_rewards(rows, 0.1),
+    ),
 }
 
 
@@ -81,6 +109,7 @@ def tokens(count: int = 200, spread: float = 0.5, dtype: torch.dtype = F64) -> M
         logp_M.detach() + spread * normal(),
         normal().abs().requires_grad_(),
         normal() < 1,
+        logp_M.detach() + spread * normal(),
     )
 
 
@@ -91,7 +120,8 @@ def gradient(found: TokenLoss, given: MaskedTokens) -> Tensor:
 
 def picked(given: MaskedTokens, where_M: Tensor) -> MaskedTokens:
     """Some of the tokens, in another order."""
-    columns = {field.name: getattr(given, field.name)[where_M].detach() for field in fields(given)}
+    whole = {field.name: getattr(given, field.name) for field in fields(given)}
+    columns = {name: value[where_M].detach() for name, value in whole.items() if value is not None}
     leaves = {name: columns[name].requires_grad_() for name in ("logp_M", "entropy_M")}
     return replace(MaskedTokens(**columns), **leaves)
 
@@ -111,7 +141,10 @@ def drawn(seed: int, staleness: float) -> list[Row]:
         pi = [Dual(-draw.expovariate(1) - 0.01) for _ in range(count)]
         mu = [p.value + draw.gauss(0, staleness) for p in pi]
         proximal = [p.value + draw.gauss(0, staleness / 2) for p in pi]
-        return Row(draw.choice([0.0, 1.0, 0.3]), group, pi, mu, proximal)
+        reward = draw.choice([0.0, 1.0, 0.3])
+        values = [draw.gauss(0.5, 0.3) for _ in pi]
+        reference = [p.value + draw.gauss(0, staleness + 0.1) for p in pi]
+        return Row(reward, group, pi, mu, proximal, values, reference)
 
     return [row(group) for group, size in enumerate([1, 4, 5, 3, 2]) for _ in range(size)]
 
@@ -119,8 +152,6 @@ def drawn(seed: int, staleness: float) -> list[Row]:
 def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[float]]:
     """Loss and gradient of the batch by the code, put together as a learner does."""
     objective, counts_R = build_objective(config), torch.tensor([len(row.pi) for row in rows])
-    rewards_R = torch.tensor([row.reward for row in rows], dtype=F64)
-    advantage_R = advantages(config.advantage, rewards_R, torch.tensor([r.group for r in rows]), counts_R, LONGEST)
     row_M = torch.arange(len(rows)).repeat_interleave(counts_R)
 
     def tokens(values: Callable[[Row], Sequence[float]]) -> Tensor:
@@ -128,12 +159,28 @@ def composed(config: ObjectiveConfig, rows: list[Row]) -> tuple[float, list[floa
 
     logp_M = tokens(lambda row: [p.value for p in row.pi]).requires_grad_()
     behaviour_M, proximal_M = tokens(lambda row: row.mu), tokens(lambda row: row.proximal)
+    reference_M, values_M = tokens(lambda row: row.reference), tokens(lambda row: row.values)
+    penalties = getattr(config, "penalties", Penalties())
+    price_M = torch.zeros_like(behaviour_M)
+    if penalties.kl_in == "reward":
+        price_M = penalties.kl_weight * kl_estimate(penalties, behaviour_M, reference_M)
+    valued = config.advantage.baseline == "critic"
+    judged = judge(config.advantage, data_of(rows), LONGEST, price_B=price_M, values_B=values_M if valued else None)
     kept_M = objective.keep(proximal_M, behaviour_M) if objective.uses_batch else None
-    given = MaskedTokens(logp_M, behaviour_M, advantage_R[row_M], row_M, proximal_M, None, kept_M)
+    advantage_M = judged.advantage_B
+    given = MaskedTokens(logp_M, behaviour_M, advantage_M, row_M, proximal_M, None, kept_M, reference_M)
     weight_M = row_weights(counts_R, config.aggregation, LONGEST)[row_M]
     loss = (objective.loss(given).loss_M * weight_M).sum()
     [found_M] = torch.autograd.grad(loss, logp_M)
     return loss.item(), found_M.tolist()
+
+
+def data_of(rows: list[Row]) -> PackedRows:
+    """The rows as a learner opens them, with rewards in float64."""
+    counts = [len(row.pi) for row in rows]
+    starts, empty = np.concatenate([[0], np.cumsum(counts)]), np.zeros(0)
+    groups, rewards = np.array([row.group for row in rows]), np.array([row.reward for row in rows])
+    return PackedRows(empty, starts, np.arange(starts[-1]), starts, empty, empty, groups, rewards)
 
 
 @pytest.mark.parametrize("staleness", [0.0, 0.1, 1.0, 4.0])

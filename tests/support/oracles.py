@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.support.dual import Dual, clip, exp, least, most
 
@@ -24,6 +24,8 @@ class Row:
     pi: Sequence[Dual]
     mu: Sequence[float]
     proximal: Sequence[float]
+    values: Sequence[float] = ()  # a critic's; else all zero
+    reference: Sequence[float] = ()
 
 
 Rows = Sequence[Row]
@@ -58,6 +60,19 @@ def whitened(rows: Rows) -> list[float]:
     each = [row.reward for row in rows for _ in row.pi]
     mean, variance = statistics.fmean(each), statistics.variance(each)
     return [(row.reward - mean) / math.sqrt(variance + 1e-8) for row in rows]
+
+
+def generalized(rows: Rows, gamma: float = 1.0, lam: float = 1.0) -> list[list[float]]:
+    """GAE of each token as the sum of all surprises from there on (Schulman et al. 2016, eq. 16), then whitened."""
+    found = []
+    for row in rows:
+        n = len(row.pi)
+        values = [*(row.values or [0.0] * n), 0.0]
+        surprise = [(row.reward if t == n - 1 else 0.0) + gamma * values[t + 1] - values[t] for t in range(n)]
+        found.append([sum((gamma * lam) ** (s - t) * surprise[s] for s in range(t, n)) for t in range(n)])
+    each = [a for row in found for a in row]
+    mean, deviation = statistics.fmean(each), math.sqrt(statistics.variance(each) + 1e-8)
+    return [[(a - mean) / deviation for a in row] for row in found]
 
 
 def leave_one_out(rows: Rows) -> list[float]:
@@ -100,8 +115,34 @@ def held(ratio: Dual, advantage: float, low: float, high: float) -> Dual:
     return -least(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
 
 
-def ppo(rows: Rows) -> Dual:
+def ppo(rows: Rows, gamma: float = 1.0, lam: float = 1.0) -> Dual:
+    return token_mean(
+        [
+            [held(exp(pi - mu), a, 0.2, 0.2) for pi, mu, a in zip(row.pi, row.mu, advantages, strict=True)]
+            for row, advantages in zip(rows, generalized(rows, gamma, lam), strict=True)
+        ]
+    )
+
+
+def reinforce_plus_plus(rows: Rows) -> Dual:
     return token_mean(by_token(rows, whitened(rows), lambda pi, mu, _, a: held(exp(pi - mu), a, 0.2, 0.2)))
+
+
+def with_divergence(rows: Rows, kind: str, weight: float) -> Dual:
+    """GRPO, and what each token pays for its distance from the reference."""
+
+    def price(pi: Dual, reference: float) -> Dual:
+        off = pi - reference
+        return {"k1": off, "k2": 0.5 * off * off, "k3": exp(-off) - 1 + off}[kind]
+
+    paid = [[price(*pair) for pair in zip(row.pi, row.reference, strict=True)] for row in rows]
+    return grpo(rows) + weight * token_mean(paid)
+
+
+def with_priced_rewards(rows: Rows, weight: float) -> Dual:
+    """GRPO, where each response's reward is less for what sampled it being off the reference (k1)."""
+    paid = [sum(m - r for m, r in zip(row.mu, row.reference, strict=True)) for row in rows]
+    return grpo([replace(row, reward=row.reward - weight * p) for row, p in zip(rows, paid, strict=True)])
 
 
 def grpo(rows: Rows) -> Dual:
@@ -249,7 +290,7 @@ ORACLES: dict[str, Callable[[Rows], Dual]] = {
     "topr": topr,
     "weighted-topr": weighted_topr,
     "reinforce": reinforce,
-    "reinforce++": ppo,
+    "reinforce++": reinforce_plus_plus,
     "rloo": rloo,
     "kimi": kimi,
     "dppo": dppo,
@@ -265,7 +306,7 @@ def gradient(oracle: Callable[[Rows], Dual], rows: Rows) -> list[list[float]]:
         slopes = []
         for t in range(len(row.pi)):
             pi = [Dual(p.value, float(s == t)) for s, p in enumerate(row.pi)]
-            changed = [*rows[:i], Row(row.reward, row.group, pi, row.mu, row.proximal), *rows[i + 1 :]]
+            changed = [*rows[:i], replace(row, pi=pi), *rows[i + 1 :]]
             slopes.append(oracle(changed).slope)
         found.append(slopes)
     return found

@@ -134,7 +134,7 @@ def test_packing_pairs_every_masked_token_with_its_predictor() -> None:
     found = zip(row, position, micro.targets.tolist(), strict=True)
     pairs = [(micro.rows[r].item(), micro.tokens[r, p].item(), t) for r, p, t in found]
     assert pairs == [(1, 6, 8), (1, 8, 9), (1, 9, 10), (0, 6, 7), (2, 1, 2), (2, 2, 3)]
-    assert micro.behaviour.tolist() == pytest.approx([-0.58, -0.59, -0.6, -0.57, -0.52, -0.53])
+    assert data.behaviour[micro.among].tolist() == pytest.approx([-0.58, -0.59, -0.6, -0.57, -0.52, -0.53])
 
 
 def test_micro_batches_keep_to_their_budget_and_lose_no_row() -> None:

@@ -75,8 +75,8 @@ def test_the_gradient_is_that_of_the_plain_formula(folder: Path) -> None:
         loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum() / total
     loss.backward()
     seen: dict[str, torch.Tensor] = {}
-    step = made.optimizer.step
-    made.optimizer.step = lambda *a, **k: (
+    step = made.policy.adamw.step
+    made.policy.adamw.step = lambda *a, **k: (
         seen.update(  # type: ignore[method-assign]
             {n: p.grad.clone() for n, p in made.model.named_parameters()}
         )
@@ -136,7 +136,7 @@ def test_every_update_follows_the_formula_of_its_preset(folder: Path, name: str,
     batch = near(some_batch(groups=2), made)
     before = [row.tolist() for row in token_logprobs(made, batch)]
     seen: list[dict[str, Tensor]] = []
-    step = made.optimizer.step
+    step = made.policy.adamw.step
 
     def compared() -> None:
         part = [row for row in range(8) if row // 4 % minibatches == len(seen)]
@@ -148,7 +148,7 @@ def test_every_update_follows_the_formula_of_its_preset(folder: Path, name: str,
             parameter.grad = grads.get(key)
         step()
 
-    made.optimizer.step = compared  # type: ignore[method-assign,assignment]
+    made.policy.adamw.step = compared  # type: ignore[method-assign,assignment]
     made.step(batch, 0)
     assert len(seen) == minibatches
     assert any(bool(grad.any()) for grads in seen for grad in grads.values())

@@ -45,9 +45,9 @@ def policy(made: TorchLearner) -> Tensor:
 
 def share_moved(made: TorchLearner) -> float:
     """Of the weights that the optimizer changes, by one step."""
-    before = all_of(made.trained.parameters).clone()
+    before = all_of(made.policy.trained.parameters).clone()
     made.step(batch(0), 0)
-    return float((all_of(made.trained.parameters) != before).float().mean())
+    return float((all_of(made.policy.trained.parameters) != before).float().mean())
 
 
 def test_the_first_step_at_1e_6_moves_as_many_weights_as_in_float32(folder: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_policy_is_its_masters_rounded(folder: Path) -> None:
         made.step(batch(version), version)
         for name, parameter in made.model.named_parameters():
             assert parameter.dtype == BF16
-            assert torch.equal(parameter.detach(), made.trained.parameters[name].detach().to(BF16))
+            assert torch.equal(parameter.detach(), made.policy.trained.parameters[name].detach().to(BF16))
             assert parameter.grad is None
 
 
@@ -86,8 +86,8 @@ def test_gradients_are_added_up_in_float32(folder: Path) -> None:
     name, parameter = next(iter(made.model.named_parameters()))
     for _ in range(257):
         parameter.grad = torch.ones_like(parameter)
-        made.trained.take_gradients()
-    grad = made.trained.parameters[name].grad
+        made.policy.trained.take_gradients()
+    grad = made.policy.trained.parameters[name].grad
     assert grad is not None
     assert float(grad.max()) == 257.0  # in bfloat16 the sum stays at 256
 
@@ -107,8 +107,8 @@ def test_masters_follow_who_trains_the_policy_in_place(folder: Path) -> None:
 def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
     made = begun(folder, "float32")
     made.step(batch(0), 0)
-    assert all(made.trained.parameters[name] is parameter for name, parameter in made.model.named_parameters())
-    assert not any("master" in name for name in made._optimized())
+    assert all(made.policy.trained.parameters[name] is parameter for name, parameter in made.model.named_parameters())
+    assert not any("master" in name for name in made.policy.tensors())
 
 
 @pytest.mark.parametrize(("recorded", "found"), [({}, "policy"), ({"master_dtype": "float32"}, "float32")])

@@ -307,7 +307,7 @@ def bias(learner: Learner) -> torch.Tensor:
 
 
 def moment(learner: Learner) -> torch.Tensor:
-    return learner.optimizer.state[learner.model.get_input_embeddings().weight]["exp_avg_sq"]  # type: ignore[attr-defined]
+    return learner.policy.adamw.state[learner.model.get_input_embeddings().weight]["exp_avg_sq"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -1,0 +1,70 @@
+"""What is known of a batch before a version's first update: advantages, and what other policies say of its tokens.
+
+Shapes: R rows, B masked tokens of the batch, one row after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.critic import explained_variance
+from rollflow.tasks.objectives.advantages import advantages, shaped
+from rollflow.tasks.objectives.config import Advantage
+from rollflow.tasks.objectives.gae import token_advantages, token_rewards
+from rollflow.tasks.objectives.packing import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the batch's rewards make of its tokens."""
+
+    advantage_B: Tensor  # of the type of the rewards
+    signal_R: np.ndarray  # bool: whether a token of the row has an advantage
+    returns_B: Tensor | None = None  # float64, with a critic: what it is to expect
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What is not needed is not there. Log-probs are in nats."""
+
+    judged: Judged
+    behaviour_B: Tensor  # log-probs of the policy that sampled
+    proximal_B: Tensor | None  # of the learner; None with one update a version, which has them itself
+    kept_B: Tensor | None  # bool: which tokens count, where the objective looks at the whole batch
+    reference_B: Tensor | None  # of the reference
+    values_B: Tensor | None  # of the critic
+
+    @property
+    def signal_R(self) -> np.ndarray:
+        """Whether a token of the row has an advantage."""
+        return self.judged.signal_R
+
+    def metrics(self) -> Mapping[str, float]:
+        """What the critic knew."""
+        if self.values_B is None or self.judged.returns_B is None:
+            return {}
+        explained = explained_variance(self.values_B, self.judged.returns_B)
+        return {"explained_variance": explained, "value_mean": float(self.values_B.mean())}
+
+
+def judge(
+    part: Advantage, data: Rows, longest: int, *, price_B: Tensor | None = None, values_B: Tensor | None = None
+) -> Judged:
+    """Advantages of a batch; `price_B` is taken from its rewards, and `values_B` are a critic's."""
+    rewards_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
+    price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
+    rows_B, returns_B = torch.from_numpy(data.rows), None
+    if values_B is None:
+        paid_R = rewards_R.index_add(0, rows_B, -price_B)
+        found_B = advantages(part, paid_R, torch.from_numpy(data.groups), tokens_R, longest)[rows_B]
+    else:
+        rewards_B = token_rewards(shaped(part, rewards_R, tokens_R, longest), price_B, data.starts)
+        found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)
+    signal_R = np.zeros(len(data.rewards), dtype=bool)
+    signal_R[data.rows[found_B.numpy() != 0]] = True
+    return Judged(found_B.to(rewards_R.dtype), signal_R, returns_B)

@@ -1,0 +1,38 @@
+"""What is not finite is not trained on: `NotFinite`, before an optimizer takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.storage.errors import NotFinite
+from rollflow.tasks.objectives.packing import Rows
+
+
+def check_batch(data: Rows, version: int) -> None:
+    """`NotFinite` if what is trained on is not: an objective may bound it to something that looks sound."""
+    made_by = {"a log-prob": (data.behaviour, "engine"), "a reward": (data.rewards, "verifier")}
+    for name, (values, maker) in made_by.items():
+        wrong = values[~np.isfinite(values)]
+        if len(wrong):
+            raise NotFinite(
+                f"version {version + 1} is not trained: {name} of batch {version} is {wrong[0]}; "
+                f"mend the {maker}, and begin another run with what `rollflow export` gives"
+            )
+
+
+def check_figures(figures: Mapping[str, float], version: int, cure: str = "train.learning_rate") -> None:
+    """`NotFinite` if a figure of an update is not; asked before the optimizer takes its gradient."""
+    for name, value in figures.items():
+        if not np.isfinite(value):
+            raise NotFinite(f"version {version + 1} is not trained: {name} of batch {version} is {value}; lower {cure}")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is a NaN or an infinity, in one pass without a copy."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

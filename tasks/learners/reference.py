@@ -1,0 +1,62 @@
+"""The reference: a frozen policy that a penalty measures the divergence from.
+
+It is the policy at the first version that is trained, or with `every` the newest of every n-th version. Its weights are
+part of the learner's state, so that any train step can be replayed whatever was pruned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.optimized import check_fit
+from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+
+VERSION = "version"  # in its state: which version's weights it has
+
+
+class Reference:
+    """See the module's docstring."""
+
+    def __init__(self, policy: Any, every: int) -> None:
+        self._policy, self._every = policy, every
+        self._model = copy.deepcopy(policy).eval().requires_grad_(False)
+        self.token_logprobs = TokenLogprobs(self._model)
+        self.version = -1  # none yet
+
+    def follow(self, version: int) -> None:
+        """Before `version` is trained: where it is due, become what the policy is."""
+        if self.version < 0 or (self._every and version % self._every == 0):
+            self._take(named_tensors(self._policy))
+            self.version = version
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of its state; nothing before the first version that was trained."""
+        return {**named_tensors(self._model), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """`Corrupt` if it is not what `tensors` gave."""
+        if saved:
+            check_fit("the reference does", saved, {**named_tensors(self._model), VERSION: torch.tensor(0)})
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave."""
+        self.version = int(saved[VERSION]) if saved else -1
+        if saved:
+            self._take(saved)
+
+    @torch.no_grad()
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in named_tensors(self._model).items():
+            tensor.copy_(weights[name])
+
+
+def named_tensors(model: Any) -> dict[str, Tensor]:
+    """A policy's tensors by Hugging Face name; a tensor tied to another is named once."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ())
+    keep = {} if not model.config.tie_word_embeddings else tied
+    return {n: t.detach().contiguous() for n, t in model.state_dict().items() if n not in keep}

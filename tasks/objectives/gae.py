@@ -1,0 +1,52 @@
+"""Advantages of tokens, from what a critic expects after each (Schulman et al. 2016, Generalized advantage estimation).
+
+Shapes: R trajectories, B all their tokens that the policy chose, one trajectory after the other. What an environment
+wrote between two of them is no step. A trajectory ends with its last token, and nothing is expected after it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.tasks.objectives.advantages import signed, whitened
+from rollflow.tasks.objectives.config import Advantage
+
+
+def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
+    """(B,) float64: each token pays its price, and the last of a trajectory has its reward.
+
+    `starts` (R + 1) is where each trajectory begins in B.
+    """
+    found_B = -price_B.double()
+    some = np.flatnonzero(np.diff(starts))  # trajectories that have a token
+    found_B[torch.from_numpy(starts[some + 1] - 1)] += rewards_R.double()[torch.from_numpy(some)]
+    return found_B
+
+
+def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+    """(B,) advantages and (B,) returns, which the critic is to expect; float64.
+
+    A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t; the return is A_t + V_t, before whitening.
+    """
+    counts = np.diff(starts)
+    at = np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+    plain_B = torch.from_numpy(_gae(part, _rows(rewards_B, at, counts), _rows(values_B, at, counts))[at])
+    scaled_B = whitened(plain_B, torch.ones_like(plain_B)) if part.scale == "whiten" else plain_B
+    return signed(part, scaled_B), plain_B + values_B.double()
+
+
+def _rows(values_B: Tensor, at: tuple[np.ndarray, np.ndarray], counts: np.ndarray) -> np.ndarray:
+    """(R, longest + 1) float64, with zeros behind each trajectory's end."""
+    found = np.zeros((len(counts), int(counts.max(initial=0)) + 1))
+    found[at] = values_B.numpy()
+    return found
+
+
+def _gae(part: Advantage, rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
+    found = np.zeros_like(rewards)
+    for t in range(rewards.shape[1] - 2, -1, -1):
+        surprise = rewards[:, t] + part.gamma * values[:, t + 1] - values[:, t]
+        found[:, t] = surprise + part.gamma * part.gae_lambda * found[:, t + 1]
+    return found
