@@ -3,14 +3,17 @@
 All of them are over the tokens that had a gradient, each counted once. An age is the version that is trained less the
 one that sampled the token; `OLDEST` stands for what is older, too. Names end in `_age_<age>`; without it, all ages.
 
-- `ratio_mean`, `ratio_max`: of pi/mu as the update saw it; fresh tokens of an exact engine have 1.
+- `ratio_mean`, `ratio_max`, and of 1 and 99 in 100 tokens `ratio_p1`, `ratio_p99`: of pi/mu as the update saw it; fresh
+  tokens of an exact engine have 1.
 - `effective_samples`: (sum of pi/mu)^2 over the sum of its squares, by the number of tokens (Kish 1965): 1 where all
   weights are equal.
-- `clipped_up`, `clipped_down`: share of tokens that a clip, cap or mask held back, by the sign of the advantage.
+- `clipped_up`, `clipped_down`: share of tokens that a clip held back, by the sign of the advantage.
+- `corrected`: share of tokens whose ratio a correction found out of range, and capped or left out.
 - `kl_behaviour`: KL(mu || pi) in nats by its estimator r - 1 - log r, r = pi/mu (k3).
 - `ratio_distance`: mean |log pi/mu|. Before the first update, on tokens of the newest version (`engine_gap`), that is
   how far the learner's log-probs are from the engine's; the probe of a weight update looks at fixed tokens only.
 - `entropy`: of the policy where it chose a token, where the objective asks for it.
+- `kl_reference`: KL(pi || reference) in nats a token by k3, where there is a reference; of all ages together.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Diagnostics:
         self.version = version
         self._found: list[np.ndarray] = []  # columns: see `add`
         self._gaps: list[np.ndarray] = []
+        self._divergences: list[np.ndarray] = []
 
     def add(self, tokens: MaskedTokens, loss: TokenLoss, versions_M: Tensor) -> None:
         """Take in a micro-batch; `versions_M` sampled its tokens."""
@@ -42,9 +46,13 @@ class Diagnostics:
         entropy_M = torch.zeros_like(change_M) if tokens.entropy_M is None else tokens.entropy_M.detach()
         age_M = (self.version - versions_M).clamp(0, OLDEST)
         up_M = tokens.advantage_M > 0
-        columns = age_M, change_M, loss.clipped_M & up_M, loss.clipped_M & ~up_M, entropy_M
+        corrected_M = torch.zeros_like(up_M) if loss.corrected_M is None else loss.corrected_M
+        columns = age_M, change_M, loss.clipped_M & up_M, loss.clipped_M & ~up_M, corrected_M, entropy_M
         found = torch.stack([column.double().cpu() for column in columns]).numpy()
         self._found.append(found)
+        if tokens.reference_M is not None:
+            off_M = (tokens.reference_M - tokens.logp_M.detach()).double().clamp(-BOUND, BOUND)
+            self._divergences.append((off_M.exp() - 1 - off_M).cpu().numpy())
         if not self.updates:
             self._gaps.append(np.abs(found[1][found[0] == 0]))
 
@@ -56,20 +64,25 @@ class Diagnostics:
         told = _of(found, "", entropy)
         for age in np.unique(found[0]):
             told |= _of(found[:, found[0] == age], f"_age_{int(age)}", entropy)
-        gaps = np.concatenate(self._gaps)
-        return told | ({"engine_gap": float(gaps.mean())} if len(gaps) else {})
+        for name, parts in (("engine_gap", self._gaps), ("kl_reference", self._divergences)):
+            if sum(map(len, parts)):
+                told[name] = float(np.concatenate(parts).mean())
+        return told
 
 
 def _of(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
     """Of some tokens; names end in `end`."""
-    _, change, up, down, entropies = found
+    _, change, up, down, corrected, entropies = found
     ratio = np.exp(change)
     told = {
         "ratio_mean": ratio.mean(),
         "ratio_max": ratio.max(),
+        "ratio_p1": np.quantile(ratio, 0.01),
+        "ratio_p99": np.quantile(ratio, 0.99),
         "effective_samples": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
         "clipped_up": up.mean(),
         "clipped_down": down.mean(),
+        "corrected": corrected.mean(),
         "kl_behaviour": (ratio - 1 - change).mean(),
         "ratio_distance": np.abs(change).mean(),
     }

@@ -41,10 +41,11 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token (M,), and whether a clip or a cap held it back (M,) bool."""
+    """Loss of each token, and what held it back; all (M,)."""
 
     loss_M: Tensor
-    clipped_M: Tensor
+    clipped_M: Tensor  # bool: a clip of its ratio
+    corrected_M: Tensor | None = None  # bool: a correction found its ratio out of range, and capped it or left it out
 
 
 class Objective(Protocol):

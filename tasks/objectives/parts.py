@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -42,9 +44,9 @@ class ObjectiveOfParts(Objective):
             return found
         if part.outside == "second-moment":
             assert tokens.kept_M is not None
-            return TokenLoss(torch.where(tokens.kept_M, found.loss_M, 0.0), found.clipped_M | ~tokens.kept_M)
+            return TokenLoss(torch.where(tokens.kept_M, found.loss_M, 0.0), found.clipped_M, ~tokens.kept_M)
         weight_M, out_M = weights(part, tokens, old_M if self.uses_proximal else tokens.logp_M)
-        return TokenLoss(weight_M * found.loss_M, found.clipped_M | out_M)
+        return TokenLoss(weight_M * found.loss_M, found.clipped_M, out_M)
 
     def _penalised(self, found: TokenLoss, tokens: MaskedTokens) -> TokenLoss:
         penalties, loss_M = self.config.penalties, found.loss_M
@@ -56,4 +58,4 @@ class ObjectiveOfParts(Objective):
         if penalties.entropy_weight:
             assert tokens.entropy_M is not None
             loss_M = loss_M - penalties.entropy_weight * tokens.entropy_M
-        return TokenLoss(loss_M, found.clipped_M)
+        return replace(found, loss_M=loss_M)

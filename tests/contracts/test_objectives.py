@@ -323,7 +323,9 @@ def test_decoupled_ppo_by_hand() -> None:
     found = build_objective(PartsObjective(kind="decoupled-ppo")).loss(given)
     # second: q = 1.8 is held at 1.28, weight 1; third: weight 30 is capped at 5
     assert found.loss_M.tolist() == pytest.approx([-3.6, -2.56, -12.0], abs=1e-12)
-    assert found.clipped_M.tolist() == [False, True, True]
+    assert found.clipped_M.tolist() == [False, True, False]
+    assert found.corrected_M is not None
+    assert found.corrected_M.tolist() == [False, False, True]
     assert gradient(found, given).tolist() == pytest.approx([-3.6, 0.0, -12.0], abs=1e-12)
 
 
@@ -384,7 +386,6 @@ def test_a_second_moment_keeps_the_most_tokens_it_can() -> None:
         ("tis", 1.0, [False, False, True]),  # ratios 1.2, 0.4, 3; above 2
         ("cispo", 1.0, [False, True, True]),  # below 0.8, above 1.28
         ("reinforce", 1.0, [False, False, False]),
-        ("mis", 1.0, [False, True, False]),  # below 0.5
         ("dppo", 1.0, [False, False, True]),  # pi - mu = 0.06, -0.3, 0.6
         ("dppo", -1.0, [False, True, False]),
         ("kimi", 1.0, [False, False, False]),
@@ -394,6 +395,22 @@ def test_what_was_held_back_is_told(name: str, advantage: float, clipped: list[b
     given = tokens_of([0.36, 0.2, 0.9], [0.3, 0.5, 0.3], advantage)
     found = build_objective(PartsObjective(kind=name)).loss(given)  # type: ignore[arg-type]
     assert found.clipped_M.tolist() == clipped
+    assert found.corrected_M is None
+
+
+@pytest.mark.parametrize(
+    ("name", "corrected"),
+    [
+        ("mis", [False, True, False]),  # ratios 1.2, 0.4, 3; below 0.5
+        ("geometric-mask", [True, True, True]),  # (1.2 x 0.4 x 3)^(1/3) = 1.13
+        ("decoupled-ppo", [False, False, True]),  # pi_p/mu = 1, 0.5, 6; above 5
+    ],
+)
+def test_what_was_corrected_is_told(name: str, corrected: list[bool]) -> None:
+    given = tokens_of([0.36, 0.2, 0.45], [0.3, 0.5, 0.15], 1.0, proximal=[0.3, 0.25, 0.9])
+    found = build_objective(PartsObjective(kind=name)).loss(given)  # type: ignore[arg-type]
+    assert found.corrected_M is not None
+    assert found.corrected_M.tolist() == corrected
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

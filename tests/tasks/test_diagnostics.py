@@ -22,8 +22,10 @@ def added(seen: Diagnostics, ratios: list[float], versions: list[int], clipped: 
         advantage_M=torch.tensor(signs, dtype=F64),
         row_M=torch.arange(len(ratios)),
         entropy_M=torch.arange(1.0, 1 + len(ratios), dtype=F64),
+        reference_M=logp_M.detach() + math.log(2),
     )
-    loss = TokenLoss(torch.zeros(len(ratios), dtype=F64), torch.tensor(clipped))
+    corrected_M = torch.tensor(versions) == 5
+    loss = TokenLoss(torch.zeros(len(ratios), dtype=F64), torch.tensor(clipped), corrected_M)
     seen.add(tokens, loss, torch.tensor(versions, dtype=torch.int32))
 
 
@@ -36,6 +38,10 @@ def test_diagnostics_by_hand() -> None:
     assert found["ratio_mean"] == pytest.approx(3.5 / 3)
     assert found["ratio_max"] == pytest.approx(2.0)
     assert found["effective_samples"] == pytest.approx(3.5**2 / (3 * 5.25))
+    assert (found["ratio_p1"], found["ratio_p99"]) == pytest.approx((0.51, 1.98))  # between the first two, the last two
+    assert found["corrected"] == pytest.approx(1 / 3)
+    assert (found["corrected_age_0"], found["corrected_age_2"]) == (0.0, 1.0)
+    assert found["kl_reference"] == pytest.approx(1 - math.log(2))  # pi/reference is 1/2
     assert found["clipped_up"] == found["clipped_down"] == pytest.approx(1 / 3)
     log = math.log(2)
     assert found["ratio_distance"] == pytest.approx(2 * log / 3)

@@ -1,0 +1,156 @@
+"""The critic: GAE and the clipped loss by hand, its gradient by the plain formula, and that it learns to expect."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import NotFinite
+from rollflow.tasks.learners.critic import explained_variance, value_loss
+from rollflow.tasks.objectives.config import Advantage
+from rollflow.tasks.objectives.gae import token_advantages, token_rewards
+from tests.contracts.test_learners import batch, saved
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_learner import learner, some_batch
+
+PPO = {"kind": "ppo"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def test_a_reward_is_that_of_the_last_token_and_prices_are_paid_on_the_way() -> None:
+    """Rows of two tokens, none, and one."""
+    found = token_rewards(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0.1, 0.2, 0.3]), np.array([0, 2, 2, 3]))
+    assert found.tolist() == pytest.approx([-0.1, 0.8, -0.3], abs=1e-7)
+
+
+def test_advantages_of_tokens_by_hand() -> None:
+    """gamma 0.5, lambda 0.5. Backwards: 1 - 0.4 = 0.6; 0.5 x 0.4 - 0.2 + 0.25 x 0.6 = 0.15. The other row: 0 - 0.8."""
+    part = Advantage(baseline="critic", scale="none", gamma=0.5, gae_lambda=0.5)
+    rewards, values, starts = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.2, 0.4, 0.8]), np.array([0, 2, 3])
+    advantage, returns = token_advantages(part, rewards, values, starts)
+    assert advantage.tolist() == pytest.approx([0.15, 0.6, -0.8], abs=1e-7)
+    assert returns.tolist() == pytest.approx([0.35, 1.0, 0.0], abs=1e-7)
+
+
+def test_signs_are_weighed_after_whitening_and_returns_are_not() -> None:
+    """Advantages 1 and -1 have mean 0 and deviation sqrt(2)."""
+    part = Advantage(baseline="critic", scale="whiten", negative_weight=0.5)
+    advantage, returns = token_advantages(part, torch.tensor([1.0, -1.0]), torch.zeros(2), np.array([0, 1, 2]))
+    assert advantage.tolist() == pytest.approx([2**-0.5, -0.5 * 2**-0.5])
+    assert returns.tolist() == [1.0, -1.0]
+
+
+def test_the_clipped_loss_by_hand() -> None:
+    """Held within 0.2 of 0: 0.5 counts as 0.2 where that is worse; -0.3 towards -1 as -0.2."""
+    found = value_loss(torch.tensor([0.1, 0.5, -0.3]), torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), 0.2)
+    assert found.tolist() == pytest.approx([0.9**2 / 2, 0.8**2 / 2, 0.8**2 / 2])
+
+
+def test_what_is_explained_by_hand() -> None:
+    """The returns vary by 0.25; what is left varies by 0.0625."""
+    returns = torch.tensor([0.0, 1.0])
+    assert explained_variance(torch.tensor([0.25, 0.75]), returns) == pytest.approx(0.75)
+    assert explained_variance(torch.tensor([7.0, 7.0]), returns) == 0.0
+    assert explained_variance(torch.tensor([0.1, 0.9]), torch.ones(2)) == 0.0
+
+
+@pytest.mark.parametrize("model", ["own", "head"])
+def test_its_update_follows_the_plain_formula(folder: Path, model: str) -> None:
+    """One row at a time, no padding: mean over tokens of (value - reward)^2 / 2, at a second version."""
+    made = learner(folder, micro_tokens=24, max_grad_norm=1e9, objective=PPO, critic={"model": model})
+    made.step(some_batch(), 0)
+    assert made.critic is not None
+    values, decoder = copy.deepcopy(made.critic.model), copy.deepcopy(made.model.get_decoder())
+    seen: dict[str, Tensor] = {}
+    step = made.critic.optimized.adamw.step
+
+    def noted() -> None:
+        seen.update({n: p.grad.clone() for n, p in made.critic.model.named_parameters() if p.grad is not None})  # type: ignore[union-attr]
+        step()
+
+    made.critic.optimized.adamw.step = noted  # type: ignore[method-assign,assignment]
+    data = some_batch(seed=3)
+    metrics = made.step(data, 1)
+    if model == "head":  # on what the policy computes after its own update
+        decoder.load_state_dict(made.model.get_decoder().state_dict())
+    loss = plain_loss(values, decoder if model == "head" else values.decoder, data)
+    loss.backward()
+    assert metrics["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in values.named_parameters():
+        torch.testing.assert_close(seen[name], parameter.grad, atol=2e-6, rtol=1e-4)
+
+
+def plain_loss(values: torch.nn.Module, decoder: object, data: TrajectoryBatch) -> Tensor:
+    squares = []
+    for tokens, mask, reward in zip(
+        *(data.table[c].to_pylist() for c in ("tokens", "loss_mask", "reward")), strict=True
+    ):
+        hidden = decoder(input_ids=torch.tensor([tokens])).last_hidden_state[0, :-1]  # type: ignore[operator]
+        if values.decoder is None:
+            hidden = hidden.detach()
+        value = values.head(hidden).squeeze(-1)[torch.tensor(mask[1:])]
+        squares.append((value - reward).square() / 2)
+    return torch.cat(squares).mean()
+
+
+@pytest.mark.parametrize("model", ["own", "head"])
+def test_it_learns_what_to_expect(folder: Path, model: str) -> None:
+    """Of answers whose first token says which are right: the policy stands still."""
+    made = learner(folder, objective=PPO, critic={"model": model, "learning_rate": 0.01}, learning_rate=1e-12)
+    first, *_, last = [made.step(batch(0), version % 10) for version in range(60)]
+    assert first["explained_variance"] == first["value_mean"] == 0.0
+    assert last["explained_variance"] > (0.6 if model == "own" else 0.3)
+    assert last["value_loss"] < first["value_loss"] / 2
+
+
+def test_it_begins_as_the_policy_that_was_there(folder: Path) -> None:
+    """A cold start changes the policy's weights after the learner was made, and before its first step."""
+    made = learner(folder, objective=PPO, critic={"learning_rate": 1e-12})
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.mul_(1.5)
+    before = {name: p.detach().clone() for name, p in made.model.get_decoder().named_parameters()}
+    made.step(batch(0), 0)
+    assert made.critic is not None
+    for name, parameter in made.critic.model.decoder.named_parameters():  # type: ignore[union-attr]
+        torch.testing.assert_close(parameter.detach(), before[name], atol=1e-9, rtol=0)
+
+
+def test_it_changes_the_policy_only_through_its_values(folder: Path) -> None:
+    """Of the first version values are zero, however fast it learns; of the second they are not."""
+    slow, fast = (learner(folder, objective=PPO, critic={"learning_rate": rate}) for rate in (1e-12, 1e-2))
+    for made in (slow, fast):
+        made.step(batch(0), 0)
+    assert saved(slow)[0] == saved(fast)[0]
+    for made in (slow, fast):
+        made.step(batch(1), 1)
+    assert saved(slow)[0] != saved(fast)[0]
+
+
+def test_a_loss_that_is_not_finite_stops_before_its_weights_change(folder: Path) -> None:
+    made = learner(folder, objective=PPO)
+    made.step(batch(0), 0)
+    assert made.critic is not None
+    with torch.no_grad():
+        made.critic.model.head.bias.fill_(1e30)
+    before = {name: p.detach().clone() for name, p in made.critic.model.named_parameters()}
+    with pytest.raises(NotFinite, match=r"version 2 is not trained: .* of batch 1 is (inf|nan); lower train\."):
+        made.step(batch(1), 1)
+    assert all(torch.equal(p.detach(), before[name]) for name, p in made.critic.model.named_parameters())
+
+
+def test_an_objective_without_one_has_none(folder: Path) -> None:
+    made = learner(folder)
+    made.step(batch(0), 0)
+    assert made.critic is None
+    assert not any("critic" in name for name in made.state())

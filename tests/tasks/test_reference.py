@@ -1,0 +1,95 @@
+"""The reference policy, what a divergence from it costs, and the weight that follows a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.objectives.config import Penalties
+from rollflow.tasks.objectives.packing import Rows
+from rollflow.tasks.objectives.penalties import adapted
+from tests.contracts.test_learners import batch
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_learner import learner, near, some_batch, token_logprobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def compared(folder: Path, every: int = 0, **penalties: object) -> TorchLearner:
+    """A learner with a penalty on its divergence from the reference."""
+    given = {"kl_to": "reference", "kl_weight": 0.1, **penalties}
+    return learner(folder, objective={"penalties": given}, reference={"every": every}, learning_rate=0.01)
+
+
+def weights_of(model: object) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [0, 0, 0, 0, 0]), (1, [0, 1, 2, 3, 4]), (2, [0, 0, 2, 2, 4])])
+def test_it_is_the_version_that_was_asked_for(folder: Path, every: int, expected: list[int]) -> None:
+    made = compared(folder, every)
+    policies, versions = [], []
+    for version in range(5):
+        policies.append(weights_of(made.model))
+        made.step(batch(version), version)
+        assert made.reference is not None
+        versions.append(made.reference.version)
+        reference = weights_of(made.reference._model)
+        assert all(torch.equal(*pair) for pair in zip(reference, policies[expected[version]], strict=True))
+    assert versions == expected
+
+
+def test_at_first_there_is_no_divergence_and_then_there_is(folder: Path) -> None:
+    made = compared(folder)
+    first, second = (made.step(batch(version), version) for version in range(2))
+    assert first["kl_reference"] == 0.0
+    assert second["kl_reference"] > 1e-6
+
+
+def test_a_heavy_weight_keeps_the_policy_near(folder: Path) -> None:
+    """The same batches, the same learning rate."""
+    found = {}
+    for weight in (1e-6, 10.0):
+        made = compared(folder, kl_weight=weight)
+        found[weight] = [made.step(batch(version), version)["kl_reference"] for version in range(8)][-1]
+    assert found[10.0] < found[1e-6] / 2
+
+
+def test_what_a_response_pays_in_its_reward_is_its_distance(folder: Path) -> None:
+    """k1, summed over each response, by the log-probs that were recorded and the reference's own."""
+    made = compared(folder, kl="k1", kl_in="reward")
+    given = near(some_batch(), made)
+    data, paid = Rows.of(given), torch.tensor(given.table["reward"].to_pylist())
+    for row, logp in enumerate(token_logprobs(made, given)):  # the reference is what the policy is
+        sampled = torch.from_numpy(data.behaviour[data.starts[row] : data.starts[row + 1]])
+        paid[row] -= 0.1 * float((sampled - logp.detach()).sum())
+    four = paid.view(-1, 4)
+    expected = ((four - four.mean(1, keepdim=True)) / (four.std(1, keepdim=True) + 1e-4)).flatten()
+    made._begin(0)
+    found = made._before(data).judged.advantage_B
+    torch.testing.assert_close(found, expected[torch.from_numpy(data.rows)], atol=1e-5, rtol=1e-4)
+
+
+def test_the_weight_follows_its_target_by_hand() -> None:
+    """0.1 of an error that is held within 0.2; at the target it stays."""
+    part = Penalties(kl_to="reference", kl_weight=0.5, kl_target=0.02)
+    assert adapted(part, 0.5, 0.02) == 0.5
+    assert adapted(part, 0.5, 0.022) == pytest.approx(0.5 * 1.01)
+    assert adapted(part, 0.5, 9.0) == pytest.approx(0.5 * 1.02)
+    assert adapted(part, 0.5, 0.0) == pytest.approx(0.5 * 0.98)
+    assert adapted(Penalties(kl_to="reference", kl_weight=0.5), 0.5, 9.0) == 0.5
+
+
+def test_the_weight_that_a_version_had_is_told_and_the_next_one_is_stored(folder: Path) -> None:
+    made = compared(folder, kl_target=1e-9)
+    told = [made.step(batch(version), version)["kl_weight"] for version in range(3)]
+    assert told == pytest.approx([0.1, 0.1 * 0.98, 0.1 * 0.98 * 1.02])  # no divergence at first, too much then
+    other = compared(folder, kl_target=1e-9)
+    other.load(made.weights(), made.state())
+    assert other.kl_weight == made.kl_weight == pytest.approx(told[-1] * 1.02)
