@@ -55,6 +55,13 @@ every = 0
 restarts = 100
 backoff_seconds = 0.1
 """
+# The same, with everything in the learner's state that there may be.
+WITH_ROLES = f"""{SYNCHRONOUS}
+[train]
+minibatches = 2
+objective = {{ kind = "ppo", penalties = {{ kl_to = "reference", kl_weight = 0.01, kl_target = 0.01 }} }}
+reference = {{ every = 7 }}
+"""
 VERSIONS = 100_000  # however long the kills take on a slow machine, the run does not end before them
 STAGES = {"rollout stage", "train stage", "reward stage"}
 WITNESSED = STAGES | {"learner", "rollout", "reward", "channel", "engine", "supervisor", "runner", "prefect server"}
@@ -118,11 +125,12 @@ def sampled(run: Path, versions: int) -> tuple[list[list[str]], list[object]]:
     return weights, [table.drop(["generation_seconds", "reward_seconds"]).to_pylist() for table in tables]
 
 
-def test_a_synchronous_run_killed_ten_times_is_bit_identical(tmp_path: Path) -> None:
-    quiet = Victim(tmp_path / "quiet", SYNCHRONOUS)
+@pytest.mark.parametrize("recipe", [SYNCHRONOUS, WITH_ROLES], ids=["plain", "roles"])
+def test_a_synchronous_run_killed_ten_times_is_bit_identical(tmp_path: Path, recipe: str) -> None:
+    quiet = Victim(tmp_path / "quiet", recipe)
     assert quiet.finish([], RUN_SECONDS).right
     draw = random.Random()
-    killed = Victim(tmp_path / "killed", SYNCHRONOUS)
+    killed = Victim(tmp_path / "killed", recipe)
     try:
         killed.wait_version(1, RUN_SECONDS)  # before that there may be nothing to resume
         for role in draw.choices(KILLED, k=10):

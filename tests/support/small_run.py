@@ -24,6 +24,12 @@ from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run_context import RunContext
 
 GROUPS, SIZE = 2, 4
+# A learner with everything in its state that there may be.
+ALL_ROLES = {
+    "objective": {"kind": "ppo", "penalties": {"kl_to": "reference", "kl_weight": 0.1, "kl_target": 0.01}},
+    "reference": {"every": 2},
+    "minibatches": 2,
+}
 
 
 class Halt(Exception):
@@ -65,6 +71,7 @@ def prepare_small(
     run_id: str = "small",
     versions: int = 6,
     prompts: Sequence[Mapping[str, object]] = (),
+    train: Mapping[str, object] | None = None,
     **store: object,
 ) -> RunContext:
     """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
@@ -79,7 +86,7 @@ def prepare_small(
             "group_size": SIZE,
             "async_ratio": 1,
             "engine": {"kind": "transformers", "max_new_tokens": 8},
-            "train": {"warmup_versions": 0, "learning_rate": 1e-3},
+            "train": {"warmup_versions": 0, "learning_rate": 1e-3, **(train or {})},
             "evaluation": {"prompts": 4},
             "store": store,
             **({"prompts": prompts} if prompts else {}),

@@ -25,15 +25,17 @@ from rollflow.tasks.learners.restore import Restored, files, new_learner, restor
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run_context import RunContext
 from tests.support.log_runs import of_kind
-from tests.support.small_run import StoreFeed, prepare_small, train_small
+from tests.support.small_run import ALL_ROLES, StoreFeed, prepare_small, train_small
 
 Prepare = Callable[..., RunContext]
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Prepare:
+    """Makes runs; its parameter, if it has one, is their `[train]`."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
-    return lambda run_id="small", **store: prepare_small(tmp_path, run_id, **{"keep_last": 10, **store})
+    train = getattr(request, "param", None)
+    return lambda run_id="small", **store: prepare_small(tmp_path, run_id, train=train, **{"keep_last": 10, **store})
 
 
 def hashes(learner: Learner) -> dict[str, str]:
@@ -45,6 +47,10 @@ def restored(context: RunContext, version: int, *, heal: bool = False) -> tuple[
     return learner, restore(context.policies, context.batches, learner, version, heal=heal)
 
 
+WITH_AND_WITHOUT_ROLES = pytest.mark.parametrize("small", [None, ALL_ROLES], ids=["plain", "roles"], indirect=True)
+
+
+@WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize(("every", "bases"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 0, 0, 3, 3, 3, 6])])
 def test_any_version_can_be_restored(small: Prepare, every: int, bases: list[int]) -> None:
     context = small(state_every=every)
@@ -60,6 +66,7 @@ def test_any_version_can_be_restored(small: Prepare, every: int, bases: list[int
         assert bool(policies.find(version).state) == (bases[version] == version)
 
 
+@WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_killed_learner_ends_where_the_unbroken_one_does(small: Prepare, every: int) -> None:
     whole, broken = small("whole"), small("broken", state_every=every)
@@ -81,6 +88,7 @@ def flip(context: RunContext, stored: StoredObject) -> None:
     context.store.put(stored.path, bytes(data))
 
 
+@WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize("damage", [flip, lambda c, o: c.store.delete(o.path), lambda c, o: c.store.put(o.path, b"x")])
 def test_damaged_objects_are_made_again(small: Prepare, damage: Callable[[RunContext, StoredObject], None]) -> None:
     """The newest version's weights and the state of the one before are lost; a restarted learner heals both."""
@@ -109,6 +117,7 @@ def test_what_cannot_be_rebuilt_is_named(small: Prepare) -> None:
         restored(context, 2)
 
 
+@WITH_AND_WITHOUT_ROLES
 def test_a_replay_that_differs_goes_on_with_the_published_weights(small: Prepare) -> None:
     """Version 3 was published with other weights than its batch gives, as another machine would have."""
     context = small(state_every=2)
