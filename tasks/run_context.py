@@ -194,10 +194,13 @@ class RunContext:
         self.__dict__.update(state, cache=node_cache())
 
 
+BEFORE = {"master_dtype": "policy", "share_prompts": False}  # keys of [train] that came later: as it was without them
+
+
 def _as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
     """A recorded config holds every key that there was; a key that came later says how things were before it."""
     train = recorded.get("train")
-    return {**recorded, "train": {"master_dtype": "policy", **train}} if isinstance(train, Mapping) else recorded
+    return {**recorded, "train": {**BEFORE, **train}} if isinstance(train, Mapping) else recorded
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:

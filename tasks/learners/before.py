@@ -16,7 +16,7 @@ from rollflow.tasks.learners.critic import explained_variance
 from rollflow.tasks.objectives.advantages import advantages, shaped
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
-from rollflow.tasks.objectives.packing import Rows
+from rollflow.tasks.objectives.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

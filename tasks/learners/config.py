@@ -50,6 +50,10 @@ class TrainBase(Section):
         description="type of the weights that the optimizer changes, and of its moments; policy: policy.dtype",
     )
     minibatches: int = Field(1, gt=0, description="optimizer steps per version; each sees its part of the groups")
+    share_prompts: bool = Field(
+        True,
+        description="run a group's responses behind one copy of their prompt, where that saves work",
+    )
     micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
 
     @model_validator(mode="before")

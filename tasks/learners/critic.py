@@ -55,8 +55,9 @@ class Critic:
 
     def values(self, micro: MicroBatch) -> Tensor:
         """(M,) float32, what is expected before each of the tokens."""
-        row, position = (index.to(self.model.head.weight.device) for index in micro.where)
-        hidden_MH = self._hidden(micro.tokens.to(row.device))[row, position]
+        device = self.model.head.weight.device
+        row, position = (index.to(device) for index in micro.where)
+        hidden_MH = self._hidden(micro.inputs(device, self._policy.dtype))[row, position]
         found: Tensor = self.model.head(hidden_MH.float()).squeeze(-1)
         return found
 
@@ -93,12 +94,12 @@ class Critic:
     def _weights(self) -> dict[str, Tensor]:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def _hidden(self, tokens_RT: Tensor) -> Tensor:
-        """(R, T, H); where the policy computes it, without a gradient."""
+    def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """(L, T, H); where the policy computes it, without a gradient."""
         own = self.model.decoder
         decoder = self._policy.get_decoder() if own is None else own
         with torch.set_grad_enabled(own is not None and torch.is_grad_enabled()):
-            found: Tensor = decoder(input_ids=tokens_RT, use_cache=False).last_hidden_state
+            found: Tensor = decoder(**inputs, use_cache=False).last_hidden_state
         return found
 
 

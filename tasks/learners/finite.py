@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import NotFinite
-from rollflow.tasks.objectives.packing import Rows
+from rollflow.tasks.objectives.rows import Rows
 
 
 def check_batch(data: Rows, version: int) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -62,7 +63,7 @@ class TokenLogprobs:
 
     def __call__(
         self,
-        tokens_RT: Tensor,
+        inputs: Mapping[str, Tensor],
         where: tuple[Tensor, Tensor],
         targets_M: Tensor,
         *,
@@ -71,9 +72,10 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, that of what they were chosen from.
 
-        `where` is (row, position) of the M tokens that come before them.
+        `inputs` are the decoder's: (R, T) `input_ids`, and what else it takes. `where` is (row, position) of the M
+        tokens that come before them.
         """
-        hidden_MH = self._hidden(tokens_RT)[where]
+        hidden_MH = self._hidden(inputs)[where]
         parts = self._chunks(len(targets_M))
         if parts == 1:
             return self._chosen(hidden_MH, targets_M, temperature, entropy)
@@ -85,8 +87,8 @@ class TokenLogprobs:
         """How many; they are of one length, but for one token."""
         return max(1, math.ceil(tokens / max(1, LOGITS_BYTES // (4 * self._vocabulary))))
 
-    def _hidden(self, tokens_RT: Tensor) -> Tensor:
-        output = self._decoder(input_ids=tokens_RT, use_cache=False)
+    def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        output = self._decoder(**inputs, use_cache=False)
         self._kind = type(output)
         return cast(Tensor, output.last_hidden_state)
 
@@ -124,7 +126,7 @@ class TokenLogprobs:
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
         self._vocabulary = theirs_TV.shape[-1]
-        ours_TV = torch.log_softmax(self._logits(self._hidden(tokens_1T)[0]).float(), -1)
+        ours_TV = torch.log_softmax(self._logits(self._hidden({"input_ids": tokens_1T})[0]).float(), -1)
         return float((ours_TV - theirs_TV).abs().nan_to_num(0.0).max())  # of broken weights, both are NaN
 
 

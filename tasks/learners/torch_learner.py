@@ -9,7 +9,7 @@ Rows of advantage zero have exactly zero gradient and are not run, unless the ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,13 +29,15 @@ from rollflow.tasks.learners.finite import all_finite, check_batch, check_figure
 from rollflow.tasks.learners.optimized import Optimized, check_fit
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
+from rollflow.tasks.learners.shared_prompts import shared_width
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
-from rollflow.tasks.objectives.packing import MicroBatch, Rows, micro_batches
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.penalties import adapted, kl_estimate
+from rollflow.tasks.objectives.rows import Rows
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
@@ -77,6 +79,7 @@ class TorchLearner:
         self.longest = longest
         self.shard_bytes = shard_bytes
         self.policy = Optimized(self.model, config, config.learning_rate)
+        self.width = shared_width(self.model, self.token_logprobs) if config.share_prompts else None
         self._add_roles()
 
     def _add_roles(self) -> None:
@@ -178,7 +181,7 @@ class TorchLearner:
     def _pass(self, data: Rows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
         """(B,) what `of` gives for the tokens of these rows; zero for others."""
         found_B = torch.zeros(len(data.chosen))
-        for micro in micro_batches(data, rows, self.config.micro_tokens):
+        for micro in self._micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
         return found_B
 
@@ -193,6 +196,9 @@ class TorchLearner:
         """Those that have a gradient: where the advantage is exactly zero, few objectives do."""
         return [r for r in rows if self.objective.every_row or judged.signal_R[r]]
 
+    def _micros(self, data: Rows, rows: Sequence[int]) -> Iterator[MicroBatch]:
+        return micro_batches(data, rows, self.config.micro_tokens, self.width)
+
     def _updates(self, data: Rows, before: Before, part: list[int], seen: Diagnostics) -> dict[str, float]:
         """One optimizer step over the rows of one minibatch, and one of the critic."""
         found = self._update(data, before, part, seen)
@@ -204,10 +210,10 @@ class TorchLearner:
         weight_R[part] = row_weights(tokens_R, self.config.objective.aggregation, self.longest).float()
         self.policy.clear()
         total = 0.0
-        for micro in micro_batches(data, self._run(part, before.judged), self.config.micro_tokens):
+        for micro in self._micros(data, self._run(part, before.judged)):
             tokens = self._masked_tokens(micro, before)
             result = self.objective.loss(tokens)
-            loss = (result.loss_M * weight_R[micro.rows[micro.where[0]]].to(self.device)).sum()
+            loss = (result.loss_M * weight_R[micro.row_M].to(self.device)).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             self.policy.trained.take_gradients()
             total += float(loss.detach())
@@ -223,9 +229,8 @@ class TorchLearner:
             return {}
         assert before.values_B is not None
         assert before.judged.returns_B is not None
-        micros = micro_batches(data, part, self.config.micro_tokens)
         tokens = int(data.masked_tokens[part].sum())
-        loss = self.critic.update(micros, before.values_B, before.judged.returns_B, tokens)
+        loss = self.critic.update(self._micros(data, part), before.values_B, before.judged.returns_B, tokens)
         found = {"value_loss": loss, "critic_grad_norm": self.critic.optimized.clip()}
         check_figures(found, version, "train.critic.learning_rate")
         self.critic.optimized.apply()
@@ -245,7 +250,7 @@ class TorchLearner:
             logp_M=logp_M,
             behaviour_M=before.behaviour_B[micro.among].to(self.device),
             advantage_M=before.judged.advantage_B[micro.among].to(self.device),
-            row_M=micro.where[0].to(self.device),
+            row_M=micro.row_M.to(self.device),
             proximal_M=proximal_M,
             entropy_M=entropy_M,
             kept_M=known(before.kept_B),
@@ -260,7 +265,9 @@ class TorchLearner:
         ids_1T = torch.tensor([list(tokens)], device=self.device)
         before_T = torch.arange(len(tokens) - 1, device=self.device)
         with torch.no_grad():
-            logp_T, _ = self.token_logprobs(ids_1T, (torch.zeros_like(before_T), before_T), ids_1T[0, 1:])
+            logp_T, _ = self.token_logprobs(
+                {"input_ids": ids_1T}, (torch.zeros_like(before_T), before_T), ids_1T[0, 1:]
+            )
         return tuple(logp_T.tolist())
 
     def _own_logprobs(self, micro: MicroBatch) -> Tensor:
@@ -279,7 +286,7 @@ class TorchLearner:
         """
         row, position = (index.to(self.device) for index in micro.where)
         return (of or self.token_logprobs)(
-            micro.tokens.to(self.device),
+            micro.inputs(self.device, self.model.dtype),
             (row, position),
             micro.targets.to(self.device),
             temperature=self.temperature,

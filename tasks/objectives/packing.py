@@ -1,7 +1,7 @@
-"""From Arrow columns to tensors: padded micro-batches of rows of like length.
+"""From a batch to tensors: padded micro-batches of rows of like length.
 
-Shapes: R rows (trajectories), T padded tokens, M loss-masked tokens of the rows at hand. Padding is on the
-right, so causal attention never sees it and no attention mask is needed.
+Shapes: R rows (trajectories), L lines, T padded tokens, M loss-masked tokens of the rows at hand. Padding is on the
+right, so causal attention never sees it; where rows share a prompt, a mask keeps them apart.
 """
 
 from __future__ import annotations
@@ -10,109 +10,59 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
-from rollflow.storage.batch import TrajectoryBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow).
-
-    B are its loss-masked tokens, one row after the other. Whatever is known of each is a flat (B,) array or tensor.
-    """
-
-    tokens: np.ndarray  # int32, all rows' tokens
-    offsets: np.ndarray  # int64, R + 1: where each row begins in `tokens`
-    chosen: np.ndarray  # int64, (B,) where the loss-masked tokens are in `tokens`
-    starts: np.ndarray  # int64, R + 1: where each row begins in what is flat over B
-    behaviour: np.ndarray  # float32, (B,) nats
-    versions: np.ndarray  # int32, (B,) that sampled each token
-    groups: np.ndarray  # int64, R: number of each row's group, from 0
-    rewards: np.ndarray  # float32, R
-
-    @classmethod
-    def of(cls, batch: TrajectoryBatch) -> Rows:
-        """Open a batch's columns."""
-        table = batch.table
-        tokens = _column(table, "tokens")
-        offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)
-        mask = _view(_column(table, "loss_mask").flatten().cast(pa.uint8())).copy()
-        mask[offsets[:-1]] = 0  # nothing predicts a first token
-        chosen = np.flatnonzero(mask)
-        numbers = {key: i for i, key in enumerate(batch.keys)}
-        pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
-        return cls(
-            tokens=_view(tokens.flatten()),
-            offsets=offsets,
-            chosen=chosen,
-            starts=np.searchsorted(chosen, offsets),
-            behaviour=_view(_column(table, "logprobs").flatten())[chosen],
-            versions=_view(_column(table, "versions").flatten())[chosen],
-            groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
-            rewards=_view(_column(table, "reward")),
-        )
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row."""
-        return np.diff(self.offsets)
-
-    @property
-    def masked_tokens(self) -> np.ndarray:
-        """Loss-masked tokens of each row."""
-        return np.diff(self.starts)
-
-    @property
-    def rows(self) -> np.ndarray:
-        """(B,) row of each masked token."""
-        return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
+from rollflow.tasks.objectives.lines import Line, lay, lines_of
+from rollflow.tasks.objectives.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows, padded. `where` picks their M masked tokens: position t - 1 predicts token t."""
+    """L lines, padded to T tokens. Each is a row, or some rows of a group behind one copy of their prompt.
 
-    rows: Tensor  # (r,) rows of the batch
-    tokens: Tensor  # (r, T) int64
-    where: tuple[Tensor, Tensor]  # (M,) row within the micro-batch, (M,) position of the predicting token
+    `where` picks the M masked tokens of their rows: the hidden state at that place predicts the token.
+    """
+
+    tokens: Tensor  # (L, T) int64
+    where: tuple[Tensor, Tensor]  # (M,) line, (M,) place of the token before, in the line
     targets: Tensor  # (M,) int64
+    row_M: Tensor  # int64: row of the batch that each of them is of
     among: Tensor  # (M,) int64: which of the batch's B masked tokens they are
+    positions: Tensor | None = None  # (L, T) int64, where a line has several rows
+    seen: Tensor | None = None  # (L, 1, T, T) bool, likewise: what each token (third axis) attends to
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What a decoder is called with, beside `use_cache`."""
+        found = {"input_ids": self.tokens.to(device)}
+        if self.positions is None or self.seen is None:
+            return found
+        least = torch.finfo(dtype).min
+        mask = torch.zeros(self.seen.shape, dtype=dtype, device=device).masked_fill_(~self.seen.to(device), least)
+        return {**found, "position_ids": self.positions.to(device), "attention_mask": mask}
 
 
-def micro_batches(data: Rows, rows: Sequence[int], micro_tokens: int) -> Iterator[MicroBatch]:
-    """Split rows, longest first, into padded micro-batches of at most `micro_tokens` (one row at least)."""
-    order = sorted(rows, key=lambda r: (-int(data.lengths[r]), r))
+def micro_batches(data: Rows, rows: Sequence[int], micro_tokens: int, width: int | None = None) -> Iterator[MicroBatch]:
+    """Split rows, longest first, into padded micro-batches of at most `micro_tokens` (one row at least).
+
+    With `width`, that of a model which can, rows of a group share their prompt where that saves work (`lines.py`).
+    """
+    order = sorted(lines_of(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0]))
     while order:
-        take = max(1, micro_tokens // int(data.lengths[order[0]]))
+        take = max(1, micro_tokens // order[0].length)
         yield _micro_batch(data, order[:take])
         order = order[take:]
 
 
-def _micro_batch(data: Rows, rows: list[int]) -> MicroBatch:
-    tokens = np.zeros((len(rows), int(data.lengths[rows[0]])), dtype=np.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : data.lengths[row]] = data.tokens[data.offsets[row] : data.offsets[row + 1]]
-    among = np.concatenate([np.arange(data.starts[row], data.starts[row + 1]) for row in rows])
-    at_row = np.repeat(np.arange(len(rows)), data.masked_tokens[rows])
-    at_token = data.chosen[among] - data.offsets[rows][at_row]
-    where = (torch.from_numpy(at_row), torch.from_numpy(at_token - 1))
+def _micro_batch(data: Rows, lines: Sequence[Line]) -> MicroBatch:
+    laid = lay(data, lines)
+    several = any(line.prompt for line in lines)
     return MicroBatch(
-        rows=torch.tensor(rows),
-        tokens=torch.from_numpy(tokens),
-        where=where,
-        targets=torch.from_numpy(tokens[at_row, at_token]),
-        among=torch.from_numpy(among),
+        tokens=torch.from_numpy(laid.tokens),
+        where=(torch.from_numpy(laid.at[0]), torch.from_numpy(laid.at[1])),
+        targets=torch.from_numpy(data.tokens[data.chosen[laid.among]].astype(np.int64)),
+        row_M=torch.from_numpy(laid.row),
+        among=torch.from_numpy(laid.among),
+        positions=torch.from_numpy(laid.positions) if several else None,
+        seen=torch.from_numpy(laid.seen) if several else None,
     )
-
-
-def _column(table: pa.Table, name: str) -> pa.Array:
-    column = table[name].combine_chunks()
-    return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-
-
-def _view(values: pa.Array) -> np.ndarray:
-    """The numbers as they lie in the Arrow buffer; `to_numpy` would first import pandas, on the way of a restart."""
-    return np.from_dlpack(values)

@@ -28,10 +28,10 @@ from rollflow.tasks.objectives.config import (
     PartsObjective,
     Penalties,
 )
-from rollflow.tasks.objectives.packing import Rows as PackedRows
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.objectives.ratios import log_ratio
+from rollflow.tasks.objectives.rows import Rows as PackedRows
 from tests.support import oracles
 from tests.support.dual import Dual
 from tests.support.oracles import LONGEST, ORACLES, Row, Rows

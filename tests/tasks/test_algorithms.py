@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
@@ -13,7 +16,9 @@ from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGro
 from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.config import Advantage
-from rollflow.tasks.objectives.packing import Rows, micro_batches
+from rollflow.tasks.objectives.lines import lines_of
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.rows import Rows
 
 F64 = torch.float64
 
@@ -129,17 +134,91 @@ def test_packing_pairs_every_masked_token_with_its_predictor() -> None:
     assert data.groups.tolist() == [0, 0, 1]
     assert data.masked_tokens.tolist() == [1, 3, 2]
     [micro] = micro_batches(data, [0, 1, 2], 1000)
-    assert micro.rows.tolist() == [1, 0, 2]  # longest first, then in order
-    row, position = micro.where
-    found = zip(row, position, micro.targets.tolist(), strict=True)
-    pairs = [(micro.rows[r].item(), micro.tokens[r, p].item(), t) for r, p, t in found]
-    assert pairs == [(1, 6, 8), (1, 8, 9), (1, 9, 10), (0, 6, 7), (2, 1, 2), (2, 2, 3)]
+    assert micro.row_M.tolist() == [1, 1, 1, 0, 2, 2]  # longest first, then in order
+    assert (micro.positions, micro.seen) == (None, None)
+    assert pairs_of(micro) == [(1, 6, 8), (1, 8, 9), (1, 9, 10), (0, 6, 7), (2, 1, 2), (2, 2, 3)]
     assert data.behaviour[micro.among].tolist() == pytest.approx([-0.58, -0.59, -0.6, -0.57, -0.52, -0.53])
+
+
+def pairs_of(micro: MicroBatch) -> list[tuple[int, int, int]]:
+    """Row, token before, token, of each masked token."""
+    before = micro.tokens[micro.where].tolist()
+    return list(zip(micro.row_M.tolist(), before, micro.targets.tolist(), strict=True))
+
+
+def test_responses_stand_behind_one_prompt() -> None:
+    """[5 6 | 8 9 10 | 7] and [1 | 2 3]: each sees its prompt and itself, from where its prompt ends."""
+    batch = batch_of([trajectory([5, 6], [7]), trajectory([5, 6], [8, 9, 10], 1)], [trajectory([1], [2, 3])])
+    data = Rows.of(batch)
+    [micro] = micro_batches(data, [0, 1, 2], 1000, width=64)
+    assert micro.tokens.tolist() == [[5, 6, 8, 9, 10, 7], [1, 2, 3, 0, 0, 0]]
+    assert pairs_of(micro) == [(1, 6, 8), (1, 8, 9), (1, 9, 10), (0, 6, 7), (2, 1, 2), (2, 2, 3)]
+    assert data.behaviour[micro.among].tolist() == pytest.approx([-0.58, -0.59, -0.6, -0.57, -0.52, -0.53])
+    assert micro.positions is not None
+    assert micro.positions[0].tolist() == [0, 1, 2, 3, 4, 2]
+    assert micro.positions[1, :3].tolist() == [0, 1, 2]
+    assert micro.seen is not None
+    assert ["".join(str(int(x)) for x in row) for row in micro.seen[0, 0]] == [
+        "100000",
+        "110000",
+        "111000",
+        "111100",
+        "111110",
+        "110001",
+    ]
+    assert micro.seen[1, 0, :3].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
+    assert bool(micro.seen.any(-1).all())  # padding sees padding: none sees nothing
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=5)), min_size=1, max_size=5),
+    st.integers(8, 60),
+    st.sampled_from([None, 1, 64]),
+)
+def test_every_masked_token_is_in_one_line_behind_what_was_before_it(
+    groups: list[tuple[int, list[int]]], most: int, width: int | None
+) -> None:
+    """Whatever the lengths (a response without tokens, too), the budget and the width."""
+    number = itertools.count(1)
+    made = []
+    for prompt, lengths in groups:
+        head = [next(number) for _ in range(prompt)]
+        made.append([trajectory(head, [next(number) for _ in range(n)], i) for i, n in enumerate(lengths)])
+    batch = batch_of(*made)
+    data = Rows.of(batch)
+    found = {}
+    for micro in micro_batches(data, range(len(batch)), most, width):
+        lengths_L = (micro.tokens != 0).sum(1)
+        assert len(lengths_L) == 1 or micro.tokens.numel() <= most
+        for line, place, target, row, among in zip(
+            *(t.tolist() for t in (*micro.where, micro.targets, micro.row_M, micro.among)), strict=True
+        ):
+            if micro.seen is None:
+                seen = micro.tokens[line, : place + 1].tolist()
+            else:
+                seen = micro.tokens[line][micro.seen[line, 0, place]].tolist()
+                assert micro.positions is not None
+                assert micro.positions[line, place] == len(seen) - 1
+            start, at = data.offsets[row], data.chosen[among]
+            assert (seen, target) == (data.tokens[start:at].tolist(), data.tokens[at])
+            assert among not in found
+            found[among] = True
+    assert found.keys() == set(range(len(data.chosen)))
+
+
+def test_a_response_joins_a_line_only_where_that_saves_work() -> None:
+    """Behind a prompt of one token, long responses attend to each other for nothing."""
+    short, long = [trajectory([1] * 50, [2] * 3, i) for i in range(4)], [trajectory([1], [2] * 50, i) for i in range(4)]
+    data = Rows.of(batch_of(short, long))
+    lines = lines_of(data, range(8), 1000, 2)
+    assert [line.rows for line in lines] == [(0, 1, 2, 3), (4,), (5,), (6,), (7,)]
+    assert [line.length for line in lines] == [62, 51, 51, 51, 51]
+    assert [line.rows for line in lines_of(data, range(4), 57, 2)] == [(0, 1), (2, 3)]  # a line is at most so long
 
 
 def test_micro_batches_keep_to_their_budget_and_lose_no_row() -> None:
     batch = batch_of(*[[trajectory([1] * n, [2] * (n % 4 + 1))] for n in range(1, 30)])
     data = Rows.of(batch)
     found = list(micro_batches(data, range(29), 64))
-    assert sorted(r for m in found for r in m.rows.tolist()) == list(range(29))
+    assert sorted({r for m in found for r in m.row_M.tolist()}) == list(range(29))
     assert all(m.tokens.numel() <= 64 for m in found)

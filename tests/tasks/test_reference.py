@@ -9,8 +9,8 @@ import torch
 
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import Penalties
-from rollflow.tasks.objectives.packing import Rows
 from rollflow.tasks.objectives.penalties import adapted
+from rollflow.tasks.objectives.rows import Rows
 from tests.contracts.test_learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_learner import learner, near, some_batch, token_logprobs

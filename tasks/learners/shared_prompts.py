@@ -1,0 +1,69 @@
+"""Whether a model can run several responses behind one copy of their prompt (`objectives/lines.py`).
+
+That needs attention that obeys a mask, and positions that are given. A window, a chunk or a recurrent state would look
+past the mask, or fall on other tokens than it should: an architecture that says it has one is not asked. The others are
+tried: log-probs of two responses behind one prompt, beside those of each on its own.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.tasks.learners.token_logprobs import HALF, NEAR, TokenLogprobs
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.rows import Rows
+
+PROMPT, RESPONSES = (3, 4, 5, 6), ((7, 8, 9), (8, 7))
+REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+
+
+def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
+    """The width of the model's layers; None if it cannot run such lines."""
+    config = model.config.get_text_config()
+    if not _whole_attention(config):
+        return None
+    try:
+        off = _distance(model, logprobs)
+    except REFUSALS:  # whatever a model's own code says of a mask or positions that it does not know
+        return None
+    return int(config.hidden_size) if off <= NEAR.get(model.dtype, HALF) else None
+
+
+def _whole_attention(config: Any) -> bool:
+    """Whether no layer says that it sees less than all tokens before."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return kinds == {"full_attention"} and window is None
+
+
+@torch.no_grad()
+def _distance(model: Any, logprobs: TokenLogprobs) -> float:
+    """The most that log-probs of the two responses differ in, in nats."""
+    rows = _tried()
+    found = [
+        torch.cat([_of(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
+        for width in (None, 10**6)  # as wide as that, sharing always saves
+    ]
+    return float((found[0] - found[1]).abs().nan_to_num(0.0).max())  # of broken weights, both are NaN
+
+
+def _of(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) -> torch.Tensor:
+    row, position = (index.to(model.device) for index in micro.where)
+    inputs = micro.inputs(model.device, model.dtype)
+    return logprobs(inputs, (row, position), micro.targets.to(model.device))[0]
+
+
+def _tried() -> Rows:
+    """A group of two rows."""
+    lengths = [len(PROMPT) + len(response) for response in RESPONSES]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    texts = [token for response in RESPONSES for token in (*PROMPT, *response)]
+    own = [np.arange(begin + len(PROMPT), end) for begin, end in pairwise(offsets)]
+    starts = np.concatenate([[0], np.cumsum([len(one) for one in own])])
+    nothing = np.zeros(int(starts[-1]))
+    groups = np.zeros(2, np.int64)
+    return Rows(np.array(texts), offsets, np.concatenate(own), starts, nothing, nothing, groups, np.zeros(2))

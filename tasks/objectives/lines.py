@@ -1,0 +1,116 @@
+"""Lines: what a model runs. Rows of a group may stand behind one copy of their prompt, which is then computed once.
+
+    rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and begins where p ends
+            p p p b b
+
+Attention over a line is dense (T x T), so a row joins one only where that costs less than a row of its own.
+
+Shapes: R rows, L lines, T padded tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from rollflow.tasks.objectives.rows import Rows
+
+PAIRS = 6  # times the width: pairs of tokens whose attention costs what one token costs elsewhere in a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Some rows of a group."""
+
+    rows: tuple[int, ...]
+    prompt: int  # tokens that they share; of a row alone, none
+    length: int  # tokens in all
+
+
+def lines_of(data: Rows, rows: Sequence[int], most: int, width: int | None) -> list[Line]:
+    """Lines of these rows, of at most `most` tokens where they have several; without `width`, a line a row."""
+    if width is None:
+        return [_alone(data, row) for row in rows]
+    ordered = sorted(rows, key=lambda row: (data.groups[row], -data.lengths[row], row))
+    parts = (list(part) for _, part in groupby(ordered, key=lambda row: data.groups[row]))
+    return [line for part in parts for line in _of_group(data, part, most, width)]
+
+
+def _alone(data: Rows, row: int) -> Line:
+    return Line((row,), 0, int(data.lengths[row]))
+
+
+def _of_group(data: Rows, rows: list[int], most: int, width: int) -> Iterator[Line]:
+    """Rows of one group, the longest first: each joins the line before it where that saves work."""
+    prompt, line = _prompt(data, rows), _alone(data, rows[0])
+    for row in rows[1:]:
+        own = int(data.lengths[row]) - prompt
+        if prompt and line.length + own <= most and _saves(line.length, own, prompt, PAIRS * width):
+            line = Line((*line.rows, row), prompt, line.length + own)
+        else:
+            yield line
+            line = _alone(data, row)
+    yield line
+
+
+def _saves(length: int, own: int, prompt: int, pairs: int) -> bool:
+    """Whether `own` more tokens in a line cost less than a row of their own, whose attention is causal."""
+    joined = own * pairs + 2 * length * own + own**2
+    return joined < (prompt + own) * pairs + (prompt + own) ** 2 / 2
+
+
+def _prompt(data: Rows, rows: list[int]) -> int:
+    """Leading tokens that all rows have, none of which the policy chose."""
+    if len(rows) < 2:
+        return 0
+    firsts = [data.chosen[data.starts[r]] if data.masked_tokens[r] else data.offsets[r + 1] for r in rows]
+    most = min(int(first - data.offsets[r]) for first, r in zip(firsts, rows, strict=True))
+    heads = np.stack([data.tokens[data.offsets[r] : data.offsets[r] + most] for r in rows])
+    return int(np.logical_and.accumulate((heads == heads[0]).all(0)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Lines, padded. `at` and `among` are of the M masked tokens of their rows, row by row."""
+
+    tokens: np.ndarray  # (L, T) int64
+    positions: np.ndarray  # (L, T) int64
+    part: np.ndarray  # (L, T) int64: 0 of a prompt or a row alone, 1, 2, ... of the rows behind it; -1 of padding
+    at: tuple[np.ndarray, np.ndarray]  # (M,) line, (M,) place of the token before each
+    among: np.ndarray  # (M,) which of the batch's masked tokens it is
+    row: np.ndarray  # (M,) of the batch
+
+    @property
+    def seen(self) -> np.ndarray:
+        """(L, 1, T, T) bool: which token (last axis) each one attends to. Padding sees padding, lest it see nothing."""
+        asks, asked = self.part[:, :, None], self.part[:, None, :]
+        found: np.ndarray = ((asked == asks) | (asked == 0)) & np.tri(self.part.shape[1], dtype=bool)
+        return found[:, None]
+
+
+def lay(data: Rows, lines: Sequence[Line]) -> Laid:
+    """Put lines side by side, padded to the longest."""
+    shape = len(lines), max(line.length for line in lines)
+    tokens, positions, part = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    at_line, at_place, among, of_row = [], [], [], []
+    for i, line in enumerate(lines):
+        tokens[i, : line.prompt] = data.tokens[data.offsets[line.rows[0]] :][: line.prompt]
+        positions[i, : line.prompt], part[i, : line.prompt] = np.arange(line.prompt), 0
+        place = line.prompt
+        for number, row in enumerate(line.rows, 1 if line.prompt else 0):
+            begin, end = int(data.offsets[row]), int(data.offsets[row + 1])
+            here = slice(place, place + end - begin - line.prompt)
+            tokens[i, here] = data.tokens[begin + line.prompt : end]
+            positions[i, here], part[i, here] = np.arange(line.prompt, end - begin), number
+            own = np.arange(data.starts[row], data.starts[row + 1])
+            before = data.chosen[own] - begin - 1  # in the row
+            at_place.append(np.where(before < line.prompt, before, before - line.prompt + place))
+            at_line.append(np.full(len(own), i))
+            among.append(own)
+            of_row.append(np.full(len(own), row))
+            place = here.stop
+    at = np.concatenate(at_line), np.concatenate(at_place)
+    return Laid(tokens, positions, part, at, np.concatenate(among), np.concatenate(of_row))

@@ -1,0 +1,74 @@
+"""A batch as flat arrays: what objectives and learners see of its Arrow columns. Shapes: R rows (trajectories)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from rollflow.storage.batch import TrajectoryBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow).
+
+    B are its loss-masked tokens, one row after the other. Whatever is known of each is a flat (B,) array or tensor.
+    """
+
+    tokens: np.ndarray  # int32, all rows' tokens
+    offsets: np.ndarray  # int64, R + 1: where each row begins in `tokens`
+    chosen: np.ndarray  # int64, (B,) where the loss-masked tokens are in `tokens`
+    starts: np.ndarray  # int64, R + 1: where each row begins in what is flat over B
+    behaviour: np.ndarray  # float32, (B,) nats
+    versions: np.ndarray  # int32, (B,) that sampled each token
+    groups: np.ndarray  # int64, R: number of each row's group, from 0
+    rewards: np.ndarray  # float32, R
+
+    @classmethod
+    def of(cls, batch: TrajectoryBatch) -> Rows:
+        """Open a batch's columns."""
+        table = batch.table
+        tokens = _column(table, "tokens")
+        offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)
+        mask = _view(_column(table, "loss_mask").flatten().cast(pa.uint8())).copy()
+        mask[offsets[:-1]] = 0  # nothing predicts a first token
+        chosen = np.flatnonzero(mask)
+        numbers = {key: i for i, key in enumerate(batch.keys)}
+        pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
+        return cls(
+            tokens=_view(tokens.flatten()),
+            offsets=offsets,
+            chosen=chosen,
+            starts=np.searchsorted(chosen, offsets),
+            behaviour=_view(_column(table, "logprobs").flatten())[chosen],
+            versions=_view(_column(table, "versions").flatten())[chosen],
+            groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
+            rewards=_view(_column(table, "reward")),
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row."""
+        return np.diff(self.offsets)
+
+    @property
+    def masked_tokens(self) -> np.ndarray:
+        """Loss-masked tokens of each row."""
+        return np.diff(self.starts)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(B,) row of each masked token."""
+        return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    column = table[name].combine_chunks()
+    return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+
+
+def _view(values: pa.Array) -> np.ndarray:
+    """The numbers as they lie in the Arrow buffer; `to_numpy` would first import pandas, on the way of a restart."""
+    return np.from_dlpack(values)
