@@ -188,7 +188,8 @@ def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperatu
     row, position = (index.reshape(-1) for index in torch.meshgrid(torch.arange(ROWS), torch.arange(LENGTH - 1)))
     model.zero_grad()
     given = TokenLogprobs(model.eval())
-    logp, entropy = given(tokens, (row, position), tokens[:, 1:].reshape(-1), temperature=temperature, entropy=True)
+    inputs, targets = {"input_ids": tokens}, tokens[:, 1:].reshape(-1)
+    logp, entropy = given(inputs, (row, position), targets, temperature=temperature, entropy=True)
     assert entropy is not None
     weight = torch.randn(len(logp), generator=torch.Generator().manual_seed(3))
     ((logp + 0.1 * entropy) * weight).sum().backward()

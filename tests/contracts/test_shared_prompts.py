@@ -1,0 +1,66 @@
+"""Responses behind one prompt have the log-probs and gradients of rows on their own, on each architecture that can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.tasks.objectives.rows import Rows
+from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of, tokens_of
+from tests.tasks.test_algorithms import batch_of, trajectory
+
+WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}  # they say that a layer sees a window
+
+
+def groups() -> TrajectoryBatch:
+    """Two groups of three responses of unlike length."""
+    prompts = [tokens_of(7, 50 + group) for group in range(2)]
+    return batch_of(
+        *(
+            [trajectory(prompt, tokens_of(2 + i, group + 9 * i), i, reward=float(i == 1)) for i in range(3)]
+            for group, prompt in enumerate(prompts)
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_log_probs_and_gradients_are_those_of_rows_on_their_own(name: str) -> None:
+    made = learner_of(model_of(name), max_grad_norm=1e9)
+    assert (made.width is None) == (name in WINDOWED)
+    if made.width is None:
+        return
+    data, found = Rows.of(groups()), []
+    for width in (made.width, None):
+        made.width = width
+        lines = [len(micro.tokens) for micro in made._micros(data, range(6))]
+        assert lines == [6 if width is None else 2]
+        made.policy.clear()
+        logp = [made._own_logprobs(micro)[micro.among.argsort()] for micro in made._micros(data, range(6))]
+        (torch.cat(logp) * torch.arange(1.0, 1 + len(data.chosen))).sum().backward()
+        found.append([torch.cat(logp), *(p.grad.clone() for p in made.model.parameters() if p.grad is not None)])
+    for together, alone in zip(*found, strict=True):
+        assert float((together - alone).norm()) <= 1e-4 * float(alone.norm()) + 1e-6
+
+
+def test_what_would_be_seen_through_the_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An architecture that does as if it had no mask: its second response would see the first."""
+    model = model_of("llama")
+    forward = model.model.forward
+
+    def deaf(*given: object, attention_mask: object = None, **others: object) -> object:
+        return forward(*given, **others)
+
+    monkeypatch.setattr(model.model, "forward", deaf)
+    assert learner_of(model).width is None
+
+
+def test_positions_that_are_not_heard_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    forward = model.model.forward
+
+    def deaf(*given: object, position_ids: object = None, **others: object) -> object:
+        return forward(*given, **others)
+
+    monkeypatch.setattr(model.model, "forward", deaf)
+    assert learner_of(model).width is None
