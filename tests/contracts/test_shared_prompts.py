@@ -41,7 +41,7 @@ def test_log_probs_and_gradients_are_those_of_rows_on_their_own(name: str) -> No
         grads = [p.grad.flatten() for p in made.model.parameters() if p.grad is not None]
         found.append((torch.cat(logp).detach(), torch.cat(grads)))
     for together, alone in zip(*found, strict=True):
-        assert float((together - alone).norm() / alone.norm()) < 1e-5
+        assert float((together - alone).norm() / alone.norm()) < 1e-4
 
 
 def test_what_would_be_seen_through_the_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
