@@ -194,7 +194,8 @@ class RunContext:
         self.__dict__.update(state, cache=node_cache())
 
 
-BEFORE = {"master_dtype": "policy", "share_prompts": False}  # keys of [train] that came later: as it was without them
+# Keys of [train] that came later: as it was without them.
+BEFORE = {"master_dtype": "policy", "share_prompts": False, "fused_adamw": False}
 
 
 def _as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -54,6 +54,10 @@ class TrainBase(Section):
         True,
         description="run a group's responses behind one copy of their prompt, where that saves work",
     )
+    checkpoint_activations: bool = Field(
+        False, description="run each layer again in the backward pass instead of keeping what it computed: less memory"
+    )
+    fused_adamw: bool = Field(True, description="torch's fused AdamW: one pass over the weights")
     micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
 
     @model_validator(mode="before")

@@ -27,13 +27,14 @@ class Optimized:
 
     def __init__(self, model: Any, config: TorchTrain, learning_rate: float) -> None:
         self.model = model
-        self.max_grad_norm = config.max_grad_norm
+        self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
         self.trained = Trained(model, wide=config.master_dtype == "float32")
         self.adamw = torch.optim.AdamW(
             self.trained.parameters.values(),
             lr=learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
+            fused=config.fused_adamw,
         )
 
     def begin(self, rate: float) -> None:
@@ -85,7 +86,7 @@ class Optimized:
             if key == MASTER:
                 trained.detach().copy_(value)
                 continue
-            device = "cpu" if key == "step" else trained.device
+            device = "cpu" if key == "step" and not self.fused else trained.device
             self.adamw.state[trained][key] = value.to(device, copy=True)
 
 

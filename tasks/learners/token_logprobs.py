@@ -7,8 +7,9 @@ What a model does between hidden states and logits stands in its forward: a soft
 Cohere), a bias. So that forward is run, and nothing of it is written again here. Training, the pass before a version's
 first update and the probe all come this way. A model that cannot be run so is refused at the start.
 
-Logits are made for a chunk of tokens at a time, and made again in the backward pass: all of a batch of 16,384 tokens
-would be 10 GB at a vocabulary of 151,936, several times over. What fits in one chunk is kept instead.
+Logits are made for a chunk of tokens at a time: all of a batch of 16,384 tokens would be 10 GB at a vocabulary of
+151,936, several times over. A learner asks for parts of `whole_rows`, and goes backward through each before the next. A
+longer row's logits are made again in the backward pass.
 
 Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 """
@@ -75,17 +76,38 @@ class TokenLogprobs:
         `inputs` are the decoder's: (R, T) `input_ids`, and what else it takes. `where` is (row, position) of the M
         tokens that come before them.
         """
-        hidden_MH = self._hidden(inputs)[where]
-        parts = self._chunks(len(targets_M))
+        return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
+
+    def hidden(self, inputs: Mapping[str, Tensor], where: tuple[Tensor, Tensor]) -> Tensor:
+        """(M, H) what the decoder gives for the tokens before."""
+        return self._hidden(inputs)[where]
+
+    def of(
+        self, hidden_MH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (M,), and entropies with `entropy`, from hidden states; logits are made anew in the backward pass
+        where they would be more than a chunk."""
+        parts = max(1, math.ceil(len(targets_M) / self._chunk))
         if parts == 1:
             return self._chosen(hidden_MH, targets_M, temperature, entropy)
         chunks = zip(hidden_MH.tensor_split(parts), targets_M.tensor_split(parts), strict=True)
         logps, entropies = zip(*(self._chosen_again(*chunk, temperature, entropy) for chunk in chunks), strict=True)
         return torch.cat(logps), torch.cat(entropies) if entropy else None
 
-    def _chunks(self, tokens: int) -> int:
-        """How many; they are of one length, but for one token."""
-        return max(1, math.ceil(tokens / max(1, LOGITS_BYTES // (4 * self._vocabulary))))
+    def whole_rows(self, row_M: Tensor) -> list[slice]:
+        """The M tokens in parts of whole rows, each of no more than a chunk where no row is more."""
+        ends = [*(row_M.diff().nonzero().squeeze(1) + 1).tolist(), len(row_M)]
+        found, begin = list[slice](), 0
+        for end, after in zip(ends, [*ends[1:], math.inf], strict=True):
+            if after - begin > self._chunk and end > begin:
+                found.append(slice(begin, end))
+                begin = end
+        return found
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens whose logits are made at a time."""
+        return max(1, LOGITS_BYTES // (4 * self._vocabulary))
 
     def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
         output = self._decoder(**inputs, use_cache=False)
@@ -104,7 +126,10 @@ class TokenLogprobs:
     def _chosen(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logp_MV = torch.log_softmax(self._logits(hidden_MH).float() / temperature, -1)
+        logits_MV = self._logits(hidden_MH).float()
+        if temperature != 1.0:  # a copy of them all, that changes nothing
+            logits_MV = logits_MV / temperature
+        logp_MV = torch.log_softmax(logits_MV, -1)
         entropy_M = -(logp_MV.exp() * logp_MV).sum(-1) if entropy else None
         return logp_MV.gather(1, targets_M[:, None]).squeeze(1), entropy_M
 

@@ -10,8 +10,9 @@ Rows of advantage zero have exactly zero gradient and are not run, unless the ob
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.diagnostics import Diagnostics
 from rollflow.tasks.learners.finite import all_finite, check_batch, check_figures
 from rollflow.tasks.learners.optimized import Optimized, check_fit
+from rollflow.tasks.learners.recomputed import recompute_layers
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.learners.shared_prompts import shared_width
@@ -90,6 +92,10 @@ class TorchLearner:
         needed = self.penalties.uses_reference or self.objective.uses_reference
         self.reference = Reference(self.model, self.config.reference.every) if needed else None
         self.critic = Critic(self.model, self.config) if objective.advantage.baseline == "critic" else None
+        if self.config.checkpoint_activations:
+            own = self.critic.model.decoder if self.critic else None
+            for decoder in filter(None, (self.model.get_decoder(), own)):
+                recompute_layers(decoder)
 
     @classmethod
     def begun(cls, config: TorchTrain, start: LearnerStart) -> Self:
@@ -210,19 +216,44 @@ class TorchLearner:
         weight_R[part] = row_weights(tokens_R, self.config.objective.aggregation, self.longest).float()
         self.policy.clear()
         total = 0.0
-        for micro in self._micros(data, self._run(part, before.judged)):
-            tokens = self._masked_tokens(micro, before)
+        versions_B = torch.from_numpy(data.versions)
+
+        def loss_of(some: slice, hidden_MH: Tensor, micro: MicroBatch) -> Tensor:
+            tokens = self._masked_tokens(micro, some, hidden_MH, before)
             result = self.objective.loss(tokens)
-            loss = (result.loss_M * weight_R[micro.row_M].to(self.device)).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            seen.add(tokens, result, versions_B[micro.among[some]].to(self.device))
+            return (result.loss_M * weight_R[micro.row_M[some]].to(self.device)).sum()
+
+        for micro in self._micros(data, self._run(part, before.judged)):
+            total += self._backward(micro, partial(loss_of, micro=micro))
             self.policy.trained.take_gradients()
-            total += float(loss.detach())
-            seen.add(tokens, result, torch.from_numpy(data.versions)[micro.among].to(self.device))
         found = {"loss": total, "grad_norm": self.policy.clip()}
         check_figures(found, seen.version)
         self.policy.apply()
         seen.updates += 1
         return found
+
+    def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> float:
+        """Add up the gradient of a micro-batch's loss, and return the loss.
+
+        Of a large vocabulary the head and the loss are run forward and backward for some rows at a time, so that only
+        their logits are there at once; then the decoder is run backward for all of them.
+        """
+        inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
+        hidden_MH = self.token_logprobs.hidden(inputs, (row.to(self.device), place.to(self.device)))
+        parts = self.token_logprobs.whole_rows(micro.row_M)
+        if len(parts) == 1:
+            loss = loss_of(parts[0], hidden_MH)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
+        given, total = hidden_MH.detach(), 0.0
+        leaves = [given[some].requires_grad_() for some in parts]
+        for some, leaf in zip(parts, leaves, strict=True):
+            loss = loss_of(some, leaf)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        hidden_MH.backward(torch.cat([cast(Tensor, leaf.grad) for leaf in leaves]))  # type: ignore[no-untyped-call]
+        return total
 
     def _update_critic(self, data: Rows, before: Before, part: list[int], version: int) -> dict[str, float]:
         if self.critic is None:
@@ -236,21 +267,27 @@ class TorchLearner:
         self.critic.optimized.apply()
         return found
 
-    def _masked_tokens(self, micro: MicroBatch, before: Before) -> MaskedTokens:
-        """What the objective is given of a micro-batch."""
-        logp_M, entropy_M = self._token_logprobs(micro)
+    def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor, before: Before) -> MaskedTokens:
+        """What the objective is given of some rows of a micro-batch, from the hidden states before their tokens."""
+        among = micro.among[some]
+        logp_M, entropy_M = self.token_logprobs.of(
+            hidden_MH,
+            micro.targets[some].to(self.device),
+            temperature=self.temperature,
+            entropy=self.objective.uses_entropy,
+        )
 
         def known(found_B: Tensor | None) -> Tensor | None:
-            return None if found_B is None else found_B[micro.among].to(self.device)
+            return None if found_B is None else found_B[among].to(self.device)
 
         proximal_M = known(before.proximal_B) if self.objective.uses_proximal else None
         if self.objective.uses_proximal and proximal_M is None:
             proximal_M = logp_M.detach()
         return MaskedTokens(
             logp_M=logp_M,
-            behaviour_M=before.behaviour_B[micro.among].to(self.device),
-            advantage_M=before.judged.advantage_B[micro.among].to(self.device),
-            row_M=micro.row_M.to(self.device),
+            behaviour_M=before.behaviour_B[among].to(self.device),
+            advantage_M=before.judged.advantage_B[among].to(self.device),
+            row_M=micro.row_M[some].to(self.device),
             proximal_M=proximal_M,
             entropy_M=entropy_M,
             kept_M=known(before.kept_B),
@@ -271,27 +308,17 @@ class TorchLearner:
         return tuple(logp_T.tolist())
 
     def _own_logprobs(self, micro: MicroBatch) -> Tensor:
-        return self._token_logprobs(micro, entropy=False)[0]
+        return self._token_logprobs(micro, self.token_logprobs)
 
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor:
         assert self.reference is not None
-        return self._token_logprobs(micro, self.reference.token_logprobs, entropy=False)[0]
+        return self._token_logprobs(micro, self.reference.token_logprobs)
 
-    def _token_logprobs(
-        self, micro: MicroBatch, of: TokenLogprobs | None = None, *, entropy: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (M,) of the masked tokens at the sampling temperature; the head runs on those positions only.
-
-        Where the objective wants it, the entropy (M,) of what they were chosen from, too.
-        """
-        row, position = (index.to(self.device) for index in micro.where)
-        return (of or self.token_logprobs)(
-            micro.inputs(self.device, self.model.dtype),
-            (row, position),
-            micro.targets.to(self.device),
-            temperature=self.temperature,
-            entropy=entropy and self.objective.uses_entropy,
-        )
+    def _token_logprobs(self, micro: MicroBatch, of: TokenLogprobs) -> Tensor:
+        """(M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
+        row, place = (index.to(self.device) for index in micro.where)
+        inputs, targets_M = micro.inputs(self.device, self.model.dtype), micro.targets.to(self.device)
+        return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]
 
     # --- what is stored -----------------------------------------------------------------------------------------
 

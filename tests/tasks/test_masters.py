@@ -111,15 +111,15 @@ def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
     assert not any("master" in name for name in made.policy.tensors())
 
 
-@pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True}])
+@pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
 def test_a_run_recorded_before_there_were_masters_has_none(
     recorded: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does it share prompts: other sums would give other bits."""
+    """Nor does it share prompts or fuse its optimizer: other sums would give other bits."""
     config = RunConfig().model_dump(mode="json")
-    del config["train"]["master_dtype"], config["train"]["share_prompts"]
+    del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]
     config["train"] |= recorded
     monkeypatch.setattr(RunContext, "created", SimpleNamespace(config=config))
     found = RunContext(str(tmp_path), tmp_path).config.train
     assert found.master_dtype == recorded.get("master_dtype", "policy")
-    assert found.share_prompts == recorded.get("share_prompts", False)
+    assert found.share_prompts == found.fused_adamw == recorded.get("share_prompts", False)

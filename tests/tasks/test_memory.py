@@ -1,0 +1,86 @@
+"""What saves memory changes nothing: heads in parts, layers that are run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollflow.tasks.learners import token_logprobs
+from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from tests.contracts.test_learners import batch, saved
+from tests.contracts.test_shared_prompts import groups
+from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_learner import learner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 1000])
+def test_parts_are_whole_rows_of_no_more_than_a_chunk(
+    folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 3, 1, 5, 4 and 4 tokens; one that is longer than a chunk is a part alone."""
+    made = learner(folder).token_logprobs
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._vocabulary * chunk)
+    row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
+    parts = made.whole_rows(row_M)
+    assert [i for part in parts for i in range(17)[part]] == list(range(17))
+    expected = {1: [3, 1, 5, 4, 4], 4: [4, 5, 4, 4], 9: [9, 8], 1000: [17]}
+    assert [len(row_M[part]) for part in parts] == expected[chunk]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "kimi", "decoupled-ppo", "m2po"])
+def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of objectives that look at whole rows; and no more logits are there than asked for."""
+    seen: list[int] = []
+    logits = TokenLogprobs._logits
+
+    def noted(self: TokenLogprobs, hidden_MH: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden_MH))
+        return logits(self, hidden_MH)
+
+    monkeypatch.setattr(TokenLogprobs, "_logits", noted)
+
+    def gradients(chunk: int) -> tuple[float, torch.Tensor]:
+        made = learner(folder, objective={"kind": kind}, max_grad_norm=1e9, learning_rate=1e-12)
+        monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._vocabulary * chunk)
+        found: list[torch.Tensor] = []
+        monkeypatch.setattr(made.policy, "apply", lambda: found.extend(p.grad for p in made.model.parameters()))
+        loss = made.step(batch(1), 0)["loss"]
+        return loss, torch.cat([grad.flatten() for grad in found])
+
+    (loss, whole), most = gradients(10**6), max(seen)
+    part_loss, parts = gradients(7)
+    assert max(seen) <= 7 < most
+    assert part_loss == pytest.approx(loss, abs=1e-6)
+    assert float((parts - whole).norm() / whole.norm()) < 1e-5
+
+
+def stored(made: TorchLearner) -> object:
+    for version in range(2):
+        made.step(batch(version), version)
+    return saved(made)
+
+
+def test_layers_that_are_run_again_give_the_same_bits(folder: Path) -> None:
+    """Of the policy and of the critic."""
+    plain, again = (learner(folder, objective={"kind": "ppo"}, checkpoint_activations=on) for on in (False, True))
+    calls: list[int] = []
+    layer = again.model.get_decoder().layers[0].self_attn
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    assert stored(plain) == stored(again)
+    assert len(calls) == 4  # of each of two versions, forward and once more
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_can_run_its_layers_again(name: str) -> None:
+    """Its dropout stays off."""
+    plain, again = (learner_of(model_of(name), checkpoint_activations=on) for on in (False, True))
+    assert plain.step(groups(), 0)["grad_norm"] == pytest.approx(again.step(groups(), 0)["grad_norm"], rel=1e-6)
