@@ -51,6 +51,7 @@ def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypa
     def gradients(chunk: int) -> tuple[float, torch.Tensor]:
         made = learner(folder, objective={"kind": kind}, max_grad_norm=1e9, learning_rate=1e-12)
         monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._vocabulary * chunk)
+        seen.clear()  # what was tried at the start
         found: list[torch.Tensor] = []
         monkeypatch.setattr(made.policy, "apply", lambda: found.extend(p.grad for p in made.model.parameters()))
         loss = made.step(batch(1), 0)["loss"]
