@@ -42,14 +42,15 @@ def clipped(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
 def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
     """-sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
 
-    One range for both signs is TIS (from 0; Yao et al. 2025) and CISPO (around 1; MiniMax 2025). [1, 1] for good
-    answers and [0, 1] for the others is TOPR (Le Roux et al. 2025).
+    One range from 0 for both signs is TIS (Yao et al. 2025) and CISPO (MiniMax 2025). [1, 1] for good answers and
+    [0, 1] for the others is TOPR (Le Roux et al. 2025). A range of one number holds nothing back.
     """
     advantage_M = tokens.advantage_M
+    good_M = advantage_M > 0
     ratio_M = log_ratio(tokens.logp_M.detach(), old_M, tokens.row_M, ratio.level).exp()
-    weight_M = torch.where(advantage_M > 0, ratio_M.clamp(*part.positive), ratio_M.clamp(*part.negative))
-    held_M = weight_M != ratio_M if part.weighs else torch.zeros_like(weight_M, dtype=torch.bool)
-    return TokenLoss(-weight_M * advantage_M * tokens.logp_M, held_M)
+    weight_M = torch.where(good_M, ratio_M.clamp(*part.positive), ratio_M.clamp(*part.negative))
+    weighs_M = torch.where(good_M, part.positive[0] != part.positive[1], part.negative[0] != part.negative[1])
+    return TokenLoss(-weight_M * advantage_M * tokens.logp_M, weighs_M & (weight_M != ratio_M))
 
 
 def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:

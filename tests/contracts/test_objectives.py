@@ -384,8 +384,10 @@ def test_a_second_moment_keeps_the_most_tokens_it_can() -> None:
     ("name", "advantage", "clipped"),
     [
         ("tis", 1.0, [False, False, True]),  # ratios 1.2, 0.4, 3; above 2
-        ("cispo", 1.0, [False, True, True]),  # below 0.8, above 1.28
+        ("cispo", 1.0, [False, False, True]),  # above 1.28
         ("reinforce", 1.0, [False, False, False]),
+        ("topr", 1.0, [False, False, False]),  # good answers have no weight
+        ("topr", -1.0, [True, True, True]),  # 1.2 x 0.4 x 3 is above 1
         ("dppo", 1.0, [False, False, True]),  # pi - mu = 0.06, -0.3, 0.6
         ("dppo", -1.0, [False, True, False]),
         ("kimi", 1.0, [False, False, False]),
