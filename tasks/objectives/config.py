@@ -30,7 +30,7 @@ class Ratio(Section):
 class Clip(Section):
     """PPO's clip of the ratio."""
 
-    kind: Literal["clip"] = Field("clip", description="PPO: the smaller of the ratio and the clipped ratio, times A")
+    kind: Literal["clip"] = Field("clip", description="PPO: the smaller one of A x ratio and A x clipped ratio")
     low: float = Field(0.2, gt=0, le=1, description="the ratio is held at 1 - low")
     high: float = Field(0.28, gt=0, description="the ratio is held at 1 + high")
     dual: float | None = Field(None, gt=1, description="largest ratio a negative advantage counts with")
@@ -100,6 +100,16 @@ class Correction(Section):
     def weighs(self) -> bool:
         """Whether it multiplies losses by a ratio."""
         return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
+
+
+COUNTS_WITH = {  # what `outside` must be for a key of a correction to change anything
+    "level": ("clamp", "mask"),
+    "low": ("clamp", "mask"),
+    "high": ("clamp", "mask"),
+    "weigh": ("mask",),
+    "judge": ("mask",),
+    "second_moment": ("second-moment",),
+}
 
 
 class Advantage(Section):
@@ -193,6 +203,7 @@ class PartsObjective(ObjectiveBase):
             return made(tree)
         given = _as_parts(tree)
         found = made(with_kinds(cls, _merged(preset.parts, given)))
+        _check_counts(found.correction, given.get("correction"))
         _set_only(found, given)
         return found
 
@@ -226,6 +237,18 @@ def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
             value = {**own, **value}
         found[name] = value
     return found
+
+
+def _check_counts(correction: Correction, given: Any) -> None:
+    """Refuse a key that changes nothing. A run keeps every key; what it has kept is not refused."""
+    if not isinstance(given, Mapping) or given.keys() >= COUNTS_WITH.keys():
+        return
+    for name, kinds in COUNTS_WITH.items():
+        value, default = getattr(correction, name), Correction.model_fields[name].default
+        if name in given and value != default and correction.outside not in kinds:
+            wanted = " or ".join(f'"{kind}"' for kind in kinds)
+            here = f'it changes nothing while outside = "{correction.outside}"'
+            refuse(f"train.objective.correction.{name}", value, f"{here}; leave it out, or set outside to {wanted}")
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.learners.config import TorchTrain, TrainBase
-from rollflow.tasks.objectives.config import Advantage, Clip, Kimi, PartsObjective
+from rollflow.tasks.objectives.config import Advantage, Clip, Correction, Kimi, PartsObjective
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.sections import Section
 
@@ -115,6 +115,32 @@ def test_what_corrects_twice_is_refused(objective: dict[str, object]) -> None:
     ):
         parse({"train": {"objective": objective}})
     parse({"train": {"objective": {**objective, "ratio": {"to": "proximal"}}}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "correction", "words"),
+    [
+        ("grpo", {"high": 3.0}, r'high = 3\.0: .* outside = "none"; leave it out, or set outside to "clamp" or "mask"'),
+        ("tis", {"low": 0.5, "judge": "geometric"}, r"low = 0\.5: it changes nothing"),
+        ("decoupled-ppo", {"weigh": False}, r'weigh = False: .* outside = "clamp"; .* set outside to "mask"'),
+        ("decoupled-ppo", {"judge": "sequence"}, r"judge = 'sequence': it changes nothing"),
+        ("mis", {"second_moment": 0.1}, r'second_moment = 0\.1: .* set outside to "second-moment"'),
+        ("m2po", {"level": "geometric"}, r"level = 'geometric': it changes nothing"),
+        ("geometric-mask", {"outside": "none", "low": 0.9}, r"low = 0\.9: it changes nothing"),
+    ],
+)
+def test_a_key_of_a_correction_that_changes_nothing_is_refused(
+    kind: str, correction: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.objective\.correction\.{words}"):
+        parse({"train": {"objective": {"kind": kind, "correction": correction}}})
+
+
+def test_what_changes_nothing_may_be_a_preset_s_or_the_default_or_kept_by_a_run() -> None:
+    parse({"train": {"objective": {"kind": "geometric-mask", "correction": {"outside": "none"}}}})
+    parse({"train": {"objective": {"correction": {"weigh": True, "low": 0.0}}}})
+    kept = PartsObjective(correction=Correction(high=3.0)).model_dump(mode="json")
+    assert parse({"train": {"objective": kept}}).train.objective.correction == Correction(high=3.0)  # type: ignore[union-attr]
 
 
 def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
