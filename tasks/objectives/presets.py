@@ -70,7 +70,7 @@ PRESETS: dict[str, Preset] = {
         {"ratio": {"level": "geometric"}, "surrogate": _clip(3e-4, 4e-4), "aggregation": "sequence-mean"},
     ),
     "decoupled-ppo": Preset(
-        "Hilton et al. 2022, eq. 3; the cap of AReaL (Fu et al. 2025)",
+        "Hilton et al. 2022, eq. 3; the cap of AReaL (Fu et al. 2025), which drops what is above",
         {**_PROXIMAL, "surrogate": _clip(0.2, 0.28), "correction": {"outside": "clamp", "high": 5.0}},
     ),
     "tis": Preset(
@@ -88,7 +88,7 @@ PRESETS: dict[str, Preset] = {
             "correction": {"outside": "mask", "level": "geometric", "low": 0.99, "high": 1.01, "weigh": False},
         },
     ),
-    "cispo": Preset("MiniMax 2025 (M1)", {"surrogate": _gradient((0.8, 1.28))}),
+    "cispo": Preset("MiniMax 2025 (M1), without a lower bound as there", {"surrogate": _gradient((0.0, 1.28))}),
     "topr": Preset(
         "Le Roux et al. 2025",
         {
@@ -145,7 +145,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "m2po": Preset(
-        "Zheng et al. 2025, Prosperity before collapse",
+        "Zheng et al. 2025, Prosperity before collapse; of all tokens, as AReaL has it",
         {"surrogate": _clip(1.0, UNBOUNDED), "correction": {"outside": "second-moment", "second_moment": 0.04}},
     ),
     "roll-current": Preset(

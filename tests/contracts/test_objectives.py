@@ -288,7 +288,7 @@ BY_HAND: dict[str, tuple[float, list[float]]] = {
     "tis": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # neither is above 2
     "mis": (2.0, [-2.4 * LOGS[0], 0.0]),  # 0.4 is below 0.5
     "geometric-mask": (2.0, [0.0, 0.0]),  # 0.693 is below 0.99
-    "cispo": (2.0, [-2.4 * LOGS[0], -1.6 * LOGS[1]]),  # 0.4 is raised to 0.8
+    "cispo": (2.0, [-2.4 * LOGS[0], -0.8 * LOGS[1]]),  # 0.4 is not raised: there is no lower bound
     "topr": (-2.0, [0.96 * LOGS[0], 0.96 * LOGS[1]]),  # the product 0.48, below 1
     "weighted-topr": (2.0, [-2 * LOGS[0], -2 * LOGS[1]]),  # good answers are not weighted
     "reinforce": (-2.0, [2 * LOGS[0], 2 * LOGS[1]]),

@@ -215,7 +215,7 @@ def geometric_mask(rows: Rows) -> Dual:
 
 def cispo(rows: Rows) -> Dual:
     def loss(pi: Dual, mu: float, _: float, a: float) -> Dual:
-        return -(min(max(math.exp(pi.value - mu), 0.8), 1.28) * a * pi)
+        return -(min(math.exp(pi.value - mu), 1.28) * a * pi)
 
     return token_mean(by_token(rows, normalised(rows), loss))
 

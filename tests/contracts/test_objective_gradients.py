@@ -1,0 +1,143 @@
+"""Gradients by the closed forms that papers print, and what the page on objectives says of each preset.
+
+`oracles.py` writes losses and differentiates them; here are the gradients themselves, worked out on paper. G is the
+gradient of the loss by log pi of a token, n the tokens of its row, N those of all rows, R the rows that have tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from rollflow.tasks.objectives.config import PartsObjective
+from rollflow.tasks.objectives.presets import PRESETS
+from tests.contracts.test_objectives import composed, drawn
+from tests.support.oracles import LONGEST, Row, Rows
+
+PAGE = Path(__file__).parents[2] / "docs" / "objectives.md"
+
+
+def group_of(rows: Rows, row: Row) -> list[float]:
+    return [other.reward for other in rows if other.group == row.group]
+
+
+def centred(rows: Rows, row: Row) -> float:
+    group = group_of(rows, row)
+    return row.reward - sum(group) / len(group)
+
+
+def normalised(rows: Rows, row: Row) -> float:
+    """By the identity of variances: that of n is (the sum of squares less n mean^2) / (n - 1)."""
+    group = group_of(rows, row)
+    mean, count = sum(group) / len(group), len(group)
+    variance = max(sum(r * r for r in group) - count * mean * mean, 0.0) / max(count - 1, 1)
+    return 0.0 if len(set(group)) == 1 else (row.reward - mean) / (math.sqrt(variance) + 1e-4)
+
+
+def moved(row: Row) -> float:
+    """log pi/mu of the response."""
+    return math.fsum(p.value for p in row.pi) - math.fsum(row.mu)
+
+
+def token_mean(rows: Rows) -> int:
+    return sum(len(row.pi) for row in rows)
+
+
+def with_tokens(rows: Rows) -> int:
+    return sum(bool(row.pi) for row in rows)
+
+
+def rises(ratio: float, advantage: float, low: float, high: float) -> bool:
+    """Whether PPO's minimum still is the ratio's side: it has a gradient."""
+    return ratio < 1 + high if advantage > 0 else ratio > 1 - low
+
+
+def gspo(rows: Rows, row: Row, _: int) -> float:
+    """G = -s A / (n R), s = (pi/mu of the response)^(1/n): every token has the same (Zheng et al. 2025, section 4)."""
+    s, a = math.exp(moved(row) / len(row.pi)), normalised(rows, row)
+    return -s * a / len(row.pi) / with_tokens(rows) if rises(s, a, 3e-4, 4e-4) else 0.0
+
+
+def kimi(rows: Rows, row: Row, _: int) -> float:
+    """G = (-(R - mean R) + tau log(pi/mu of the response)) / R (Kimi Team 2025), tau = 0.1."""
+    return (-centred(rows, row) + 0.1 * moved(row)) / with_tokens(rows)
+
+
+def topr(rows: Rows, row: Row, _: int) -> float:
+    """G = -A / R for good answers, -min(pi/mu of the response, 1) A / R for others (Le Roux et al. 2025)."""
+    a = centred(rows, row)
+    return -(1.0 if a > 0 else min(1.0, math.exp(moved(row)))) * a / with_tokens(rows)
+
+
+def decoupled_ppo(rows: Rows, row: Row, t: int) -> float:
+    """G = -min(pi_p/mu, 5) (pi/pi_p) A / N where PPO's minimum has a gradient; pi_p/mu x pi/pi_p = pi/mu below 5."""
+    a, pi, mu, proximal = normalised(rows, row), row.pi[t].value, row.mu[t], row.proximal[t]
+    if not rises(math.exp(pi - proximal), a, 0.2, 0.28):
+        return 0.0
+    return -min(math.exp(pi - mu), 5 * math.exp(pi - proximal)) * a / token_mean(rows)
+
+
+def dr_grpo(rows: Rows, row: Row, t: int) -> float:
+    """G = -(pi/mu) A / (R x the longest response)."""
+    a, ratio = centred(rows, row), math.exp(row.pi[t].value - row.mu[t])
+    return -ratio * a / with_tokens(rows) / LONGEST if rises(ratio, a, 0.2, 0.2) else 0.0
+
+
+def dppo(rows: Rows, row: Row, t: int) -> float:
+    """G = (-(pi/mu) A 1[|pi - mu| <= 0.2 on A's side] + 2e-3 log(pi/mu)) / N."""
+    a, pi, mu = centred(rows, row), row.pi[t].value, row.mu[t]
+    kept = math.copysign(1.0, a) * (math.exp(pi) - math.exp(mu)) <= 0.2
+    return (-math.exp(pi - mu) * a * kept + 2e-3 * (pi - mu)) / token_mean(rows)
+
+
+def weighted(low: float, high: float, outside: float | None = None) -> Callable[[Rows, Row, int], float]:
+    """G = -(pi/mu, clamped or dropped) A / N."""
+
+    def slope(rows: Rows, row: Row, t: int) -> float:
+        ratio = math.exp(row.pi[t].value - row.mu[t])
+        inside = low <= ratio <= high
+        weight = ratio if inside else (min(max(ratio, low), high) if outside is None else outside)
+        return -weight * normalised(rows, row) / token_mean(rows)
+
+    return slope
+
+
+FORMS: Mapping[str, Callable[[Rows, Row, int], float]] = {
+    "gspo": gspo,
+    "kimi": kimi,
+    "topr": topr,
+    "decoupled-ppo": decoupled_ppo,
+    "dr-grpo": dr_grpo,
+    "dppo": dppo,
+    "tis": weighted(0.0, 2.0),
+    "cispo": weighted(0.0, 1.28),
+    "mis": weighted(0.5, 5.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("staleness", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gradient_is_its_closed_form(name: str, staleness: float) -> None:
+    rows = drawn(11, staleness)
+    expected = [FORMS[name](rows, row, t) for row in rows for t in range(len(row.pi))]
+    _, found = composed(PartsObjective(kind=name), rows)
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert any(found) or name == "gspo"
+
+
+def cells(heading: str) -> dict[str, str]:
+    """The first table below a heading: of each preset, the cell beside it."""
+    blocks = PAGE.read_text().split(f"## {heading}\n")[1].split("\n\n")
+    table = next(block.strip() for block in blocks if block.strip().startswith("|"))
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines()]
+    return {name: beside for _, name, beside, *_ in rows if name in PRESETS}
+
+
+def test_the_page_has_a_formula_and_a_measured_bias_of_each_preset() -> None:
+    formulas, biases = cells("Presets"), cells("Bias on stale samples")
+    assert formulas.keys() == biases.keys() == PRESETS.keys()
+    assert not any(formula.count(" / ") == 2 for formula in formulas.values())
+    assert all(bias.count("/") == 2 for bias in biases.values())
