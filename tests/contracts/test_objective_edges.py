@@ -1,0 +1,70 @@
+"""Each preset at the ends of what it may be given: log-probs that have nothing in common, one token, none, bfloat16."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollflow.tasks.objectives import build_objective
+from rollflow.tasks.objectives.base import MaskedTokens
+from rollflow.tasks.objectives.config import PartsObjective
+from rollflow.tasks.objectives.presets import PRESETS
+
+FAR = (-1e-9, -1.0, -700.0, -1e4)  # nats; e^700 is the largest that float64 has
+
+
+def given(logp: list[float], old: list[float], advantage: float, dtype: torch.dtype) -> MaskedTokens:
+    """Tokens of rows of two, the last one alone in its row where their number is odd."""
+
+    def tensor(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    count = len(logp)
+    return MaskedTokens(
+        logp_M=tensor(logp).requires_grad_(),
+        behaviour_M=tensor(old),
+        advantage_M=torch.full((count,), advantage, dtype=dtype),
+        row_M=torch.arange(count) // 2,
+        proximal_M=tensor(old[::-1]),
+        kept_M=torch.ones(count, dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", PRESETS)
+def test_nothing_overflows_where_policies_are_as_far_apart_as_can_be(name: str, dtype: torch.dtype) -> None:
+    objective = build_objective(PartsObjective(kind=name))
+    for logp, old, advantage in itertools.product(FAR, FAR, (1e6, -1e6)):
+        tokens = given([logp, logp, -1.0], [old, old, -1.0], advantage, dtype)
+        loss_M = objective.loss(tokens).loss_M
+        [slope_M] = torch.autograd.grad(loss_M.sum(), tokens.logp_M)
+        assert loss_M.dtype == slope_M.dtype == dtype
+        assert bool(loss_M.isfinite().all() & slope_M.isfinite().all())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_micro_batch_may_have_no_tokens(name: str) -> None:
+    objective = build_objective(PartsObjective(kind=name))
+    tokens = given([], [], 1.0, torch.float64)
+    found = objective.loss(tokens)
+    found.loss_M.sum().backward()  # type: ignore[no-untyped-call]
+    assert (
+        found.loss_M.shape == found.clipped_M.shape == objective.keep(tokens.behaviour_M, tokens.logp_M).shape == (0,)
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
+    """Sum, mean and token are one then; a weight by the response is one by the token."""
+    part = PartsObjective(kind=name)
+    tokens = given([-0.5], [-0.7], -1.0, torch.float64)
+    losses = {
+        build_objective(part.model_copy(update={"ratio": part.ratio.model_copy(update={"level": level})}))
+        .loss(tokens)
+        .loss_M.item()
+        for level in ("token", "sequence", "geometric")
+    }
+    assert len(losses) == 1
