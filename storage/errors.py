@@ -37,7 +37,7 @@ class StoreFailed(RollflowError):
 
 
 class NotFinite(RollflowError):
-    """A NaN or an infinity where a version is made: nothing is published, and another try gives the same: stop."""
+    """A NaN or an infinity where a version is made: nothing is published. Stop, or train on another batch."""
 
 
 class ConfigError(RollflowError):

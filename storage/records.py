@@ -36,7 +36,7 @@ class DiscardReason(StrEnum):
     FAILED = "failed"  # the engine or the verifier died under it
     FILTERED = "filtered"  # carries no signal by the run's own filter
     REDUNDANT = "redundant"  # launched on top of what was needed
-    CORRUPT = "corrupt"  # its committed batch cannot be read any more
+    CORRUPT = "corrupt"  # its committed batch was voided: it cannot be read any more, or is not finite
 
     @property
     def issued_again(self) -> bool:

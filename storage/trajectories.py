@@ -1,8 +1,9 @@
 """Trajectory batches of a run: batch b, once committed, is the batch that trains version b into version b + 1.
 
 A commit writes the Arrow file, then the entry that names it. Before the entry nothing has happened. If a batch's file
-is not what was committed and no version was trained on it, an entry voids the batch: its groups are issued again, and
-the batch is formed anew. So a batch number may be made more than once; the entry that made it tells them apart.
+is not what was committed, or what it holds is not finite, and no version was trained on it, an entry voids the batch:
+its groups are issued again, and the batch is formed anew. So a batch number may be made more than once; the entry that
+made it tells them apart. The file of a voided batch stays.
 """
 
 from __future__ import annotations
@@ -127,8 +128,19 @@ class TrajectoryStore:
         waiting = self.waiting(number)
         if waiting is None or self._is_whole(waiting.file):
             return False
+        return self._append(writer, BatchVoided(number, waiting.entry, why))
+
+    def reject(self, writer: Writer, number: int, entry: int, why: str) -> bool:
+        """Void batch `number` of entry `entry`: its file is whole, and what it holds, or gives, is not finite.
+
+        Returns whether it was still the one to be trained on.
+        """
+        return self._append(writer, BatchVoided(number, entry, why, "not-finite"))
+
+    def _append(self, writer: Writer, voided: BatchVoided) -> bool:
+        """False if the batch was trained on or made again meanwhile."""
         try:
-            writer.append(lambda state, _: BatchVoided(number, waiting.entry, why))
+            writer.append(lambda state, _: voided)
         except Refused:
             if not writer.valid():
                 raise

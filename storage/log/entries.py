@@ -94,11 +94,15 @@ class BatchCommitted:
 
 @dataclass(frozen=True, slots=True)
 class BatchVoided:
-    """The batch of entry `entry` is not to be used: its file is not what was committed."""
+    """The batch of entry `entry` is not to be used: its file is not what was committed, or what it holds is not finite.
+
+    The prompts of the latter are issued again with other seeds: the same ones might give the same again.
+    """
 
     number: int
     entry: int
     why: str
+    cause: Literal["damaged", "not-finite"] = "damaged"
     kind: Literal["batch-voided"] = "batch-voided"
 
 

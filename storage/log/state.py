@@ -40,7 +40,7 @@ from rollflow.storage.log.entries import (
 from rollflow.storage.log.retention import KINDS, Kind, Retention
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey, StoredObject
 
-FOLD = 1  # raised with any change of the rules or the state: older snapshots are not read
+FOLD = 2  # raised with any change of the rules or the state: older snapshots are not read
 WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     RunCreated: ("creator",),
     Claimed: ("supervisor", "scheduler", "learner"),
@@ -134,6 +134,8 @@ class RunState:
     waiting: dict[int, Waiting] = field(default_factory=dict)  # batch number -> the batch
     holes: list[int] = field(default_factory=list)  # batches to form again, in order
     voids: int = 0
+    not_finite: int = 0  # batches voided as such since the newest version
+    redraws: dict[int, int] = field(default_factory=dict)  # prompt that is not trained on -> such batches it was in
     held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version -> kind -> entry, while it may be pruned
     totals: Totals = field(default_factory=Totals)
 
@@ -164,7 +166,7 @@ class RunState:
     def copy(self) -> RunState:
         """Another one to change."""
         other = copy.copy(self)
-        for name in ("claims", "open", "behind", "waiting"):
+        for name in ("claims", "open", "behind", "waiting", "redraws"):
             setattr(other, name, dict(getattr(self, name)))
         for name in ("issued", "filtered", "holes"):
             setattr(other, name, list(getattr(self, name)))
@@ -299,6 +301,9 @@ def _void(s: RunState, body: BatchVoided) -> None:
     for group in waiting.groups:
         s.totals.count(DiscardReason.CORRUPT, group.tokens)
         s.open[group.prompt] = group.attempt + 1
+    if body.cause == "not-finite":
+        s.not_finite += 1
+        s.redraws |= {group.prompt: s.redraws.get(group.prompt, 0) + 1 for group in waiting.groups}
     s.behind |= waiting.behind
     del s.waiting[body.number]
     s.holes = sorted([*s.holes, body.number])
@@ -316,9 +321,11 @@ def _publish(s: RunState, body: VersionPublished) -> None:
         _need(batch is not None and batch.entry == body.batch_entry, f"version {number} was not trained on its batch")
         assert batch is not None
         _count_trained(s.totals, number - 1, batch)
+        for group in batch.groups if s.redraws else ():
+            s.redraws.pop(group.prompt, None)
     stateful = bool(body.state) or not s.retention.stores_state(number)
     _need(stateful, f"version {number} has no learner state, from which later ones are to be trained again")
-    s.version, s.published = number, s.n
+    s.version, s.published, s.not_finite = number, s.n, 0
     s.held[number] = dict.fromkeys(KINDS if body.state else KINDS[:1], s.n)
     _forget_kept(s)
 
@@ -360,6 +367,7 @@ def _after_discard(s: RunState, discard: Discard) -> None:
     else:
         s.filtered[prompt % len(s.filtered)] += 1
         s.behind.pop(prompt, None)
+        s.redraws.pop(prompt, None)
 
 
 def _count_trained(totals: Totals, number: int, batch: Waiting) -> None:

@@ -4,7 +4,8 @@
 
 It begins from storage alone: it restores the newest published version, or makes version 0. A version is committed
 together with the batch it was trained on. Once another learner has claimed the run, this one is `Deposed` and stops. A
-batch that is not what was committed is voided and formed anew, never trained on.
+batch that is not what was committed is voided and formed anew, never trained on; so is one that is not finite, where
+`train.not_finite = "next"`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rollflow.tasks.verifiers.base import judge
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
 UNSAFE = re.compile(r"[^\w.-]")  # in the name of a metric
-MAKINGS = 8  # times that one batch may turn out damaged before the store is to blame
+MAKINGS = 8  # times that one batch may turn out damaged, or not finite, before something else is to blame
 CALLS = 32  # at a time: `run` of the stage's flow and of dead ones before it, `status` of whoever looks
 
 
@@ -231,16 +232,31 @@ class LearnerActor:
         """Train on a batch and publish; False if the batch was voided meanwhile: then the learner is as before it."""
         began = time.monotonic()
         self._check_fresh(batch)
-        metrics = {**self.learner.step(batch, self.version), **told}
-        metrics["step_seconds"] = time.monotonic() - began
         try:
+            metrics = {**self.learner.step(batch, self.version), **told}
+            metrics["step_seconds"] = time.monotonic() - began
             self._publish(self.version + 1, entry, metrics)
         except Deposed:
             raise
         except Refused:
             self._restore(self.version)
             return False
+        except NotFinite as error:
+            if self.config.train.not_finite == "stop":
+                raise
+            self._quarantine(entry, error)
+            return False
         return True
+
+    def _quarantine(self, entry: int, error: NotFinite) -> None:
+        """Void the present batch, and be as before it; from storage, as some of its minibatches may have been taken."""
+        number, why = self.version, str(error).partition("; ")[0]  # without the cure of a run that stops
+        self.batches.reject(self.writer, number, entry, why)
+        if (times := self.context.log.state.not_finite) >= MAKINGS:
+            cure = "mend the engine or the verifier and resume, or begin another run with a lower train.learning_rate"
+            raise NotFinite(f"batch {number} was quarantined {times} times: {why}; {cure}") from error
+        self._restore(number)
+        self.note = f"batch {number} is quarantined and formed anew: {why}"
 
     def _check_fresh(self, batch: TrajectoryBatch) -> None:
         """The bound, checked once more on the rows themselves before they are trained on."""

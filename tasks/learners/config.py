@@ -59,6 +59,11 @@ class TrainBase(Section):
     )
     fused_adamw: bool = Field(True, description="torch's fused AdamW: one pass over the weights")
     micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
+    not_finite: Literal["stop", "next"] = Field(
+        "stop",
+        description="a batch that holds or gives a NaN or an infinity stops the run; or it is quarantined, and the "
+        "version is trained on the next that is formed, of other responses to the same prompts",
+    )
 
     @model_validator(mode="before")
     @classmethod

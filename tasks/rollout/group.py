@@ -57,6 +57,7 @@ class GroupRollout:
     responses: int  # requests in all, G of them wanted
     number: int  # of the dispatches of its scheduler
     awaited: bool = field(kw_only=True)  # a batch waits for it rather than leave it behind
+    redraws: int = field(default=0, kw_only=True)  # times its prompt was in a batch that is not finite
     unanswered: int = field(init=False)  # requests whose end `generated` was not told of
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
@@ -137,7 +138,7 @@ class GroupRollout:
                 prompt=turn.prompt,
                 max_new_tokens=turn.max_new_tokens,
                 temperature=limits.temperature,
-                seed=sample_seed(limits.seed, self.key.prompt, sample, turn.number),
+                seed=sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws),
             )
             return self.ports.proxy.generate(request, asked)
 
@@ -179,7 +180,9 @@ class GroupRollout:
         return self._reason is None
 
 
-def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0) -> int:
-    """A 63-bit seed for one generation. Every attempt has the same: what was too slow must not draw shorter."""
-    text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "")
+def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:
+    """A 63-bit seed for one generation. Every attempt has the same: what was too slow must not draw shorter. Only what
+    was in a batch that is not finite is drawn anew.
+    """
+    text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -59,6 +59,7 @@ class ResumePoint:
     missing: tuple[int, ...] = ()  # batches to form again
     voids: int = 0  # that it knows of
     behind: tuple[tuple[int, int], ...] = ()  # prompts of `again` that were left behind, and how often
+    redraws: tuple[tuple[int, int], ...] = ()  # prompts that were in batches that are not finite, and how often
 
     @classmethod
     def of_state(cls, state: RunState) -> ResumePoint:
@@ -70,6 +71,7 @@ class ResumePoint:
             missing=tuple(state.holes),
             voids=state.voids,
             behind=tuple(state.behind.items()),
+            redraws=tuple(state.redraws.items()),
         )
 
 
@@ -100,6 +102,7 @@ class RolloutScheduler:
         self.voids = resume.voids  # once the run has more, this scheduler is to be replaced by one that knows
         self.buffer, self.counts = TrajectoryBuffer(), Counts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
+        self._redraws = dict(resume.redraws)
         self._starts = Starts()
         self._formation = Formation(limits, self.buffer, self._starts)
         self._group_ports = GroupPorts(
@@ -183,7 +186,10 @@ class RolloutScheduler:
         tasks.create_task(self._dispatch(rollout))
 
     def _rollout(self, issue: Issue) -> GroupRollout:
-        return GroupRollout(issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited)
+        redraws = self._redraws.get(issue.key.prompt, 0)
+        return GroupRollout(
+            issue.key, self._group_ports, issue.responses, self._issued, awaited=issue.awaited, redraws=redraws
+        )
 
     # --- what is under way ----------------------------------------------------------------------------------
 

@@ -103,7 +103,11 @@ def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, aft
     return child.exitcode != 0
 
 
-@pytest.mark.parametrize("damage", [{}, {(1, 0): "cut"}, {(2, 0): "gone"}], ids=["sound", "cut", "gone"])
+@pytest.mark.parametrize(
+    "damage",
+    [{}, {(1, 0): "cut"}, {(2, 0): "gone"}, {(1, 0): "not finite", (2, 0): "not finite"}],
+    ids=["sound", "cut", "gone", "not finite"],
+)
 def test_killed_around_every_write(tmp_path: Path, damage: Mapping[tuple[int, int], Damage]) -> None:
     at = 1
     while survives(tmp_path / f"{at}-before", at, damage, after=False):

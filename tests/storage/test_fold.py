@@ -255,7 +255,8 @@ class Run(RuleBasedStateMachine):
     def void(self, learner: Learner, drawn: int) -> Entry | None:
         """Any batch that waits as far as the learner knows, also one behind others."""
         waiting = list(learner.log.state.waiting)
-        return learner.void(waiting[drawn % len(waiting)]) if waiting else None
+        cause: Any = "not-finite" if drawn % 2 else "damaged"
+        return learner.void(waiting[drawn % len(waiting)], cause) if waiting else None
 
     def prune(self, learner: Learner, drawn: int) -> Entry | None:
         """Something of what nothing needs, and seldom nothing."""

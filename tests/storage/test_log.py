@@ -468,9 +468,10 @@ def test_a_state_comes_back_from_a_snapshot_as_it_was(store: MemoryStore) -> Non
     scheduler.discard(0, DiscardReason.FILTERED)
     scheduler.commit()
     learner.log.follow()
-    learner.void(3)
+    learner.void(3, "not-finite")
     state = learner.log.state
     assert state.behind
+    assert (state.not_finite, list(state.redraws.values())) == (1, [1, 1])
     assert state.holes == [3]
     assert state.open
     assert snapshots.from_bytes(snapshots.to_bytes(state)) == state

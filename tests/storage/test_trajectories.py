@@ -194,6 +194,51 @@ def test_a_voided_batch_is_formed_again(run: ObjectStore) -> None:
     assert other.committed(second.n).groups[0].key == GroupKey(0, 1)
 
 
+def test_a_rejected_batch_is_voided_although_it_is_whole(run: ObjectStore) -> None:
+    batches, writer = ready(run)
+    _, learner = learning(run)
+    entry, _ = batches.commit(writer, staged())
+    assert batches.reject(learner, 0, entry.n, "a log-prob is -inf")
+    assert not batches.reject(learner, 0, entry.n, "again")
+    [void] = of_kind(run, BatchVoided)
+    assert void.body == BatchVoided(0, entry.n, "a log-prob is -inf", "not-finite")
+    second, _ = batches.commit(writer, staged(attempt=1))
+    assert not batches.reject(learner, 0, entry.n, "the one before")
+    assert batches.committed(second.n).groups[0].key == GroupKey(0, 1)
+    assert run.exists(batches.committed(entry.n).file.path)
+
+
+def test_it_is_known_how_often_a_prompt_is_to_be_drawn_anew(memory: MemoryStore) -> None:
+    """Until it is trained on or filtered; and how many batches of one version were rejected."""
+    batches, writer = ready(memory)
+    policies, learner = learning(memory)
+
+    def known() -> tuple[dict[int, int], int]:
+        batches.log.follow()
+        return batches.log.state.redraws, batches.log.state.not_finite
+
+    for attempt in range(2):
+        entry, _ = batches.commit(writer, staged(attempt=attempt))
+        prompts = [group.prompt for group in batches.committed(entry.n).groups]
+        batches.reject(learner, 0, entry.n, "nan")
+        assert known() == (dict.fromkeys(prompts, attempt + 1), attempt + 1)
+    entry, _ = batches.commit(writer, staged(attempt=2))
+    memory.delete(file_of(batches, 0).path)
+    assert batches.void(writer, 0, "gone")
+    assert known() == (dict.fromkeys(prompts, 2), 2)  # what was damaged is drawn as it was
+    batches.commit(writer, staged(attempt=3))
+    assert known() == (dict.fromkeys(prompts, 2), 2)
+    publish(policies, learner)
+    assert known() == ({}, 0)
+    entry, _ = batches.commit(writer, staged(1, 1))
+    batches.reject(learner, 1, entry.n, "nan")
+    assert list(known()[0].values()) == [1] * len(batches.committed(entry.n).groups)
+    gone = tuple(Discard(GroupKey(prompt, 1), DiscardReason.FILTERED, 0, 5) for prompt in known()[0])
+    others = staged(2, 1)
+    batches.commit(writer, replace(others, number=1, discards=(*gone, *others.discards)))
+    assert known() == ({}, 1)
+
+
 def test_what_was_discarded_for_a_batch_counts_however_often_it_was_formed(
     run: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

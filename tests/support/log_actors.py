@@ -8,6 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import (
@@ -190,10 +191,10 @@ class Learner:
         states = (self._object(number, "state"),) if with_state else ()
         return self.writer.append(lambda state, _: VersionPublished(number, batch, (weights,), states))
 
-    def void(self, number: int) -> Entry:
-        """A waiting batch is damaged."""
+    def void(self, number: int, cause: Literal["damaged", "not-finite"] = "damaged") -> Entry:
+        """A waiting batch cannot be used."""
         entry = self.log.state.waiting[number].entry
-        return self.writer.append(lambda state, _: BatchVoided(number, entry, "damaged"))
+        return self.writer.append(lambda state, _: BatchVoided(number, entry, cause, cause))
 
     def prune(self, most: int | None = None) -> Entry:
         """What nothing needs, or the oldest of it."""

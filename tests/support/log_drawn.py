@@ -26,8 +26,9 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
     if "scheduler" in claims and model.latest >= 0:
         yield from (("scheduler", claims["scheduler"], body) for body in batches(model))
     for number, entry in model.waiting.items():
-        body = dump({"kind": "batch-voided", "number": number, "entry": entry["n"], "why": "damaged"})
-        yield from ((role, claims[role], body) for role in ("scheduler", "learner") if role in claims)
+        for cause in ("damaged", "not-finite"):
+            body = dump({"kind": "batch-voided", "number": number, "entry": entry["n"], "why": "", "cause": cause})
+            yield from ((role, claims[role], body) for role in ("scheduler", "learner") if role in claims)
     if "learner" in claims:
         yield from (("learner", claims["learner"], body) for body in versions(model))
     pruned = dump({"kind": "pruned", "objects": sorted(model.may_be_pruned())})

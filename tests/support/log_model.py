@@ -52,6 +52,7 @@ class Model:
     alive: dict[int, Json] = field(default_factory=dict)  # batch number -> its entry, until that is voided
     formed: int = 0  # batches that were ever formed, by number
     voids: int = 0
+    rejected: list[tuple[int, int]] = field(default_factory=list)  # (entry, prompt) of voids of what was not finite
     versions: list[Json] = field(default_factory=list)  # the entries that published them
     pruned: list[tuple[int, str]] = field(default_factory=list)
 
@@ -230,6 +231,8 @@ class Model:
                 for prompt, attempt, *_ in self.alive.pop(body["number"])["body"]["groups"]:
                     self.fates[GroupKey(prompt, attempt)] = "corrupt"
                     self._again(GroupKey(prompt, attempt))
+                    if body["cause"] == "not-finite":
+                        self.rejected.append((entry["n"], prompt))
             case "version-published":
                 self.versions.append(entry)
                 for prompt, attempt, *_ in self.trained_on(self.latest):
@@ -273,6 +276,8 @@ class Model:
         assert state.cursor.issued == tuple(map(self.position, range(self.sources)))
         assert state.cursor.filtered == tuple(map(self.filtered, range(self.sources)))
         assert state.behind == self.left_behind([key.prompt for key in self.open])
+        assert state.redraws == self.to_draw_anew()
+        assert state.not_finite == len({n for n, _ in self.rejected if n > state.published})
         assert state.waiting.keys() == self.waiting.keys()
         for number, entry in self.waiting.items():
             batch, body = state.waiting[number], entry["body"]
@@ -283,6 +288,11 @@ class Model:
 
     def left_behind(self, prompts: list[int]) -> dict[int, int]:
         return {prompt: self.slow[prompt] for prompt in prompts if self.slow[prompt]}
+
+    def to_draw_anew(self) -> dict[int, int]:
+        """Prompts that are still to be trained on -> the batches they were in that were not finite."""
+        wanted = {key.prompt for key, fate in self.fates.items() if fate in ("open", "batch")}
+        return dict(Counter(prompt for _, prompt in self.rejected if prompt in wanted))
 
     def _compare_totals(self, state: RunState) -> None:
         ended = {key: fate for key, fate in self.fates.items() if fate not in ("open", "batch")}

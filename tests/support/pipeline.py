@@ -6,6 +6,7 @@ The scheduler, the learner and the channel have each a view of the log of their 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.flat import ANY_TOKEN
@@ -45,7 +47,7 @@ LOOK_SECONDS = 0.2  # how often a scheduler asks whether a batch was voided
 PATIENCE_SECONDS = 1e6
 STUCK_SECONDS = 1e3
 
-Damage = Literal["flipped", "cut", "gone"]
+Damage = Literal["flipped", "cut", "gone", "not finite"]  # the last: the file is whole, the learner cannot use it
 
 
 class StoredBatches:
@@ -232,7 +234,7 @@ class Pipeline:
     async def _commit(self, staged: StagedBatch) -> None:
         entry, committed = TrajectoryStore(self.scheduling.log).commit(self.scheduling, staged)
         data = pa.py_buffer(committed.read_bytes()) if isinstance(committed, Path) else committed
-        if self.damage and (harm := self.damage.get((staged.number, voids_of(self.store, staged.number)))):
+        if (harm := self._harm(staged.number)) and harm != "not finite":
             damaged(self.store, self.batches.committed(entry.n).file, harm)
         await self.channel.put(staged.number, data, PATIENCE_SECONDS, entry.n)
 
@@ -248,7 +250,7 @@ class Pipeline:
             await self.channel.announce(version)
 
     async def _next_batch(self, number: int) -> Waiting:
-        """Batch `number` as it stands in the log; a damaged one is voided and waited for anew."""
+        """Batch `number` as it stands in the log; one that is damaged or not finite is voided and waited for anew."""
         while True:
             try:
                 leased = await self.channel.lease(number, PATIENCE_SECONDS)
@@ -259,7 +261,13 @@ class Pipeline:
                 self.batches.void(self.learning, number, str(error))
             else:
                 assert leased == stored, "the channel handed out something else than what was committed"
-                return waiting
+                if is_finite(stored) and self._harm(number) != "not finite":
+                    return waiting
+                self.batches.reject(self.learning, number, waiting.entry, "it is not finite")
+
+    def _harm(self, number: int) -> Damage | None:
+        """What is wrong with the present making of batch `number`."""
+        return self.damage.get((number, voids_of(self.store, number))) if self.damage else None
 
     def _publish(self, version: int, batch: Waiting | None) -> None:
         files = {
@@ -269,6 +277,12 @@ class Pipeline:
         entry = None if batch is None else batch.entry
         self.policies.publish(self.learning, VersionPublished(version, entry, weights, state))
         self.policies.prune(self.learning)
+
+
+def is_finite(stored: pa.Buffer) -> bool:
+    """Whether all log-probs of a batch are."""
+    rows = TrajectoryBatch.from_bytes(stored).table["logprobs"].to_pylist()
+    return all(math.isfinite(value) for row in rows for value in row)
 
 
 def voids_of(store: ObjectStore, number: int) -> int:

@@ -270,7 +270,7 @@ def test_a_run_continues_from_storage_alone() -> None:
     engine_deaths=st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 2)), max_size=4),
     damage=st.dictionaries(
         st.tuples(st.integers(0, 5), st.integers(0, 1)),
-        st.sampled_from(["flipped", "cut", "gone"]),
+        st.sampled_from(["flipped", "cut", "gone", "not finite"]),
         max_size=4,
     ),
 )

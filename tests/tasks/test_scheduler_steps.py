@@ -122,9 +122,11 @@ def test_what_is_left_behind_waits_for_a_newer_version_than_the_engines_had_at_t
 
 def test_a_scheduler_begins_where_the_log_says() -> None:
     cursor, key = Cursor((9,), (2,)), GroupKey(8, 1)
-    state: Any = SimpleNamespace(next_batch=3, cursor=cursor, in_flight=(key,), holes=[1], voids=2, behind={8: 4})
-    assert ResumePoint.of_state(state) == ResumePoint(3, cursor, (key,), missing=(1,), voids=2, behind=((8, 4),))
-    assert ResumePoint() == ResumePoint(0, Cursor(), (), missing=(), voids=0, behind=())
+    there = {"in_flight": (key,), "holes": [1], "voids": 2, "behind": {8: 4}, "redraws": {8: 1}}
+    state: Any = SimpleNamespace(next_batch=3, cursor=cursor, **there)
+    told = {"missing": (1,), "voids": 2, "behind": ((8, 4),), "redraws": ((8, 1),)}
+    assert ResumePoint.of_state(state) == ResumePoint(3, cursor, (key,), **told)  # type: ignore[arg-type]
+    assert ResumePoint() == ResumePoint(0, Cursor(), (), missing=(), voids=0, behind=(), redraws=())
 
 
 def test_where_a_scheduler_begins() -> None:

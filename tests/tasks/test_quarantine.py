@@ -1,0 +1,242 @@
+"""`train.not_finite = "next"`: a batch that is not finite is voided by name, and its version is trained on another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from rollflow.flows.commands.log import sentence
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import NotFinite
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchVoided, Group, entry_path
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import GroupKey
+from rollflow.tasks.actors.learner import MAKINGS, LearnerActor
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.learners.restore import train_again
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
+from rollflow.tasks.rollout.group import sample_seed
+from rollflow.tasks.run_context import RunContext
+from tests.support.ledger import check_log
+from tests.support.log_runs import of_kind, read
+from tests.support.pipeline import Pipeline
+from tests.support.small_run import Halt, StoreFeed, batch, prepare_small, train_small
+from tests.tasks.test_restore import breaking, consumed, hashes, moment, restored, row_of_the_embedding
+from tests.tasks.test_scheduler import stopped
+
+Prepare = Callable[..., RunContext]
+WHY = "version 4 is not trained: a log-prob of batch 3 is -inf"
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+
+    def prepared(run_id: str = "small", **train: object) -> RunContext:
+        return prepare_small(tmp_path, run_id, train={"not_finite": "next", **train}, keep_last=10, state_every=2)
+
+    return prepared
+
+
+class Poisoned(StoreFeed):
+    """The first `makings` times that batch `number` is formed, one log-prob in it is -inf."""
+
+    def __init__(self, context: RunContext, number: int = 3, makings: int = 1, *, dies: bool = False) -> None:
+        super().__init__(context)
+        self.poisoned, self.makings, self.dies = number, makings, dies
+
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+        voids = self.context.log.state.voids
+        if self.dies and voids and number == self.poisoned:
+            raise Halt
+        if number == self.poisoned and self.batches.waiting(number) is None and voids < self.makings:
+            staged = batch(self.context, number)
+            first = staged.groups[0].trajectories[-1]  # type: ignore[union-attr]
+            bad = replace(first, logprobs=(*first.logprobs[:-1], -math.inf))
+            group = replace(staged.groups[0], trajectories=(*staged.groups[0].trajectories[:-1], bad))  # type: ignore[union-attr,call-arg]
+            self.batches.commit(self.writer, replace(staged, groups=(group, *staged.groups[1:])))
+        return super().lease(number, deadline, afresh=afresh)
+
+
+def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) -> None:
+    """Batch 3 was quarantined once, and by name; the run has ended as one whose first batch 3 was sound."""
+    assert context.policies.newest() == 6
+    [void] = of_kind(context.store, BatchVoided)
+    assert isinstance(void.body, BatchVoided)
+    assert (void.body.number, void.body.why, void.body.cause, void.role) == (3, why, "not-finite", "learner")
+    assert sentence(void) == f"batch 3 voided (entry {void.body.entry}): {why}"
+    assert context.store.exists(context.batches.committed(void.body.entry).file.path)
+    assert consumed(context, 4) == [GroupKey(6, 1), GroupKey(7, 1)]
+    assert hashes(restored(context, 6)[0]) == hashes(restored(whole, 6)[0])
+    learner, _ = restored(context, 3)
+    assert train_again(context.policies, context.batches, learner, 4).differences == ()
+    report = audit(context.store, deep=True)
+    assert report.violations == []
+    assert report.quarantined == [f"{entry_path(void.body.entry)}: {why}"]
+    assert report.fates["discarded: corrupt"] == 2
+    assert (context.log.state.not_finite, context.log.state.redraws) == (0, {})
+
+
+def test_the_version_is_trained_on_the_next_batch(small: Prepare) -> None:
+    whole, context, notes = small("whole"), small("broken"), list[str]()
+    train_small(whole)
+
+    class Looking(Poisoned):
+        def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+            notes.append(actor.status().note)
+            return super().lease(number, deadline, afresh=afresh)
+
+    actor = LearnerActor(context, channel=Looking(context))
+    assert actor.run() == 6
+    assert f"batch 3 is quarantined and formed anew: {WHY}" in notes
+    assert_trained_on_another(context, whole, WHY)
+
+
+def test_a_learner_that_died_behind_the_void_is_followed_by_one_that_waits_for_the_next(small: Prepare) -> None:
+    whole, context = small("whole"), small("broken")
+    train_small(whole)
+    with pytest.raises(Halt):
+        LearnerActor(context, channel=Poisoned(context, dies=True)).run()
+    assert (context.policies.newest(), context.log.state.holes) == (3, [3])
+    assert (context.log.state.not_finite, context.log.state.redraws) == (1, {6: 1, 7: 1})
+    train_small(context)
+    assert_trained_on_another(context, whole, WHY)
+
+
+@pytest.mark.parametrize("where", [row_of_the_embedding, moment])
+def test_so_it_is_for_a_version_that_is_not_finite(
+    small: Prepare, where: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, context = small("whole"), small("broken")
+    train_small(whole)
+    train_small(context, 3)
+    sound, broken = TorchLearner.step, breaking(where, math.nan)
+
+    def once(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
+        step = broken if version == 3 and not context.log.state.voids else sound
+        return step(self, batch, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchLearner, "step", once)
+        train_small(context)
+    [void] = of_kind(context.store, BatchVoided)
+    assert isinstance(void.body, BatchVoided)
+    assert void.body.why.startswith("version 4 is not published: ")
+    assert_trained_on_another(context, whole, void.body.why)
+
+
+class SecondIsNaN(Objective):
+    """Of the losses that it is asked for only the first is finite."""
+
+    def __init__(self, own: Objective) -> None:
+        self.own, self.asked = own, 0
+
+    def loss(self, tokens: MaskedTokens) -> TokenLoss:
+        self.asked += 1
+        found = self.own.loss(tokens)
+        return found if self.asked == 1 else replace(found, loss_M=found.loss_M * math.nan)
+
+
+def test_minibatches_before_the_one_that_is_not_finite_are_taken_back(
+    small: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, context = small("whole", minibatches=2), small("broken", minibatches=2)
+    train_small(whole)
+    train_small(context, 3)
+    whole_step = TorchLearner.step
+
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
+        own = self.objective
+        if version == 3 and not context.log.state.voids:
+            self.objective = SecondIsNaN(own)
+        try:
+            return whole_step(self, batch, version)
+        finally:
+            self.objective = own
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchLearner, "step", step)
+        train_small(context)
+    assert_trained_on_another(context, whole, "version 4 is not trained: loss of batch 3 is nan")
+
+
+def test_what_is_never_finite_stops_the_run_with_one_sentence(small: Prepare) -> None:
+    """Also after another learner has taken over on the way."""
+    context = small()
+    with pytest.raises(Halt):
+        LearnerActor(context, channel=Poisoned(context, makings=99, dies=True)).run()
+    with pytest.raises(NotFinite, match=rf"^batch 3 was quarantined {MAKINGS} times: {WHY}; mend the engine") as stop:
+        LearnerActor(context, channel=Poisoned(context, makings=99)).run()
+    assert len(str(stop.value).splitlines()) == 1
+    assert len(of_kind(context.store, BatchVoided)) == context.log.state.not_finite == MAKINGS
+    assert context.policies.newest() == 3
+    assert audit(context.store).violations == []
+    train_small(context)  # whatever it was is mended
+    assert context.policies.newest() == 6
+    assert audit(context.store).violations == []
+
+
+def test_by_default_it_stops_and_nothing_is_voided(small: Prepare) -> None:
+    context = small(not_finite="stop")
+    with pytest.raises(NotFinite, match=rf"^{WHY}; mend the engine"):
+        LearnerActor(context, channel=Poisoned(context)).run()
+    assert of_kind(context.store, BatchVoided) == []
+
+
+# --- its prompts --------------------------------------------------------------------------------------------------
+
+
+class Poisons(TimedEngine):
+    """A response that is drawn with one of these seeds has a log-prob of -inf, each time again."""
+
+    def __init__(self, seeds: Collection[int]) -> None:
+        super().__init__(TimedEngineConfig(slots=8, max_new_tokens=64))
+        self.seeds = seeds
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        made = await super().generate(request)
+        if request.seed not in self.seeds:
+            return made
+        values = [*list(made.logprobs)[:-1], -math.inf]
+        return replace(made, made=Partial.of(made.tokens, values, made.versions))
+
+
+@pytest.mark.parametrize("stops", [(), (0.4, 0.4, 0.4)], ids=["unbroken", "stopped"])
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 2.5])
+def test_the_same_rows_do_not_come_back(alpha: float, stops: Collection[float]) -> None:
+    """Of an engine that gives the same for the same seed; and no prompt is given up for it."""
+    store = MemoryStore(f"poison-{alpha}-{len(stops)}")
+    poison = {sample_seed(0, prompt, 1) for prompt in (2, 9, 10)} | {sample_seed(0, 9, 0, redraws=1)}
+
+    def pipeline() -> Pipeline:
+        return Pipeline(store, async_ratio=alpha, engine_list=[Poisons(poison)])
+
+    for after in stops:
+        run_virtual(stopped(pipeline(), after))
+    last = pipeline()
+    run_virtual(last.run())
+    report = audit(store)
+    assert report.violations == []
+    voids = [entry.body for entry in read(store) if isinstance(entry.body, BatchVoided)]
+    assert 2 <= len(voids) <= 4
+    assert {void.cause for void in voids} == {"not-finite"}
+    check_log(read(store), last.versions, last.groups, last.state.in_flight)
+    trained = {group.prompt for version in range(1, 7) for group in groups_of(last, version)}
+    assert {2, 9, 10} <= trained
+
+
+def groups_of(pipeline: Pipeline, version: int) -> Sequence[Group]:
+    entry = pipeline.policies.find(version).batch_entry
+    assert entry is not None
+    return pipeline.batches.committed(entry).groups
