@@ -30,7 +30,7 @@ MAY: dict[str, set[str]] = {
     "tasks/verifiers": {"tasks"},
     "tasks/policies": {"tasks", "tasks/prompts"},
     "tasks/engines": {"tasks", "tasks/policies"},
-    "tasks/learners": {"tasks", "tasks/objectives"},
+    "tasks/learners": {"tasks", "tasks/objectives", "tasks/policies"},
     "tasks/environments": {"tasks", "tasks/engines", "tasks/verifiers"},
     "tasks/rollout": {"tasks", "tasks/engines", "tasks/environments", "tasks/verifiers"},
     "tasks/simulation": {"tasks", "tasks/engines", "tasks/rollout", "tasks/verifiers"},

@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.policies.head import OwnHead
 
 R, P, C = 64, 16, 16
 SMALLEST_SPAN = 64  # keys; spans are this, doubled as often as a request needs
@@ -133,6 +134,7 @@ class FixedShapeSampler:
             raise ValueError(f"{policy_folder}: only full attention runs on the transformers engine; use vllm")
         self._config = config
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        self._head = OwnHead(self._model)
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
@@ -267,7 +269,7 @@ class FixedShapeSampler:
             greedy[slot] = row.request.temperature == 0
             temperatures[slot] = row.request.temperature or 1.0
             draws[slot] = row.draws[len(row.logprobs)]
-        logprobs_V = torch.log_softmax(self._model.get_output_embeddings()(hidden).float() / temperatures, -1)
+        logprobs_V = torch.log_softmax(self._head(hidden).float() / temperatures, -1)
         cumulated_V = logprobs_V.double().exp().cumsum(-1)
         tokens = torch.searchsorted(cumulated_V, draws * cumulated_V[:, -1:], right=True)
         tokens.clamp_(max=logprobs_V.shape[-1] - 1)

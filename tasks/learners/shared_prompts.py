@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.tasks.learners.token_logprobs import HALF, NEAR, TokenLogprobs
+from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.policies.head import HALF, NEAR
 
 PROMPT, RESPONSES = (3, 4, 5, 6), ((7, 8, 9), (8, 7))
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)

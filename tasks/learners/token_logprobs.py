@@ -1,11 +1,8 @@
 """Log-probs of a policy's tokens, through the model's own head.
 
-    tokens --> decoder --> hidden states at the positions asked for --> the model's own forward --> log-probs
-                                                           (they are put in the place of what its decoder gives)
+    tokens --> decoder --> hidden states at the positions asked for --> its head (see `policies/head`) --> log-probs
 
-What a model does between hidden states and logits stands in its forward: a soft-cap (Gemma 2), a scale (Granite,
-Cohere), a bias. So that forward is run, and nothing of it is written again here. Training, the pass before a version's
-first update and the probe all come this way. A model that cannot be run so is refused at the start.
+Training, the pass before a version's first update and the probe all come this way.
 
 Logits are made for a chunk of tokens at a time: all of a batch of 16,384 tokens would be 10 GB at a vocabulary of
 151,936, several times over. A learner asks for parts of `whole_rows`, and goes backward through each before the next. A
@@ -16,31 +13,17 @@ Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.head import OwnHead
 
 LOGITS_BYTES = 2**27  # of one chunk's logits in float32; a pass has about five such tensors at once
-LOOK = 8  # tokens that a model is tried with
-NEAR = {torch.float32: 1e-3}  # nats by which two ways to the same log-probs may differ; HALF in shorter types
-HALF = 0.05
-
-
-class _Given(nn.Module):
-    """Stands where a model has its decoder, and returns what it is given."""
-
-    output: Any = None
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """What stands in `output`, whatever is asked."""
-        return self.output
 
 
 class TokenLogprobs:
@@ -52,15 +35,8 @@ class TokenLogprobs:
         Raises:
             ConfigError: its log-probs come out otherwise than its own forward gives them.
         """
-        self._decoder, self._given = model.get_decoder(), _Given()
-        self._kind: type[Any] = dict
-        try:
-            self._head = _with_module(model, self._decoder, self._given)
-            off = self._distance(model)
-        except Exception as error:  # whatever a model's own code says of being run so
-            raise _refused(model, f"{type(error).__name__}: {error}") from error
-        if off > NEAR.get(model.dtype, HALF):
-            raise _refused(model, f"log-probs differ by {off:.2g} nats")
+        self._head = OwnHead(model)
+        self._decoder = model.get_decoder()
 
     def __call__(
         self,
@@ -80,7 +56,7 @@ class TokenLogprobs:
 
     def hidden(self, inputs: Mapping[str, Tensor], where: tuple[Tensor, Tensor]) -> Tensor:
         """(M, H) what the decoder gives for the tokens before."""
-        return self._hidden(inputs)[where]
+        return cast(Tensor, self._decoder(**inputs, use_cache=False).last_hidden_state[where])
 
     def of(
         self, hidden_MH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
@@ -107,26 +83,12 @@ class TokenLogprobs:
     @property
     def _chunk(self) -> int:
         """Tokens whose logits are made at a time."""
-        return max(1, LOGITS_BYTES // (4 * self._vocabulary))
-
-    def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        output = self._decoder(**inputs, use_cache=False)
-        self._kind = type(output)
-        return cast(Tensor, output.last_hidden_state)
-
-    def _logits(self, hidden_MH: Tensor) -> Tensor:
-        """(M, V) by the model's forward, for which the M hidden states are those of one row."""
-        stand_in_1M = torch.zeros((1, len(hidden_MH)), dtype=torch.long, device=hidden_MH.device)
-        self._given.output = self._kind(last_hidden_state=hidden_MH[None])
-        try:
-            return cast(Tensor, self._head(input_ids=stand_in_1M, use_cache=False).logits.squeeze(0))
-        finally:
-            self._given.output = None
+        return max(1, LOGITS_BYTES // (4 * self._head.vocabulary))
 
     def _chosen(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits_MV = self._logits(hidden_MH).float()
+        logits_MV = self._head(hidden_MH).float()
         if temperature != 1.0:  # a copy of them all, that changes nothing
             logits_MV = logits_MV / temperature
         logp_MV = torch.log_softmax(logits_MV, -1)
@@ -144,40 +106,3 @@ class TokenLogprobs:
             preserve_rng_state=False,  # nothing is drawn
         )
         return cast(tuple[Tensor, Tensor | None], found)
-
-    @torch.no_grad()
-    def _distance(self, model: Any) -> float:
-        """The most that this way and the model's own differ in, in nats."""
-        tokens_1T = torch.arange(LOOK, device=model.device)[None]
-        theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
-        self._vocabulary = theirs_TV.shape[-1]
-        ours_TV = torch.log_softmax(self._logits(self._hidden({"input_ids": tokens_1T})[0]).float(), -1)
-        return float((ours_TV - theirs_TV).abs().nan_to_num(0.0).max())  # of broken weights, both are NaN
-
-
-def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
-    """The model with `other` in the place of `module`; it shares everything else with the one that is given."""
-    path = next(name for name, found in model.named_modules() if found is module)
-    if not path:
-        raise TypeError("the decoder is the model itself")
-    top = made = _shallow(model)
-    *outer, last = path.split(".")
-    for name in outer:
-        made._modules[name] = _shallow(made._modules[name])
-        made = made._modules[name]
-    made._modules[last] = other
-    return top
-
-
-def _shallow(module: nn.Module) -> Any:
-    """A module with the same tensors and the same modules in it."""
-    made = copy.copy(module)
-    made.__dict__["_modules"] = dict(module._modules)
-    return made
-
-
-def _refused(model: Any, why: str) -> ConfigError:
-    return ConfigError(
-        f"policy.path: the head of a {type(model).__name__} cannot be run on its own ({why.splitlines()[0]}); choose "
-        "another architecture"
-    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.head import OwnHead
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
@@ -39,11 +40,11 @@ def cold_start(
     draw = random.Random(f"{seed}:cold start")
     pool = _Pool(prompts, tokenizer, draw)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    found = 0.0
+    decoder, head, found = model.get_decoder(), OwnHead(model), 0.0
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, step / WARMUP)
-        loss = answer_loss(model, pool.draw(config.batch))
+        loss = answer_loss(decoder, head, pool.draw(config.batch))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,8 +79,8 @@ class _Pool:
         return self._made[index]
 
 
-def answer_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Mean cross-entropy (nats) of the answers' tokens, right-padded."""
+def answer_loss(decoder: Any, head: OwnHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+    """Mean cross-entropy (nats) of the answers' tokens, right-padded; `head` is that of the decoder's model."""
     longest = max(len(p) + len(a) for p, a in pairs)
     tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
     mask = torch.zeros((len(pairs), longest), dtype=torch.bool)
@@ -88,9 +89,8 @@ def answer_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
         tokens[i, :end] = torch.tensor([*prompt, *answer])
         mask[i, len(prompt) : end] = True
     row, position = mask.nonzero(as_tuple=True)
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    logits = model.get_output_embeddings()(hidden[row, position - 1])
-    return torch.nn.functional.cross_entropy(logits.float(), tokens[row, position])
+    hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    return torch.nn.functional.cross_entropy(head(hidden[row, position - 1]).float(), tokens[row, position])
 
 
 @torch.no_grad()

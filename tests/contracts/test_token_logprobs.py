@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some hav
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.5, "dropout": 0.5},
     "gpt2": GPT2,  # dropout is 0.1
 }
+NOTHING: Mapping[str, object] = MappingProxyType({})
 DROPOUT = {"llama", "phi", "phi3", "gpt_neox", "opt", "gpt2"}
 
 
@@ -86,9 +88,9 @@ class Spy(Objective):
         return torch.ones_like(proximal_B, dtype=torch.bool)
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, more: Mapping[str, object] = NOTHING) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **ARCHITECTURES[name])
+    config = AutoConfig.for_model(name, **{**ARCHITECTURES[name], **more})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():  # biases, too, which begin as zeros
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -110,10 +112,11 @@ def one_row() -> tuple[list[int], TrajectoryBatch]:
     return tokens, batch_of([trajectory(tokens[:4], tokens[4:], 0, reward=1.0)])
 
 
-def by_the_model(model: Any, tokens: list[int]) -> Tensor:
+def by_the_model(model: Any, tokens: list[int], temperature: float = 1.0) -> Tensor:
     """Of tokens[1:], as transformers itself computes them."""
     with torch.no_grad():
-        logp = torch.log_softmax(model.eval()(input_ids=torch.tensor([tokens])).logits[0, :-1], -1)
+        logits = model.eval()(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    logp = torch.log_softmax(logits / temperature, -1)
     return logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 

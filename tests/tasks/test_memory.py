@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollflow.tasks.learners import token_logprobs
-from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.policies.head import OwnHead
 from tests.contracts.test_learners import batch, saved
 from tests.contracts.test_shared_prompts import groups
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of
@@ -28,7 +28,7 @@ def test_parts_are_whole_rows_of_no_more_than_a_chunk(
 ) -> None:
     """Rows of 3, 1, 5, 4 and 4 tokens; one that is longer than a chunk is a part alone."""
     made = learner(folder).token_logprobs
-    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._vocabulary * chunk)
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
     row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
     parts = made.whole_rows(row_M)
     assert [i for part in parts for i in range(17)[part]] == list(range(17))
@@ -40,18 +40,18 @@ def test_parts_are_whole_rows_of_no_more_than_a_chunk(
 def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of objectives that look at whole rows; and no more logits are there than asked for."""
     seen: list[int] = []
-    logits = TokenLogprobs._logits
+    logits = OwnHead.__call__
 
-    def noted(self: TokenLogprobs, hidden_MH: torch.Tensor) -> torch.Tensor:
+    def noted(self: OwnHead, hidden_MH: torch.Tensor) -> torch.Tensor:
         seen.append(len(hidden_MH))
         return logits(self, hidden_MH)
 
-    monkeypatch.setattr(TokenLogprobs, "_logits", noted)
+    monkeypatch.setattr(OwnHead, "__call__", noted)
 
     def gradients(chunk: int) -> tuple[float, torch.Tensor]:
         keeps = {"correction": {"second_moment": 30}} if kind == "m2po" else {}  # else it would leave nothing
         made = learner(folder, objective={"kind": kind, **keeps}, max_grad_norm=1e9, learning_rate=1e-12)
-        monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._vocabulary * chunk)
+        monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._head.vocabulary * chunk)
         seen.clear()  # what was tried at the start
         found: list[torch.Tensor] = []
         monkeypatch.setattr(made.policy, "apply", lambda: found.extend(p.grad for p in made.model.parameters()))

@@ -1,0 +1,105 @@
+"""A policy's own head: from its decoder's hidden states to logits by the model's own forward.
+
+    hidden states --> the model's own forward --> logits
+                      (they are put in the place of what its decoder gives)
+
+What a model does between hidden states and logits stands in its forward: a soft-cap (Gemma 2), a scale (Granite,
+Cohere), a bias. So that forward is run, and nothing of it is written again here. Training, the probe, the transformers
+engine and the cold start all come this way. A model that cannot be run so is refused at the start.
+
+Shapes: M positions, T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rollflow.storage.errors import ConfigError
+
+LOOK = 8  # tokens that a model is tried with
+NEAR = {torch.float32: 1e-3}  # nats by which two ways to the same log-probs may differ; HALF in shorter types
+HALF = 0.05
+
+
+class _Given(nn.Module):
+    """Stands where a model has its decoder, and returns what it is given."""
+
+    output: Any = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """What stands in `output`, whatever is asked."""
+        return self.output
+
+
+class OwnHead:
+    """The head of `model`, whose parameters it reads where they are. See the module's docstring."""
+
+    vocabulary: int  # V
+
+    def __init__(self, model: Any) -> None:
+        """Tries the model with a few tokens.
+
+        Raises:
+            ConfigError: its log-probs come out otherwise than its own forward gives them.
+        """
+        self._given = _Given()
+        try:
+            decoder = model.get_decoder()
+            self._head = _with_module(model, decoder, self._given)
+            off = self._distance(model, decoder)
+        except Exception as error:  # whatever a model's own code says of being run so
+            raise _refused(model, f"{type(error).__name__}: {error}") from error
+        if off > NEAR.get(model.dtype, HALF):
+            raise _refused(model, f"log-probs differ by {off:.2g} nats")
+
+    def __call__(self, hidden_MH: Tensor) -> Tensor:
+        """Logits (M, V), in the model's type; for its forward the M hidden states are those of one row."""
+        stand_in_1M = torch.zeros((1, len(hidden_MH)), dtype=torch.long, device=hidden_MH.device)
+        self._given.output = self._kind(last_hidden_state=hidden_MH[None])
+        try:
+            return cast(Tensor, self._head(input_ids=stand_in_1M, use_cache=False).logits.squeeze(0))
+        finally:
+            self._given.output = None
+
+    @torch.no_grad()
+    def _distance(self, model: Any, decoder: Any) -> float:
+        """The most that this way and the model's own differ in, in nats."""
+        tokens_1T = torch.arange(LOOK, device=model.device)[None]
+        theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
+        self.vocabulary = theirs_TV.shape[-1]
+        output = decoder(input_ids=tokens_1T, use_cache=False)
+        self._kind: type[Any] = type(output)
+        ours_TV = torch.log_softmax(self(output.last_hidden_state[0]).float(), -1)
+        return float((ours_TV - theirs_TV).abs().nan_to_num(0.0).max())  # of broken weights, both are NaN
+
+
+def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
+    """The model with `other` in the place of `module`; it shares everything else with the one that is given."""
+    path = next(name for name, found in model.named_modules() if found is module)
+    if not path:
+        raise TypeError("the decoder is the model itself")
+    top = made = _shallow(model)
+    *outer, last = path.split(".")
+    for name in outer:
+        made._modules[name] = _shallow(made._modules[name])
+        made = made._modules[name]
+    made._modules[last] = other
+    return top
+
+
+def _shallow(module: nn.Module) -> Any:
+    """A module with the same tensors and the same modules in it."""
+    made = copy.copy(module)
+    made.__dict__["_modules"] = dict(module._modules)
+    return made
+
+
+def _refused(model: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"policy.path: the head of a {type(model).__name__} cannot be run on its own ({why.splitlines()[0]}); choose "
+        "another architecture"
+    )
