@@ -58,7 +58,7 @@ class TrainBase(Section):
         False, description="run each layer again in the backward pass instead of keeping what it computed: less memory"
     )
     fused_adamw: bool = Field(True, description="torch's fused AdamW: one pass over the weights")
-    micro_tokens: int = Field(16384, gt=0, description="padded tokens in one forward and backward pass")
+    micro_tokens: int = Field(4096, gt=0, description="padded tokens in one forward and backward pass")
     not_finite: Literal["stop", "next"] = Field(
         "stop",
         description="a batch that holds or gives a NaN or an infinity stops the run; or it is quarantined, and the "
