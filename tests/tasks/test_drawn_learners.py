@@ -1,0 +1,138 @@
+"""Learners of drawn config: every key of `[train]` beside every other; what is stored goes on as if nothing was."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import Critic, Reference, TorchTrain
+from rollflow.tasks.objectives.config import (
+    Advantage,
+    BinaryTv,
+    Clip,
+    Correction,
+    Kimi,
+    PartsObjective,
+    Penalties,
+    PolicyGradient,
+    Ratio,
+)
+from rollflow.tasks.objectives.presets import PRESETS
+from rollflow.tasks.sections import Section
+from tests.contracts.test_learners import batch, saved
+from tests.support.counts import examples
+from tests.support.tiny_policy import make_policy, make_weights
+
+DRAWN: dict[type[Section], set[str]] = {}  # the keys of each section that are
+
+
+def of(section: type[Section], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Some keys of a section; those that have a few values only are found in its fields."""
+    few = {name: info.annotation for name, info in section.model_fields.items() if _few(info.annotation)}
+    keys = {**{name: st.from_type(kinds) for name, kinds in few.items()}, **given}  # type: ignore[arg-type]
+    DRAWN[section] = set(keys)
+    return st.fixed_dictionaries({}, optional=keys)
+
+
+def _few(annotation: object) -> bool:
+    return annotation is bool or "Literal" in str(annotation)
+
+
+def between(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high)
+
+
+RANGE = st.tuples(between(0, 1), between(1, 3))
+SURROGATES = st.one_of(
+    of(Clip, low=between(0.01, 1), high=between(0.01, 2), dual=st.none() | between(1.1, 4)),
+    of(PolicyGradient, positive=RANGE, negative=RANGE).map(lambda part: {**part, "kind": "policy-gradient"}),
+    of(BinaryTv, low=between(0.01, 1), high=between(0.01, 1)).map(lambda part: {**part, "kind": "binary-tv"}),
+    of(Kimi, tau=between(0.01, 1)).map(lambda part: {**part, "kind": "kimi"}),
+)
+UNIT = between(0, 1)
+OBJECTIVES = of(
+    PartsObjective,
+    kind=st.sampled_from(sorted(PRESETS)),
+    ratio=of(Ratio),
+    surrogate=SURROGATES,
+    correction=of(Correction, low=between(0, 1), high=between(1, 9), second_moment=between(0.01, 30)),
+    penalties=of(
+        Penalties,
+        kl_weight=st.just(0.0) | between(1e-3, 1),
+        kl_target=st.none() | between(1e-4, 1),
+        kl_gain=between(0.01, 1),
+        entropy_weight=st.just(0.0) | between(1e-3, 0.1),
+    ),
+    advantage=of(
+        Advantage,
+        overlong=UNIT,
+        gamma=between(0.5, 1),
+        gae_lambda=UNIT,
+        positive_weight=between(0, 2),
+        negative_weight=between(0, 2),
+    ),
+)
+TRAINS = of(
+    TorchTrain,
+    objective=OBJECTIVES,
+    critic=of(Critic, learning_rate=between(1e-5, 1e-3), value_clip=between(0.01, 1)),
+    reference=of(Reference, every=st.integers(0, 2)),
+    learning_rate=between(1e-5, 1e-3),
+    warmup_versions=st.integers(0, 3),
+    weight_decay=between(0, 0.1),
+    betas=st.tuples(between(0.1, 0.99), between(0.1, 0.999)),
+    max_grad_norm=between(0.1, 10),
+    minibatches=st.sampled_from([1, 2, 4]),
+    micro_tokens=st.integers(1, 100),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def test_every_key_is_drawn() -> None:
+    """A key that comes later is drawn here, too, or this fails."""
+    for section, keys in DRAWN.items():
+        assert keys >= section.model_fields.keys() - {"learner", "threads"}, section
+
+
+def valid(tree: dict[str, Any]) -> TorchTrain | None:
+    """None where it is refused, which is by a sentence that names the key."""
+    try:
+        return TorchTrain.model_validate(tree)
+    except ValidationError as error:
+        if {one["type"] for one in error.errors()} != {"rollflow"}:
+            raise
+        return None
+
+
+@pytest.mark.many
+@settings(max_examples=examples(200), deadline=None)
+@given(tree=TRAINS, dtype=st.sampled_from(["float32", "bfloat16"]), temperature=st.sampled_from([1.0, 0.7]))
+def test_a_learner_of_any_config_goes_on_from_what_it_stored(
+    folder: Path, tree: dict[str, Any], dtype: str, temperature: float
+) -> None:
+    config = valid(tree)
+    if config is None:
+        return
+    start = LearnerStart(folder, trained=True, dtype=dtype, temperature=temperature, versions=10, longest=6)
+    made, other = build_learner(config, start), build_learner(config, start)
+    for version in range(2):
+        metrics = made.step(batch(version), version)
+        assert all(math.isfinite(value) for value in metrics.values())
+    assert made.broken() is None
+    other.load(*saved(made))
+    torch.rand(3)
+    assert other.step(batch(2), 2) == made.step(batch(2), 2)
+    assert saved(other) == saved(made)
