@@ -1,0 +1,135 @@
+"""What `benchmarks.learner_step` trains: a policy folder with weights, and one batch of trajectories, from a seed.
+
+Behaviour log-probs are the policy's own with some noise, so that the clip holds back tokens of both signs. In a still
+group all rewards are equal: its advantages are zero.
+
+`python -m benchmarks.learner_batches WORKLOAD FOLDER SHARE` writes both, and prints how many tokens the responses have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.flows.config import load_recipe
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.tasks.learners.torch_learner import load_model
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.pins import read_once
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.run_context import open_prompts
+
+RECIPE = Path("flows/recipes/arithmetic.toml")
+BATCH = "batch.arrow"
+NOISE = 0.25  # nats, between the policy and the one that sampled
+PROMPT = (16, 65)  # tokens of a made-up prompt: from, to
+Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a prompt and of a response to it
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A policy and the shape of its batch. Made-up responses have lognormal lengths, those of a group correlated."""
+
+    groups: int
+    group_size: int
+    cold: ColdStart | None = None  # None: the quick start's policy, prompts and answers
+    vocabulary: int = 0  # of a made-up policy
+    median: float = 0.0  # tokens of a made-up response
+    sigma: float = 1.0
+    cap: int = 0
+    correlation: float = 0.7
+
+
+_WIDE = ColdStart(hidden_size=128, layers=2, heads=4, context=1024)
+WORKLOADS = {
+    "quick-start": Workload(256, 4),
+    "wide": Workload(8, 4, _WIDE, vocabulary=151_936, median=64.0, cap=512),
+    "tiny": Workload(4, 4, _WIDE, vocabulary=20_000, median=16.0, cap=64),
+}
+
+
+def write(workload: Workload, folder: Path, still: float) -> int:
+    """The policy's files and `BATCH` into `folder`; returns the tokens of the responses.
+
+    Of the groups, the share `still` has rewards that are all equal.
+    """
+    config = load_recipe(RECIPE)
+    cold = workload.cold or config.policy.cold_start
+    assert cold is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = open_prompts(config, None, read_once()).texts(2000)
+    for name, data in build_cold_folder(cold, texts).items():
+        (folder / name).write_bytes(data)
+    described = folder / "config.json"
+    if workload.vocabulary:
+        described.write_text(json.dumps(json.loads(described.read_text()) | {"vocab_size": workload.vocabulary}))
+    torch.manual_seed(0)
+    model = load_model(folder, "float32", trained=False)
+    model.save_pretrained(folder)
+    made = _made_up(workload) if workload.cold else _answers(workload, folder)
+    groups = [_group(model, number, pairs, number < still * workload.groups) for number, pairs in enumerate(made)]
+    (folder / BATCH).write_bytes(TrajectoryBatch.from_groups(groups).to_bytes())
+    return sum(group.response_tokens for group in groups)
+
+
+def _answers(workload: Workload, folder: Path) -> Iterator[list[Pair]]:
+    """The quick start's prompts, each with its own answer and with those of others."""
+    config, tokenizer = load_recipe(RECIPE), PolicyTokenizer(folder)
+    prompts: RunPrompts = open_prompts(config, tokenizer, read_once())
+    asked = [prompts.demonstration(index) for index in range(workload.groups + workload.group_size)]
+    responses = [[*tokenizer.encode(answer), tokenizer.stop_tokens[0]] for _, answer in asked]
+    for index in range(workload.groups):
+        yield [(asked[index][0].tokens, responses[index + sample]) for sample in range(workload.group_size)]
+
+
+def _made_up(workload: Workload) -> Iterator[list[Pair]]:
+    draw = np.random.default_rng(0)
+    shared, own = workload.correlation**0.5, (1 - workload.correlation) ** 0.5
+    for _ in range(workload.groups):
+        prompt = draw.integers(workload.vocabulary, size=draw.integers(*PROMPT)).tolist()
+        z = shared * draw.normal() + own * draw.normal(size=workload.group_size)
+        lengths = np.clip(workload.median * np.exp(workload.sigma * z), 1, workload.cap).astype(int)
+        yield [(prompt, draw.integers(workload.vocabulary, size=length).tolist()) for length in lengths]
+
+
+def _group(model: Any, number: int, pairs: Sequence[Pair], still: bool) -> TrajectoryGroup:
+    """Its first response is right, as every second one; all of them are in a still group."""
+    rewards = [1.0 if still or sample % 2 == 0 else 0.0 for sample in range(len(pairs))]
+    made = (_trajectory(model, number, sample, pair) for sample, pair in enumerate(pairs))
+    given = tuple(replace(found, reward=reward) for found, reward in zip(made, rewards, strict=True))
+    return TrajectoryGroup(GroupKey(number, 0), f"prompt-{number}", "made-up", given)
+
+
+@torch.no_grad()
+def _trajectory(model: Any, number: int, sample: int, pair: Pair) -> Trajectory:
+    prompt, response = pair
+    tokens = torch.tensor([[*prompt, *response]])
+    asked = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
+    own = torch.log_softmax(asked, -1).gather(1, torch.tensor(response)[:, None]).squeeze(1).numpy()
+    noise = np.random.default_rng((number, sample)).normal(scale=NOISE, size=len(response))
+    before, chosen = (0.0,) * len(prompt), tuple((own + noise).tolist())
+    return Trajectory(
+        sample=sample,
+        started_version=0,
+        tokens=tuple(tokens[0].tolist()),
+        loss_mask=(False,) * len(prompt) + (True,) * len(response),
+        logprobs=before + chosen,
+        versions=(-1,) * len(prompt) + (0,) * len(response),
+        reward=0.0,
+        reason="made up",
+        ending=Ending.STOP,
+    )
+
+
+if __name__ == "__main__":
+    print(write(WORKLOADS[sys.argv[1]], Path(sys.argv[2]), float(sys.argv[3])))

@@ -1,0 +1,206 @@
+"""The learner's step against TRL's and against a plain loop: trained tokens per second, and peak memory.
+
+The same policy, the same ragged batch, the same loss (see `learner_sides`), each side in a process of its own, and each
+with the setting that is its fastest: the sweep comes first, and is shown. Then the sides step in turns; a ratio is that
+of two steps that followed each other. Memory is the peak above what the process had after loading, by `getrusage`. The
+losses and gradient norms of all sides and steps must agree, so that nobody does less.
+
+Tokens are those of the responses. rollflow does not run rows whose advantage is zero, because they have no gradient;
+TRL does. So each workload is measured without such rows, and with them: in `still` of the groups all rewards are equal.
+TRL is not needed: without it, the plain loop is what is compared with. Run it as `python -m benchmarks.learner_step`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Row, arguments, at_least, at_most, publish
+
+STILL = 0.5
+NEAR = 1e-4  # relative, of gradient norms; absolute, of losses
+FASTER, LESS_MEMORY = 2.0, 0.5
+NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
+SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "quick-start": {
+        "rollflow": ("512", "1024", "2048", "4096", "16384"),
+        "trl": ("32", "64", "128", "256", "1024", "128c"),
+        "trl-compact": ("64", "128", "256"),
+        "plain": ("32", "64", "128", "256", "1024"),
+    },
+    "wide": {
+        "rollflow": ("256", "1024", "4096", "16384"),
+        "trl": ("1", "4", "8", "16", "4c"),
+        "trl-compact": ("1", "4", "8", "16"),
+        "plain": ("1", "2", "4", "8"),
+    },
+    "tiny": {"rollflow": ("512",), "trl": ("8",), "trl-compact": ("8",), "plain": ("8",)},
+}
+
+
+class Side:
+    """One of them, in a process that is up; used as a context."""
+
+    def __init__(self, name: str, setting: str, folder: Path, threads: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.learner_sides", name, setting, str(folder), str(threads)]
+        self._errors = folder / f"{name}-{setting}.log"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        self.name, self.setting = name, setting
+        self._level = self._heard()["peak"]
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def step(self) -> Step:
+        """The next one."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found = self._heard()
+        return Step(found["seconds"], found["cpu"], found["loss"], found["norm"], found["peak"] - self._level)
+
+    def _heard(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name}, {self.setting}: {self._errors.read_text()[-2000:]}")
+        return dict(json.loads(line))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step came to."""
+
+    seconds: float
+    cpu: float  # seconds of the processor
+    loss: float
+    norm: float  # of the gradient
+    memory: float  # bytes, the most until now
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A batch on the disk."""
+
+    workload: str
+    folder: Path
+    still: float
+    tokens: int  # of its responses
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        return f"{self.workload}, {self.still:.0%} of the groups still" if self.still else self.workload
+
+
+def written(workload: str, still: float, folder: Path) -> Case:
+    """A policy and its batch, made by another process: a child's peak memory begins with that of its parent."""
+    place = folder / f"{workload}-{still:g}"
+    command = [sys.executable, "-m", "benchmarks.learner_batches", workload, str(place), str(still)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return Case(workload, place, still, int(done.stdout))
+
+
+def swept(case: Case, names: Sequence[str], threads: int, steps: int) -> tuple[dict[str, str], list[Row]]:
+    """The fastest setting of each side, by its best step after the first, and what each setting came to."""
+    best, rows = {}, []
+    for name in names:
+        seconds = {}
+        for setting in SETTINGS[case.workload][name]:
+            with Side(name, setting, case.folder, threads) as side:
+                found = [side.step() for _ in range(steps + 1)][1:]
+            seconds[setting] = min(step.seconds for step in found)
+            title = f"sweep, {name} {setting}"
+            rows.append(Row(case.name, f"{title}: tokens/s", case.tokens / seconds[setting]))
+            rows.append(Row(case.name, f"{title}: peak, MB", found[-1].memory / 1e6))
+            print(f"{case.name}, {title}: {seconds[setting]:.2f} s", file=sys.stderr)
+        best[name] = min(seconds, key=seconds.__getitem__)
+    return best, rows
+
+
+def in_turns(case: Case, best: Mapping[str, str], threads: int, turns: int) -> dict[str, list[Step]]:
+    """The steps of each side, taken in turns, every second time in the other order; the first of each warms up."""
+    found: dict[str, list[Step]] = {name: [] for name in best}
+    with ExitStack() as stack:
+        sides = [stack.enter_context(Side(name, best[name], case.folder, threads)) for name in best]
+        for turn in range(turns + 1):
+            for side in sides if turn % 2 else reversed(sides):
+                found[side.name].append(side.step())
+    return found
+
+
+def rows_of(case: Case, best: Mapping[str, str], found: Mapping[str, list[Step]]) -> Iterator[Row]:
+    """Speed and memory of each side, and ours over theirs."""
+    ours = found["rollflow"]
+    for name, steps in found.items():
+        side = f"{name} ({best[name]})"
+        speed = statistics.median(case.tokens / step.seconds for step in steps[1:])
+        yield Row(case.name, f"{side}: tokens/s", speed)
+        yield Row(case.name, f"{side}: peak, MB", steps[-1].memory / 1e6)
+        if name == "rollflow":
+            continue
+        pairs = list(zip(ours[1:], steps[1:], strict=True))
+        ratios = [theirs.seconds / own.seconds for own, theirs in pairs]
+        yield at_least(case.name, f"speed over {name}: median", statistics.median(ratios), FASTER)
+        yield Row(case.name, f"speed over {name}: least", min(ratios))
+        yield Row(case.name, f"speed over {name}: most", max(ratios))
+        yield Row(
+            case.name, f"speed over {name}: by processor time", statistics.median(b.cpu / a.cpu for a, b in pairs)
+        )
+        yield at_most(case.name, f"memory over {name}", ours[-1].memory / steps[-1].memory, LESS_MEMORY)
+        for what, found_most in (("losses", _most(ours, steps, "loss")), ("norms", _most(ours, steps, "norm"))):
+            yield at_most(
+                case.name, f"largest difference of {what} to {name}, millionths", 1e6 * found_most, 1e6 * NEAR
+            )
+
+
+def _most(ours: Sequence[Step], theirs: Sequence[Step], what: str) -> float:
+    pairs = [(float(getattr(a, what)), float(getattr(b, what))) for a, b in zip(ours, theirs, strict=True)]
+    return max(abs(a - b) / (abs(a) if what == "norm" else 1.0) for a, b in pairs)
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", choices=list(SETTINGS), help="one workload; tiny shows that it runs")
+    parser.add_argument("--sides", nargs="*", default=["rollflow", "trl", "trl-compact", "plain"])
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--sweep-steps", type=int, default=2, help="timed steps of a setting in the sweep")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    names = [name for name in options.sides if name == "plain" or not name.startswith("trl") or _trl_is_here()]
+    names = list(dict.fromkeys(["rollflow", *names]))
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for workload in [options.only] if options.only else ["quick-start", "wide"]:
+            case = written(workload, 0.0, Path(folder))
+            best, shown = swept(case, names, options.threads, options.sweep_steps)
+            rows += shown
+            for each in (case, written(workload, STILL, Path(folder))):
+                rows += rows_of(each, best, in_turns(each, best, options.threads, options.turns))
+    if not _trl_is_here():
+        print(NO_TRL)
+    publish(rows, "a learner's step: rollflow against the others", options.json)
+
+
+def _trl_is_here() -> bool:
+    return importlib.util.find_spec("trl") is not None
+
+
+if __name__ == "__main__":
+    main()
