@@ -1,0 +1,178 @@
+"""Seconds to a held-out accuracy: `rollflow run` against TRL's GRPOTrainer, from the same weights, on two cores.
+
+The quick start's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a
+seed. TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two
+threads. Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from version 0 to the version
+that has the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy is that of
+greedy answers to 256 prompts, by one function for both, and costs neither of them time.
+
+Each run is kept as a file in `--runs`; one that is there is not made again, so a campaign can be made in parts:
+`python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table is over all runs in the folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.report import Row, arguments, publish
+from rollflow.flows.commands.toml import to_toml
+
+RECIPE = Path("flows/recipes/arithmetic.toml")
+SYSTEMS = ("trl", "alpha-0", "alpha-2")
+NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: (version, seconds of training, accuracy), and what the command took before its training began."""
+
+    system: str
+    seed: int
+    points: Sequence[tuple[int, float, float]]
+    before: float
+
+    def seconds(self, accuracy: float) -> float | None:
+        """Of training, to the first version that was looked at and had it; None if none had."""
+        return next((seconds for _, seconds, found in self.points if found >= accuracy), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all runs share."""
+
+    runs: Path
+    versions: int
+    every: int
+    rows: int
+    micro_tokens: int
+    engine: str
+
+    def start(self, seed: int) -> Path:
+        """The policy that runs of a seed begin with."""
+        folder = self.runs / f"start-{seed}"
+        if not (folder / "model.safetensors").exists():
+            _child("benchmarks.reward_task", "start", str(folder), str(seed))
+        return folder.absolute()
+
+    def made(self, system: str, seed: int) -> Run:
+        """The run, from its file if it has one."""
+        file = self.runs / f"{system}-{seed}.json"
+        if not file.exists():
+            run = self._trl(seed) if system == "trl" else self._rollflow(system, seed)
+            file.write_text(json.dumps(asdict(run), indent=2))
+        return _read(file)
+
+    def _trl(self, seed: int) -> Run:
+        folder, began = self.start(seed), time.time()
+        numbers = map(str, (seed, self.versions, self.every, self.rows))
+        told = _child("benchmarks.reward_trl", str(folder), *numbers, log=self.runs / f"trl-{seed}.log")
+        first, points = json.loads(told)
+        return Run("trl", seed, points, first - began)
+
+    def _rollflow(self, system: str, seed: int) -> Run:
+        folder, run_id = self.start(seed), f"{system}-{seed}-{int(time.time())}"
+        tree = tomllib.loads(RECIPE.read_text()) | {"policy": {"path": str(folder)}}
+        recipe = self.runs / f"{run_id}.toml"
+        recipe.write_text(to_toml(tree))
+        home, began = (self.runs / "home").absolute(), time.time()
+        settings = {
+            "seed": seed,
+            "versions": self.versions,
+            "async_ratio": system.removeprefix("alpha-"),
+            "engine.kind": self.engine,
+            "train.micro_tokens": self.micro_tokens,
+            "store.keep_every": self.every,
+            "evaluation.every": 0,
+        }
+        options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        command = ("rollflow.flows.commands.cli", "run", str(recipe), "--run-id", run_id, *options)
+        _child(*command, log=self.runs / f"{run_id}.log", home=home)
+        place = home / "store/runs" / run_id
+        told = json.loads(_child("benchmarks.reward_task", "points", str(place), str(folder), str(seed), home=home))
+        first = told[0][1]
+        return Run(system, seed, [(version, at - first, found) for version, at, found in told], first - began)
+
+
+def _child(module: str, *arguments: str, log: Path | None = None, home: Path | None = None) -> str:
+    """What a process of ours prints on standard output; the rest goes into `log`."""
+    environment = {**os.environ, **({"ROLLFLOW_HOME": str(home)} if home else {})}
+    command = [sys.executable, "-m", module, *arguments]
+    with open(log or os.devnull, "w") as errors:
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed; see {log}\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+def _read(file: Path) -> Run:
+    return Run(**json.loads(file.read_text()))
+
+
+def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
+    """Medians over the seeds of each system, and how many of them got there; then TRL's over ours, seed by seed."""
+    for system in SYSTEMS:
+        own = [run for run in runs if run.system == system]
+        if own:
+            yield Row(system, f"best accuracy, median of {len(own)}", statistics.median(_best(run) for run in own))
+            yield Row(system, "seconds before training", statistics.median(run.before for run in own))
+        for accuracy in accuracies:
+            yield from _to(own, system, accuracy)
+    theirs = {run.seed: run for run in runs if run.system == "trl"}
+    for run in runs:
+        for accuracy in accuracies:
+            mine, other = run.seconds(accuracy), theirs[run.seed].seconds(accuracy) if run.seed in theirs else None
+            if run.system != "trl" and mine and other:
+                yield Row(f"{run.system}, seed {run.seed}", f"TRL's seconds over ours to {accuracy:g}", other / mine)
+
+
+def _to(own: Sequence[Run], system: str, accuracy: float) -> Iterator[Row]:
+    there = [seconds for run in own if (seconds := run.seconds(accuracy)) is not None]
+    if own:
+        yield Row(system, f"seeds that got to {accuracy:g}, of {len(own)}", len(there))
+    if there:
+        yield Row(system, f"training seconds to {accuracy:g}: median", statistics.median(there))
+        yield Row(system, f"training seconds to {accuracy:g}: least", min(there))
+        yield Row(system, f"training seconds to {accuracy:g}: most", max(there))
+
+
+def _best(run: Run) -> float:
+    return max(found for _, _, found in run.points)
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runs", type=Path, default=Path(".rollflow/time_to_reward"), help="where runs are kept")
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--accuracies", nargs="*", type=float, default=[0.5, 0.6, 0.7])
+    parser.add_argument("--versions", type=int, default=50)
+    parser.add_argument("--every", type=int, default=5, help="versions between two looks")
+    parser.add_argument("--rows", type=int, default=128, help="of a micro-batch of TRL's")
+    parser.add_argument("--micro-tokens", type=int, default=1024, help="of a micro-batch of ours")
+    parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="ours")
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    plan = Plan(options.runs, options.versions, options.every, options.rows, options.micro_tokens, options.engine)
+    here = importlib.util.find_spec("trl") is not None
+    for seed in options.seeds:
+        for system in options.systems:
+            if system != "trl" or here:
+                print(plan.made(system, seed), file=sys.stderr)
+    if not here:
+        print(NO_TRL)
+    found = [_read(file) for system in SYSTEMS for file in sorted(options.runs.glob(f"{system}-*.json"))]
+    publish(list(rows_of(found, options.accuracies)), "time to a held-out accuracy", options.json)
+
+
+if __name__ == "__main__":
+    main()
