@@ -2,9 +2,9 @@
 
 The same policy, the same ragged batch, the same loss (see `learner_sides`), each side in a process of its own, and each
 with its best setting: of those within 5% of its fastest, the one with the least memory. That sweep comes first, and is
-shown. Then the sides step in turns; a ratio is that of two steps that followed each other. Memory is the peak above
-what the process had after loading, by `getrusage`. The losses and gradient norms of all sides and steps must agree, so
-that nobody does less.
+shown; it goes by processor time, which other work on the machine changes less. Then the sides step in turns; a ratio is
+that of two steps that followed each other. Memory is the peak above what the process had after loading, by `getrusage`.
+The losses and gradient norms of all sides and steps must agree, so that nobody does less.
 
 Tokens are those of the responses. rollflow does not run rows whose advantage is zero, because they have no gradient;
 TRL does. So each workload is measured without such rows, and with them: in `still` of the groups all rewards are equal.
@@ -119,13 +119,15 @@ def written(workload: str, still: float, folder: Path) -> Case:
     return Case(workload, place, still, int(done.stdout))
 
 
-def swept(case: Case, names: Sequence[str], threads: int, steps: int) -> tuple[dict[str, str], list[Row]]:
+def swept(
+    case: Case, settings: Mapping[str, Sequence[str]], threads: int, steps: int
+) -> tuple[dict[str, str], list[Row]]:
     """The best setting of each side, and what each setting came to."""
     best, rows = {}, []
-    for name in names:
-        found = {setting: _tried(case, name, setting, threads, steps) for setting in SETTINGS[case.workload][name]}
+    for name, tried in settings.items():
+        found = {setting: _tried(case, name, setting, threads, steps) for setting in tried}
         for setting, (seconds, memory) in found.items():
-            rows.append(Row(case.name, f"sweep, {name} {setting}: tokens/s", case.tokens / seconds))
+            rows.append(Row(case.name, f"sweep, {name} {setting}: tokens/processor s", case.tokens / seconds))
             rows.append(Row(case.name, f"sweep, {name} {setting}: peak, MB", memory / 1e6))
         enough = LIKE_THE_FASTEST * min(seconds for seconds, _ in found.values())
         best[name] = min((s for s in found if found[s][0] <= enough), key=lambda setting: found[setting][1])
@@ -133,10 +135,10 @@ def swept(case: Case, names: Sequence[str], threads: int, steps: int) -> tuple[d
 
 
 def _tried(case: Case, name: str, setting: str, threads: int, steps: int) -> tuple[float, float]:
-    """Seconds of the best step after the first, and bytes of memory."""
+    """Seconds of the processor of the best step after the first, and bytes of memory."""
     with Side(name, setting, case.folder, threads) as side:
         found = [side.step() for _ in range(steps + 1)][1:]
-    seconds = min(step.seconds for step in found)
+    seconds = min(step.cpu for step in found)
     print(f"{case.name}, {name} {setting}: {seconds:.2f} s, {found[-1].memory / 1e6:.0f} MB", file=sys.stderr)
     return seconds, found[-1].memory
 
@@ -186,6 +188,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", choices=list(SETTINGS), help="one workload; tiny shows that it runs")
     parser.add_argument("--sides", nargs="*", default=["rollflow", "trl", "trl-compact", "plain"])
+    parser.add_argument("--settings", nargs="*", default=[], metavar="SIDE=A,B", help="to sweep, instead of the usual")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--sweep-steps", type=int, default=2, help="timed steps of a setting in the sweep")
     parser.add_argument("--threads", type=int, default=1)
@@ -196,7 +199,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for workload in [options.only] if options.only else ["quick-start", "wide"]:
             case = written(workload, 0.0, Path(folder))
-            best, shown = swept(case, names, options.threads, options.sweep_steps)
+            given = {name: said.split(",") for name, _, said in (word.partition("=") for word in options.settings)}
+            settings = {name: given.get(name, SETTINGS[workload][name]) for name in names}
+            best, shown = swept(case, settings, options.threads, options.sweep_steps)
             rows += shown
             for each in (case, written(workload, STILL, Path(folder))):
                 rows += rows_of(each, best, in_turns(each, best, options.threads, options.turns))
