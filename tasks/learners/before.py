@@ -46,7 +46,7 @@ class Before:
 
     def metrics(self) -> Mapping[str, float]:
         """What the critic knew."""
-        if self.values_B is None or self.judged.returns_B is None:
+        if self.values_B is None or self.judged.returns_B is None or not len(self.values_B):
             return {}
         explained = explained_variance(self.values_B, self.judged.returns_B)
         return {"explained_variance": explained, "value_mean": float(self.values_B.mean())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from tests.contracts.test_learners import batch, saved
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_learner import learner, some_batch
 
 PPO = {"kind": "ppo"}
@@ -147,6 +149,16 @@ def test_a_loss_that_is_not_finite_stops_before_its_weights_change(folder: Path)
     with pytest.raises(NotFinite, match=r"version 2 is not trained: .* of batch 1 is (inf|nan); lower train\."):
         made.step(batch(1), 1)
     assert all(torch.equal(p.detach(), before[name]) for name, p in made.critic.model.named_parameters())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_a_batch_without_a_token_changes_nothing_and_tells_no_nan(folder: Path, kind: str) -> None:
+    made = learner(folder, objective={"kind": kind}, minibatches=2)
+    empty = batch_of(*([trajectory([3, 4], [], i, reward=float(i)) for i in range(2)] for _ in range(2)))
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    assert all(math.isfinite(value) for value in made.step(empty, 0).values())
+    assert all(torch.equal(p.detach(), before[name]) for name, p in made.model.named_parameters())
 
 
 def test_an_objective_without_one_has_none(folder: Path) -> None:
