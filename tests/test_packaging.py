@@ -13,7 +13,7 @@ from tests.support.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("flows", "tasks", "storage")
-HEAVY = ("torch", "ray", "vllm", "prefect", "mlflow", "transformers", "s3fs")
+HEAVY = ("torch", "ray", "vllm", "prefect", "mlflow", "transformers", "s3fs", "peft")
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,7 @@ LIBRARIES: dict[str, set[str]] = {
     "vllm": {"tasks/engines"},
     "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies"},
     "transformers": {"tasks/engines", "tasks/learners", "tasks/policies"},
+    "peft": {"tasks/learners/lora"},
 }
 # Single arrows that point the wrong way until somebody turns them.
 EXCEPTIONS: set[tuple[str, str]] = set()
@@ -161,6 +162,7 @@ PLANTED = [
     ("tasks/rollout/scheduler", "import torch"),
     ("tasks/objectives/surrogates", "from rollflow.tasks.rollout import limits"),
     ("tasks/learners/torch_learner", "from rollflow.tasks.engines import build_engine"),
+    ("tasks/learners/torch_learner", "import peft"),
     ("tasks/actors/learner", "from prefect import flow"),
     ("flows/services/cluster", "from rollflow.flows.keepalive import actors"),
     ("flows/services/process", "from rollflow.flows.locations import attach_run"),

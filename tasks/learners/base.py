@@ -18,7 +18,7 @@ Each is tested once for all learners in `tests/contracts/test_learners.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ class LearnerStart:
     longest: int = 1  # tokens that the policy may choose in a response
     seed: int = 0
     shard_bytes: int = 2**28  # tensors in one file
+    first: Callable[[], Path] | None = None  # a folder with the weights that the run began with, for `load`
 
 
 class Learner(Protocol):

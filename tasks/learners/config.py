@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
-from rollflow.tasks.sections import Section, with_kinds
+from rollflow.tasks.sections import Section, refuse, with_kinds
 
 
 class Critic(Section):
@@ -29,6 +29,14 @@ class Reference(Section):
     every: int = Field(0, ge=0, description="it becomes every n-th version; 0: it stays the version the run began with")
 
 
+class Lora(Section):
+    """Train a thin adapter beside each linear layer of the policy's decoder; the policy itself stays as it is."""
+
+    rank: int = Field(16, gt=0, description="columns of one and rows of the other matrix of the adapter")
+    alpha: float = Field(32.0, gt=0, description="what the adapter gives is multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field((), description='names of layers, or their ends, e.g. ["q_proj"]; none: all')
+
+
 class TrainBase(Section):
     """What all learners share."""
 
@@ -37,6 +45,7 @@ class TrainBase(Section):
     objective: ObjectiveConfig = PartsObjective()
     critic: Critic = Critic()
     reference: Reference = Reference()
+    lora: Lora | None = None
     learning_rate: float = Field(5e-4, gt=0, description="of AdamW, after the warm-up")
     warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to its value")
     schedule: Literal["constant", "linear"] = Field(
@@ -70,6 +79,12 @@ class TrainBase(Section):
     def _with_kinds(cls, tree: Any) -> Any:
         """See `with_kinds`; and what stood here before objectives were made of parts, in the objective."""
         return with_kinds(cls, _as_parts(tree) if isinstance(tree, Mapping) else tree)
+
+    @model_validator(mode="after")
+    def _critic_of_an_adapter(self) -> Self:
+        if self.lora and self.objective.advantage.baseline == "critic" and self.critic.model == "own":
+            refuse("train.critic.model", "own", 'it trains a whole model beside [train.lora]; choose "head"')
+        return self
 
 
 class TorchTrain(TrainBase):

@@ -40,7 +40,7 @@ class Critic:
         own = copy.deepcopy(policy.get_decoder()) if config.critic.model == "own" else None
         embeddings = policy.get_output_embeddings().weight
         self.model = Values(own, embeddings.shape[-1]).to(embeddings.device)
-        self.optimized = Optimized(self.model, config, config.critic.learning_rate)
+        self.optimized = Optimized(dict(self.model.named_parameters()), config, config.critic.learning_rate)
         self.begun = False
 
     def begin(self) -> None:

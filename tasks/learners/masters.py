@@ -13,18 +13,18 @@ these, rounded:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 
 class Trained:
-    """What the optimizer changes of a policy: `parameters`, by the names that the policy has for them."""
+    """What the optimizer changes of a policy: `parameters`, by the names of those that it is given."""
 
-    def __init__(self, model: Any, *, wide: bool) -> None:
-        """`wide`: float32 masters, where the policy is in another type."""
-        self._policy: dict[str, nn.Parameter] = dict(model.named_parameters())
+    def __init__(self, given: Mapping[str, nn.Parameter], *, wide: bool) -> None:
+        """`wide`: float32 masters, where a parameter is in another type."""
+        self._policy = dict(given)
         self.wide = wide and any(parameter.dtype != torch.float32 for parameter in self._policy.values())
         self.parameters = {
             name: nn.Parameter(parameter.detach().float()) if self.wide else parameter

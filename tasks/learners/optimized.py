@@ -1,4 +1,4 @@
-"""A model and the AdamW that changes it, saved and loaded as tensors by name: the policy's, and the critic's.
+"""Parameters and the AdamW that changes them, saved and loaded as tensors by name: the policy's, and the critic's.
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
 
@@ -9,10 +9,9 @@ it has one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollflow.storage.errors import Corrupt
 from rollflow.tasks.learners.config import TorchTrain
@@ -23,12 +22,11 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter t
 
 
 class Optimized:
-    """See the module's docstring. Names are those that `model` has for its parameters."""
+    """See the module's docstring. Names are those that the parameters are given with."""
 
-    def __init__(self, model: Any, config: TorchTrain, learning_rate: float) -> None:
-        self.model = model
+    def __init__(self, given: Mapping[str, nn.Parameter], config: TorchTrain, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
-        self.trained = Trained(model, wide=config.master_dtype == "float32")
+        self.trained = Trained(given, wide=config.master_dtype == "float32")
         self.adamw = torch.optim.AdamW(
             self.trained.parameters.values(),
             lr=learning_rate,

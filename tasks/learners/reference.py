@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollflow.tasks.learners.optimized import check_fit
-from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.token_logprobs import Pass, TokenLogprobs
 
 VERSION = "version"  # in its state: which version's weights it has
 
@@ -25,23 +25,23 @@ class Reference:
     def __init__(self, policy: Any, every: int) -> None:
         self._policy, self._every = policy, every
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
-        self.token_logprobs = TokenLogprobs(self._model)
+        self.token_logprobs: Pass = TokenLogprobs(self._model)
         self.version = -1  # none yet
 
     def follow(self, version: int) -> None:
         """Before `version` is trained: where it is due, become what the policy is."""
         if self.version < 0 or (self._every and version % self._every == 0):
-            self._take(named_tensors(self._policy))
+            self._take(self._now())
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
         """All of its state; nothing before the first version that was trained."""
-        return {**named_tensors(self._model), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
+        return {**self._kept(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """`Corrupt` if it is not what `tensors` gave."""
         if saved:
-            check_fit("the reference does", saved, {**named_tensors(self._model), VERSION: torch.tensor(0)})
+            check_fit("the reference does", saved, {**self._kept(), VERSION: torch.tensor(0)})
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` gave."""
@@ -51,8 +51,16 @@ class Reference:
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in named_tensors(self._model).items():
+        for name, tensor in self._kept().items():
             tensor.copy_(weights[name])
+
+    def _now(self) -> dict[str, Tensor]:
+        """What the policy is."""
+        return named_tensors(self._policy)
+
+    def _kept(self) -> dict[str, Tensor]:
+        """Where the reference's own are."""
+        return named_tensors(self._model)
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:

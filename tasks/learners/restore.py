@@ -74,6 +74,7 @@ def new_learner(context: RunContext, folder: Path | None = None) -> Learner:
         longest=config.engine.max_new_tokens,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
+        first=lambda: context.first_weights,  # complete once there is a version to load
     )
     return build_learner(config.train, start)
 

@@ -14,7 +14,7 @@ Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from rollflow.tasks.policies.head import OwnHead
 
 LOGITS_BYTES = 2**27  # of one chunk's logits in float32; a pass has about five such tensors at once
+Pass = Callable[..., tuple[Tensor, Tensor | None]]  # what a `TokenLogprobs` is when it is called
 
 
 class TokenLogprobs:

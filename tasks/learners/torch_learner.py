@@ -27,12 +27,13 @@ from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.diagnostics import Diagnostics
 from rollflow.tasks.learners.finite import all_finite, check_batch, check_figures
-from rollflow.tasks.learners.optimized import Optimized, check_fit
+from rollflow.tasks.learners.optimized import check_fit
 from rollflow.tasks.learners.recomputed import recompute_layers
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.shards import SHARD_BYTES, from_files, to_files
 from rollflow.tasks.learners.shared_prompts import shared_width
-from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.token_logprobs import Pass, TokenLogprobs
+from rollflow.tasks.learners.trained_policy import TrainedPolicy
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens
@@ -56,6 +57,20 @@ def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
 
 
+def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
+    """By Hugging Face name; none where it is not said which they are."""
+    return named_tensors(load_model(start.first(), start.dtype, trained=True)) if start.first else {}
+
+
+def _trained_policy(model: Any, config: TorchTrain, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
+    """All of the policy, or an adapter, whose library is loaded only then."""
+    if config.lora is None:
+        return TrainedPolicy(model, config)
+    from rollflow.tasks.learners.lora import LoraPolicy
+
+    return LoraPolicy(model, config, first)
+
+
 class TorchLearner:
     """`Learner` on one device. See the module's docstring."""
 
@@ -69,7 +84,9 @@ class TorchLearner:
         longest: int,
         seed: int,
         shard_bytes: int = SHARD_BYTES,
+        first: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
+        """`first` gives the weights that the run began with, for an adapter; else see `LearnerStart`."""
         torch.manual_seed(seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
@@ -80,7 +97,7 @@ class TorchLearner:
         self.versions = versions
         self.longest = longest
         self.shard_bytes = shard_bytes
-        self.policy = Optimized(self.model, config, config.learning_rate)
+        self.policy = _trained_policy(self.model, config, first)
         self.width = shared_width(self.model, self.token_logprobs) if config.share_prompts else None
         self._add_roles()
 
@@ -90,7 +107,8 @@ class TorchLearner:
         self.penalties = objective.penalties if isinstance(objective, PartsObjective) else Penalties()
         self.kl_weight = self.penalties.kl_weight
         needed = self.penalties.uses_reference or self.objective.uses_reference
-        self.reference = Reference(self.model, self.config.reference.every) if needed else None
+        every = self.config.reference.every
+        self.reference = self.policy.reference(every, self.token_logprobs) if needed else None
         self.critic = Critic(self.model, self.config) if objective.advantage.baseline == "critic" else None
         if self.config.checkpoint_activations:
             own = self.critic.model.decoder if self.critic else None
@@ -110,6 +128,7 @@ class TorchLearner:
             longest=start.longest,
             seed=start.seed,
             shard_bytes=start.shard_bytes,
+            first=lambda: _first_weights(start),
         )
 
     # --- a version ----------------------------------------------------------------------------------------------
@@ -301,10 +320,9 @@ class TorchLearner:
         """See `Learner`."""
         ids_1T = torch.tensor([list(tokens)], device=self.device)
         before_T = torch.arange(len(tokens) - 1, device=self.device)
-        with torch.no_grad():
-            logp_T, _ = self.token_logprobs(
-                {"input_ids": ids_1T}, (torch.zeros_like(before_T), before_T), ids_1T[0, 1:]
-            )
+        with torch.no_grad(), self.policy.published():
+            where = torch.zeros_like(before_T), before_T
+            logp_T, _ = self.token_logprobs({"input_ids": ids_1T}, where, ids_1T[0, 1:])
         return tuple(logp_T.tolist())
 
     def _own_logprobs(self, micro: MicroBatch) -> Tensor:
@@ -314,7 +332,7 @@ class TorchLearner:
         assert self.reference is not None
         return self._token_logprobs(micro, self.reference.token_logprobs)
 
-    def _token_logprobs(self, micro: MicroBatch, of: TokenLogprobs) -> Tensor:
+    def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
         """(M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
         row, place = (index.to(self.device) for index in micro.where)
         inputs, targets_M = micro.inputs(self.device, self.model.dtype), micro.targets.to(self.device)
@@ -324,12 +342,13 @@ class TorchLearner:
 
     def broken(self) -> str | None:
         """See `Learner`."""
-        named = {**named_tensors(self.model), **self.policy.tensors(), **(self.critic.tensors() if self.critic else {})}
+        critic = self.critic.tensors() if self.critic else {}
+        named = {**self.policy.tensors(), **critic, **self.policy.weights()}
         return next((name for name, tensor in named.items() if not all_finite(tensor)), None)
 
     def weights(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        return to_files(WEIGHTS, named_tensors(self.model), self.shard_bytes)
+        return to_files(WEIGHTS, self.policy.weights(), self.shard_bytes)
 
     def state(self) -> Mapping[str, Data]:
         """See `Learner`."""
@@ -342,22 +361,21 @@ class TorchLearner:
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
-        named, loaded, saved = named_tensors(self.model), from_files(weights), _of_stem(STATE, state)
+        loaded, saved = from_files(weights), _of_stem(STATE, state)
         own = {RNG: torch.get_rng_state(), **self._weight_of_kl()}
-        check_fit("weights do", loaded, named)
+        check_fit("weights do", loaded, self.policy.weights())
         check_fit("the learner state does", saved, {**own, **self.policy.like(saved)})
         roles = [(role, _of_stem(stem, state)) for stem, role in self._roles()]
         _check_names(state, [STATE, *(stem for stem, _ in self._roles())])
         for role, tensors in roles:
             role.check(tensors)
-        with torch.no_grad():
-            for name, tensor in named.items():
-                tensor.copy_(loaded[name])
-        torch.set_rng_state(saved.pop(RNG).clone())
+        drawn = saved.pop(RNG).clone()
         self.kl_weight = float(saved.pop(KL_WEIGHT, self.kl_weight))
+        self.policy.take(loaded)
         self.policy.load(saved)
         for role, tensors in roles:
             role.load(tensors)
+        torch.set_rng_state(drawn)  # last: to read a model may draw
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
         """What has a state of its own, each with the stem of its files."""

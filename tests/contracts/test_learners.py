@@ -19,7 +19,7 @@ from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import pieces
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
-from rollflow.tasks.learners.config import Critic, Reference, TorchTrain, TrainConfig
+from rollflow.tasks.learners.config import Critic, Lora, Reference, TorchTrain, TrainConfig
 from rollflow.tasks.objectives.config import Correction, PartsObjective, Penalties
 from tests.support.tiny_policy import make_policy, make_weights, reference_logprobs
 from tests.tasks.test_algorithms import batch_of, trajectory
@@ -54,6 +54,20 @@ CASES |= {
     "torch, bfloat16": TorchTrain(warmup_versions=2, minibatches=2),
     "torch, bfloat16 without masters": TorchTrain(warmup_versions=2, master_dtype="policy"),
 }
+CASES |= {
+    "torch, LoRA": TorchTrain(warmup_versions=2, lora=Lora(rank=4)),
+    "torch, bfloat16, LoRA": TorchTrain(minibatches=2, lora=Lora(rank=4, targets=("q_proj", "mlp.down_proj"))),
+    "torch, bfloat16 without masters, LoRA": TorchTrain(master_dtype="policy", lora=Lora(rank=4)),
+    "torch, LoRA, a reference, a critic's head": TorchTrain(
+        objective=PartsObjective(kind="ppo", penalties=Penalties(**TO_REFERENCE, kl_target=0.01)),
+        critic=Critic(model="head"),
+        minibatches=2,
+        lora=Lora(rank=4),
+    ),
+    "torch, LoRA, a reference that moves": TorchTrain(
+        objective=PartsObjective(penalties=Penalties(**TO_REFERENCE)), reference=Reference(every=2), lora=Lora(rank=4)
+    ),
+}
 PROBE = (3, 4, 5, 6)
 Files = dict[str, bytes]
 Change = Callable[[dict[str, Tensor]], object]
@@ -80,7 +94,7 @@ def config(case: str) -> TrainConfig:
 def start(case: str, folder: Path) -> LearnerStart:
     """The start of a run of ten versions."""
     dtype = "bfloat16" if "bfloat16" in case else "float32"
-    return LearnerStart(folder, trained=True, dtype=dtype, versions=10, shard_bytes=100_000)
+    return LearnerStart(folder, trained=True, dtype=dtype, versions=10, shard_bytes=100_000, first=lambda: folder)
 
 
 @pytest.fixture

@@ -52,6 +52,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.minibatches=3", ["train.minibatches = 3", "groups = 256"]),
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
         ("policy.path=x", ["policy.path = 'x'", "one of the two"]),
+        ("train.lora.rank=0", ["train.lora.rank = 0", "greater than 0"]),
+        ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),
         ("prompts.7.family=x", ["prompts.7.family", "not a position"]),
         ("tracking.uri=https://me:hidden@hub/x", ["tracking.uri = 'https://...@hub'", "MLFLOW_TRACKING_PASSWORD"]),
         ("nonsense", ["'nonsense'", "key=value"]),

@@ -1,0 +1,205 @@
+"""LoRA: the policy stays as it is, and a thin adapter beside each of its linear layers is trained.
+
+    y = W x + (alpha / rank) B A x        W (out, in) stays; A (rank, in) and B (out, rank) are trained
+
+(Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, section 4.1.)
+
+- Only the adapter has gradients, masters and moments; it is in float32, or in the policy's type where masters are.
+- A begins at random and B at zero, so that the policy is what it was, to the bit. Before the first version that is
+  trained the adapter is off: who trains the policy in place trains W.
+- What is published is W + (alpha / rank) B A, added in float32 and rounded to the policy's type, under the policy's own
+  names: whoever reads a version needs to know of no adapter.
+- The adapter is part of the learner's state, and W is not: it is read again from the weights that the run began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners.config import Lora, TorchTrain
+from rollflow.tasks.learners.reference import Reference, named_tensors
+from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+from rollflow.tasks.learners.trained_policy import TrainedPolicy
+
+NAME = "default"  # peft's, of an adapter
+ADAPTER = "adapter/"  # what names of its weights begin with in the learner's state
+
+
+class LoraPolicy(TrainedPolicy):
+    """See the module's docstring. `first` gives the weights that the run began with, by Hugging Face name."""
+
+    def __init__(self, model: Any, config: TorchTrain, first: Callable[[], Mapping[str, Tensor]]) -> None:
+        assert config.lora is not None
+        self._first = first
+        kind = torch.float32 if config.master_dtype == "float32" else model.dtype
+        self._layers = _adapted(model, config.lora, kind)
+        self._scale = config.lora.alpha / config.lora.rank
+        super().__init__(model, config, dict(_parameters(self._layers)))
+        self.model.requires_grad_(True)
+        self._switch(False)
+        self.begun = False
+
+    def begin(self, rate: float) -> None:
+        """See `Optimized`; from now on the policy itself stays."""
+        self._begin()
+        super().begin(rate)
+
+    def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
+        """See `TrainedPolicy`."""
+        return AdapterReference(self, every, token_logprobs)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """See `TrainedPolicy`: without the adapter, on weights that have it in them."""
+        if not self.begun:
+            yield
+            return
+        bases = [layer.get_base_layer().weight for layer in self._layers.values()]
+        sums = [self._sum(base, layer) for base, layer in zip(bases, self._layers.values(), strict=True)]
+        self._switch(False)
+        try:
+            with swapped(zip(bases, sums, strict=True)):
+                yield
+        finally:
+            self._switch(True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter, and what AdamW keeps of it."""
+        return {**self._adapter(), **super().tensors()}
+
+    def like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Optimized`."""
+        return {**self._adapter(), **super().like(_others(saved))}
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """See `Optimized`; the model has the weights that were published with it.
+
+        W is that of the run's first weights where these and the adapter give the published weight. Where they do not
+        (another kind of machine published it), W is the published weight less the adapter's part: the log decides what
+        a version is. What is published next then has that difference, too.
+        """
+        super().load(_others(saved))
+        for name, tensor in self._adapter().items():
+            tensor.copy_(saved[name])
+        self._begin()
+        self._find_base()
+
+    def _find_base(self) -> None:
+        first = self._first()
+        for name, layer in self._layers.items():
+            weight = layer.get_base_layer().weight
+            left = (weight.float() - self._part(layer)).to(weight.dtype)
+            base = first.get(f"{name}.weight", left).to(weight)
+            weight.copy_(torch.where(self._sum(base, layer) == weight, base, left))
+
+    def _begin(self) -> None:
+        self.model.requires_grad_(False)
+        self._switch(True)
+        self.begun = True
+
+    def _adapter(self) -> dict[str, Tensor]:
+        return {f"{ADAPTER}{name}": parameter.detach() for name, parameter in self.trained.parameters.items()}
+
+    def _switch(self, on: bool) -> None:
+        for layer in self._layers.values():
+            layer.enable_adapters(on)
+
+    @torch.no_grad()
+    def _sum(self, base: Tensor, layer: Any) -> Tensor:
+        """The weight that is published of a layer; where nothing is added, to the bit (-0 + 0 is another zero)."""
+        part = self._part(layer)
+        return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
+
+    def _part(self, layer: Any) -> Tensor:
+        """(out, in) float32, the adapter's."""
+        found: Tensor = self._scale * (layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float())
+        return found
+
+    def _named(self) -> dict[str, Tensor]:
+        """By the names that were there before the adapter."""
+        named = named_tensors(self.model)
+        return {name.replace(".base_layer.", "."): t for name, t in named.items() if ".lora_" not in name}
+
+
+class AdapterReference(Reference):
+    """A reference without a model of its own: an adapter that is put in the place of the policy's while it is asked.
+
+    The first one changes nothing: it is the policy without an adapter.
+    """
+
+    def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
+        self._parameters, self._every, self._own_pass = policy.trained.parameters, every, token_logprobs
+        self._adapter = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._parameters.items()}
+        self.token_logprobs = self._pass
+        self.version = -1
+
+    def _pass(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        with swapped((parameter, self._adapter[name]) for name, parameter in self._parameters.items()):
+            return self._own_pass(*given, **options)
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def _kept(self) -> dict[str, Tensor]:
+        return self._adapter
+
+
+@contextmanager
+def swapped(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    """While it lasts, each parameter has the other's values."""
+    own = [(parameter, parameter.data, other) for parameter, other in pairs]
+    try:
+        for parameter, _, other in own:
+            parameter.data = other
+        yield
+    finally:
+        for parameter, data, _ in own:
+            parameter.data = data
+
+
+def _adapted(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
+    """Put adapters into the model's decoder; the layers that have one, by the names that the model has for them.
+
+    Raises:
+        ConfigError: a target names no linear layer.
+    """
+    decoder = model.get_decoder()
+    chosen = _chosen([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
+    inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), decoder)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    for layer in found.values():
+        layer.lora_A.to(kind)
+        layer.lora_B.to(kind)
+    return found
+
+
+def _chosen(linear: Sequence[str], config: Lora) -> list[str]:
+    """Those of a decoder's linear layers that are to have an adapter."""
+    targets = config.targets or linear
+    chosen = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    if lost := [target for target in targets if not chosen[target]] or ([] if linear else ["all"]):
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        raise ConfigError(
+            f"train.lora.targets = {lost}: the policy's decoder has no such linear layer; choose of these: {known}"
+        )
+    return sorted({name for names in chosen.values() for name in names})
+
+
+def _parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
+    """By the names that peft gives them in a file, but for its prefix "base_model.model."."""
+    for name, layer in layers.items():
+        yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight
+        yield f"{name}.lora_B.weight", layer.lora_B[NAME].weight
+
+
+def _others(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in saved.items() if not name.startswith(ADAPTER)}

@@ -1,0 +1,48 @@
+"""A policy, what is trained of it, and the weights that it is published with. Here: all of it, as it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.optimized import Optimized
+from rollflow.tasks.learners.reference import Reference, named_tensors
+from rollflow.tasks.learners.token_logprobs import TokenLogprobs
+
+
+class TrainedPolicy(Optimized):
+    """A policy whose parameters are all trained."""
+
+    def __init__(self, model: Any, config: TorchTrain, given: Mapping[str, nn.Parameter] | None = None) -> None:
+        """`given`: what is trained, by name; else all of the model's parameters."""
+        self.model = model
+        super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
+
+    def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
+        """A frozen one of this policy, which takes `every` n-th version; `token_logprobs` is the policy's own pass."""
+        return Reference(self.model, every)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """While it lasts, the model is run with the weights that are published. No gradient may pass through it."""
+        yield
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published, by Hugging Face name."""
+        with self.published():
+            return self._named()
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Become what `weights` gave; `load` follows with the rest."""
+        for name, tensor in self._named().items():
+            tensor.copy_(weights[name])
+
+    def _named(self) -> dict[str, Tensor]:
+        """The model's tensors by Hugging Face name."""
+        return named_tensors(self.model)

@@ -1,0 +1,191 @@
+"""LoRA: what is trained, what is published of it, and what a learner that starts again makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners.config import Lora, TorchTrain
+from rollflow.tasks.learners.lora import LoraPolicy
+from rollflow.tasks.learners.reference import named_tensors
+from rollflow.tasks.learners.restore import new_learner, restore
+from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from rollflow.tasks.run_context import RunContext
+from tests.contracts.test_learners import PROBE, batch, joined, saved, trained
+from tests.support.small_run import prepare_small, train_small
+from tests.support.tiny_policy import make_policy, make_weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def learner(folder: Path, dtype: str = "float32", **changes: Any) -> TorchLearner:
+    config = TorchTrain(**{"warmup_versions": 0, "learning_rate": 1e-2, "lora": Lora(rank=4), **changes})
+    first = lambda: named_tensors(load_model(folder, dtype, trained=True))  # noqa: E731
+    model = load_model(folder, dtype, trained=True)
+    return TorchLearner(model, config, temperature=1.0, versions=10, longest=9, seed=0, first=first)
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def layers(made: TorchLearner) -> dict[str, Any]:
+    assert isinstance(made.policy, LoraPolicy)
+    return made.policy._layers
+
+
+# --- what is trained ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_adapter_is_trained(folder: Path, dtype: str) -> None:
+    made = learner(folder, dtype)
+    base = copied(made.policy._named())
+    adapter = copied(made.policy.tensors())
+    trained(made, 2)
+    assert {name for name, p in made.model.named_parameters() if p.requires_grad or p.grad is not None} == {
+        name for name, _ in made.model.named_parameters() if ".lora_" in name
+    }
+    assert all(torch.equal(tensor, base[name]) for name, tensor in made.policy._named().items())
+    now = made.policy.tensors()
+    assert all(not torch.equal(now[name], tensor) for name, tensor in adapter.items())
+    assert all(tensor.dtype == torch.float32 for tensor in now.values())
+
+
+def test_each_linear_layer_of_the_decoder_has_one_and_targets_choose(folder: Path) -> None:
+    every, some = learner(folder), learner(folder, lora=Lora(targets=("q_proj", "mlp.down_proj")))
+    assert len(layers(every)) == 14  # of two blocks: q, k, v, o, gate, up, down
+    assert sorted(layers(some)) == [
+        f"model.layers.{n}.{part}" for n in range(2) for part in ("mlp.down_proj", "self_attn.q_proj")
+    ]
+
+
+def test_a_layer_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"targets = \['c_proj'\]: .* no such linear layer; .* down_proj, gate_proj"):
+        learner(folder, lora=Lora(targets=("q_proj", "c_proj")))
+
+
+def test_before_the_first_step_it_is_the_policy_that_is_trained_in_place(folder: Path) -> None:
+    """As a cold start does; the first version is that policy, to the bit, and so is the second one's base."""
+    made = learner(folder)
+    made.model(input_ids=torch.tensor([PROBE])).logits.sum().backward()
+    named = dict(made.model.named_parameters())
+    assert all((p.grad is None) == (".lora_" in name) for name, p in named.items())
+    with torch.no_grad():
+        for name, parameter in named.items():
+            if parameter.grad is not None and ".lora_" not in name:
+                parameter.add_(parameter.grad, alpha=-1e-3)
+    published = copied(made.policy.weights())
+    made.model.zero_grad()
+    made.step(batch(0), 0)
+    assert all(torch.equal(tensor, published[name]) for name, tensor in made.policy._named().items())
+
+
+# --- what is published --------------------------------------------------------------------------------------
+
+
+def test_rank_one_by_hand(folder: Path) -> None:
+    """alpha / rank = 6; W + 6 x b a, for two entries: + 6 x 2 x 0.5 = 6, and + 6 x (-1) x 0.25 = -1.5."""
+    made = learner(folder, lora=Lora(rank=1, alpha=6.0, targets=("layers.0.self_attn.q_proj",)))
+    made.policy.begin(1e-2)
+    ((name, layer),) = layers(made).items()
+    base = layer.get_base_layer().weight.detach().clone()
+    with torch.no_grad():
+        layer.lora_A["default"].weight.zero_()[0, :2] = torch.tensor([0.5, 0.25])
+        layer.lora_B["default"].weight.zero_()[[3, 5], 0] = torch.tensor([2.0, -1.0])
+    added = made.policy.weights()[f"{name}.weight"] - base
+    assert added[3, 0] == pytest.approx(6.0, abs=1e-5)
+    assert added[5, 1] == pytest.approx(-1.5, abs=1e-5)
+    assert int((added != 0).sum()) == 4
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_what_is_published_has_the_log_probs_of_peft_s_own_model(folder: Path, dtype: str, near: float) -> None:
+    made = trained(learner(folder, dtype), 3)
+    assert isinstance(made, TorchLearner)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    theirs = get_peft_model(load_model(folder, dtype, trained=True), config)
+    named = {name.replace(".default.", "."): p for name, p in theirs.named_parameters()}
+    with torch.no_grad():
+        for name, tensor in made.policy.trained.parameters.items():
+            named[f"base_model.model.{name}"].copy_(tensor)
+        logp = torch.log_softmax(theirs(input_ids=torch.tensor([PROBE])).logits[0, :-1].float(), -1)
+    found = logp.gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0]
+    assert made.logprobs(PROBE) == pytest.approx(found.tolist(), abs=near)
+    assert made.logprobs(PROBE) != pytest.approx(learner(folder, dtype).logprobs(PROBE), abs=2 * near)
+
+
+def test_the_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
+    objective = {"penalties": {"kl_to": "reference", "kl_weight": 0.1}}
+    made = learner(folder, objective=objective)
+    first = made.logprobs(PROBE)
+    assert made.step(batch(0), 0)["kl_reference"] == 0.0
+    trained(made, 2)
+    assert made.reference is not None
+    tokens, position = torch.tensor([PROBE]), torch.arange(3)
+    with torch.no_grad():
+        found, _ = made.reference.token_logprobs(tokens, (position * 0, position), tokens[0, 1:])
+    assert found.tolist() == pytest.approx(first, abs=1e-6)
+    assert made.logprobs(PROBE) != pytest.approx(first, abs=1e-3)
+
+
+# --- what is stored -----------------------------------------------------------------------------------------
+
+
+def test_the_state_is_the_adapter_and_its_moments(folder: Path) -> None:
+    """Against full training: 0.1M parameters, of which a rank of 2 trains 5,632 = 2 x (in + out) of each layer."""
+    small, whole = (trained(learner(folder, lora=lora), 1) for lora in (Lora(rank=2), None))
+    sizes = [sum(len(data) for data in joined(made.state()).values()) for made in (small, whole)]
+    inputs = [layer.in_features + layer.out_features for layer in layers(small).values()]  # type: ignore[arg-type]
+    assert 2 * sum(inputs) == 5632
+    assert sizes[0] < 3 * 4 * 5632 + 20_000  # three float32 each; names and the generator's state
+    assert sizes[1] > 2 * 4 * 130_000
+
+
+def test_weights_of_another_kind_of_machine_are_taken(folder: Path) -> None:
+    """They are not the base and the adapter: the difference stays, and everything else goes on as it was."""
+    made, other = (trained(learner(folder), 2) for _ in range(2))
+    assert isinstance(made, TorchLearner)
+    assert isinstance(other, TorchLearner)
+    weights = copied(made.policy.weights())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name][0] += 1e-3
+    other.policy.take(weights)
+    other.policy.load(copied(other.policy.tensors()))
+    found = other.policy.weights()
+    torch.testing.assert_close(found[name][0], weights[name][0], atol=1e-6, rtol=0)
+    weights[name][0], found[name][0] = 0, 0
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in found.items())
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunContext]:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    return lambda run_id, **store: prepare_small(tmp_path, run_id, train={"lora": {"rank": 4}}, keep_last=10, **store)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_killed_learner_ends_where_the_unbroken_one_does(small: Callable[..., RunContext], every: int) -> None:
+    """The base is there again, and what is trained again is the same to the bit."""
+    whole, broken = small("whole"), small("broken", state_every=every)
+    train_small(whole)
+    for until in (0, 2, 3, 5):
+        train_small(broken, until)
+    assert train_small(broken).status().replayed == (1 if every == 4 else 0)
+    ends = []
+    for context in (whole, broken):
+        made = new_learner(context)
+        how = restore(context.policies, context.batches, made, 6)
+        assert how.differed == []
+        ends.append(saved(made))
+    assert ends[0] == ends[1]
