@@ -32,13 +32,14 @@ def _quick_imports() -> Iterator[None]:
     """Import faster.
 
     Imported modules stay, so it is lost time to look for garbage in them. Only the losses and decoding of other models
-    need scikit-learn and SciPy.
+    need scikit-learn and SciPy; accelerate is for those that are spread over devices (peft imports it itself).
     """
     gc.disable()
     try:
         import transformers.utils
 
-        transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
+        for library in ("sklearn", "scipy", "accelerate"):
+            setattr(transformers.utils, f"is_{library}_available", lambda: False)
         yield
     finally:
         gc.enable()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from rollflow.tasks.run_context import RunContext
 from tests.contracts.test_learners import PROBE, batch, joined, saved, trained
 from tests.support.small_run import prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.waiting import HANG_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,25 @@ def test_before_the_first_step_it_is_the_policy_that_is_trained_in_place(folder:
     made.model.zero_grad()
     made.step(batch(0), 0)
     assert all(torch.equal(tensor, published[name]) for name, tensor in made.policy._named().items())
+
+
+LOADED = """
+import sys
+from pathlib import Path
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import TorchTrain
+build_learner(TorchTrain(), LearnerStart(Path(sys.argv[1]), trained=True))
+print(*{"peft", "accelerate"} & set(sys.modules))
+"""
+
+
+@pytest.mark.long
+def test_a_learner_without_one_does_not_wait_for_its_libraries(folder: Path) -> None:
+    command = [sys.executable, "-c", LOADED, str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
 
 
 # --- what is published --------------------------------------------------------------------------------------
