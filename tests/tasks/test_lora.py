@@ -156,7 +156,7 @@ def test_the_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
     assert made.reference is not None
     tokens, position = torch.tensor([PROBE]), torch.arange(3)
     with torch.no_grad():
-        found, _ = made.reference.token_logprobs(tokens, (position * 0, position), tokens[0, 1:])
+        found, _ = made.reference.token_logprobs({"input_ids": tokens}, (position * 0, position), tokens[0, 1:])
     assert found.tolist() == pytest.approx(first, abs=1e-6)
     assert made.logprobs(PROBE) != pytest.approx(first, abs=1e-3)
 

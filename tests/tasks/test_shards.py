@@ -18,6 +18,7 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.restore import name_of
 from rollflow.tasks.learners.shards import NAMES, from_files, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.config import ColdStart
@@ -105,5 +106,5 @@ def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> No
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert (folder / "model.safetensors.index.json").exists()
     again, other = learner(0, trained=True), learner(1)
-    other.load(*({stored.path: store.read(stored) for stored in part} for part in (version.weights, version.state)))
+    other.load(*({name_of(stored): store.read(stored) for stored in part} for part in (version.weights, version.state)))
     assert again.logprobs([3, 4, 5, 6]) == other.logprobs([3, 4, 5, 6]) == made.logprobs([3, 4, 5, 6])
