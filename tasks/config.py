@@ -20,10 +20,10 @@ from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvi
 from rollflow.tasks.learners.config import TorchTrain, TrainConfig
 from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
-from rollflow.tasks.prompts.config import PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.sections import LONGEST_SECONDS, Section, check_storable, refuse
-from rollflow.tasks.verifiers.config import ReasoningGymReward, RewardConfig
+from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward, RewardConfig
 
 
 class StoreConfig(Section):
@@ -148,6 +148,20 @@ class RunConfig(Section):
         if cold and cold.context <= self.engine.max_new_tokens:
             cure = f"it must be below policy.cold_start.context = {cold.context}"
             refuse("engine.max_new_tokens", self.engine.max_new_tokens, cure)
+        return self
+
+    @model_validator(mode="after")
+    def _judged(self) -> Self:
+        """Not every verifier can judge every source: it would score 0 without end."""
+        if any(isinstance(source, ColumnSumsPrompts) for source in self.prompts):
+            if isinstance(self.reward, ReasoningGymReward):
+                cure = (
+                    'prompts of kind "column-sums" are of no family; set reward.kind = "exact", reward.answer = "tag"'
+                )
+                refuse("reward.kind", self.reward.kind, cure)
+            if isinstance(self.reward, ExactReward) and self.reward.answer == "all":
+                cure = 'answers to "column-sums" are steps that end in a tag; set reward.answer = "tag"'
+                refuse("reward.answer", self.reward.answer, cure)
         return self
 
     def evaluates(self, version: int) -> bool:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from rollflow.tasks.prompts.base import QuestionSource, Reader
-from rollflow.tasks.prompts.config import ImportPrompts, JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import (
+    ColumnSumsPrompts,
+    ImportPrompts,
+    JsonlPrompts,
+    PromptConfig,
+    ReasoningGymPrompts,
+)
 
 
 def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -> QuestionSource:
@@ -21,6 +27,10 @@ def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -
             from rollflow.tasks.prompts.jsonl import JsonlSource
 
             return JsonlSource(config, seed, read(config))
+        case ColumnSumsPrompts():
+            from rollflow.tasks.prompts.column_sums import ColumnSumsSource
+
+            return ColumnSumsSource(config, seed, held_out)
         case ImportPrompts():
             from rollflow.tasks.prompts.imported import ImportedSource
 

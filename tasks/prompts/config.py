@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rollflow.tasks.sections import Imported, Section
+from rollflow.tasks.sections import Imported, Section, refuse
 
 
 class PromptBase(Section):
@@ -46,6 +46,29 @@ class JsonlPrompts(PromptBase):
         return Path(self.path).stem
 
 
+class ColumnSumsPrompts(PromptBase):
+    """Sums of several numbers, demonstrated column by column. What judges them: `exact`, with `answer = "tag"`."""
+
+    kind: Literal["column-sums"] = Field("column-sums", description="sums, with demonstrations that write their steps")
+    min_terms: int = Field(2, ge=2, description="fewest numbers in a sum")
+    max_terms: int = Field(3, le=10, description="most numbers in a sum")
+    min_digits: int = Field(2, ge=1, description="fewest digits of a number")
+    max_digits: int = Field(4, le=6, description="most digits of a number")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name in ("terms", "digits"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least > most:
+                refuse(f"prompts.min_{name}", least, f"it must not be above max_{name} = {most}; choose a smaller one")
+        return self
+
+    @property
+    def domain(self) -> str:
+        """What its prompts are called in counts."""
+        return self.kind
+
+
 class ImportPrompts(Imported, PromptBase):
     """Prompts of your own making."""
 
@@ -58,4 +81,6 @@ class ImportPrompts(Imported, PromptBase):
         return self.name or self.path.partition(":")[2]
 
 
-PromptConfig = Annotated[ReasoningGymPrompts | JsonlPrompts | ImportPrompts, Field(discriminator="kind")]
+PromptConfig = Annotated[
+    ReasoningGymPrompts | JsonlPrompts | ColumnSumsPrompts | ImportPrompts, Field(discriminator="kind")
+]

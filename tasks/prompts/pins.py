@@ -4,6 +4,7 @@ again.
     jsonl          the sha256 of the file; below `store.keep_prompts_bytes` the file itself lies in the run's storage,
                    and only that copy is read from then on
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
+    column-sums    the sha256 of its held-out and first training questions
     import         the sha256 of its held-out and first training questions
 
 So the prompt behind an index is the same until the run's end, on any machine; else the run is refused.
@@ -24,7 +25,7 @@ from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.config import ImportPrompts, JsonlPrompts, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import ColumnSumsPrompts, ImportPrompts, JsonlPrompts, ReasoningGymPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
@@ -53,6 +54,15 @@ class FamilyPin(BaseModel):
     sha256: str
 
 
+class ColumnSumsPin(BaseModel):
+    """Sums, as rollflow made them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["column-sums"] = "column-sums"
+    sha256: str
+
+
 class ImportPin(BaseModel):
     """Questions of a person's own making, as they were asked."""
 
@@ -62,7 +72,7 @@ class ImportPin(BaseModel):
     sha256: str
 
 
-Pin = Annotated[FilePin | FamilyPin | ImportPin, Field(discriminator="kind")]
+Pin = Annotated[FilePin | FamilyPin | ColumnSumsPin | ImportPin, Field(discriminator="kind")]
 PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
@@ -80,6 +90,8 @@ def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, .
                 pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes))
             case ReasoningGymPrompts():
                 pins.append(FamilyPin(version=package_version(PACKAGE), sha256=prompts.sha256(which)))
+            case ColumnSumsPrompts():
+                pins.append(ColumnSumsPin(sha256=prompts.sha256(which)))
             case ImportPrompts():
                 pins.append(ImportPin(sha256=prompts.sha256(which)))
     return tuple(pins)
@@ -137,6 +149,11 @@ def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> 
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
             _check_family(source, pin, functools.partial(prompts.sha256, which))
+        if isinstance(pin, ColumnSumsPin) and prompts.sha256(which) != pin.sha256:
+            raise ConfigError(
+                f"prompts.kind = {source.kind!r}: this rollflow asks other questions than when the run began; use "
+                "the one that it began with, or start a new run"
+            )
         if isinstance(pin, ImportPin) and isinstance(source, ImportPrompts) and prompts.sha256(which) != pin.sha256:
             raise ConfigError(
                 f"prompts.path = {source.path!r}: it asks other questions than when the run began; install its package "

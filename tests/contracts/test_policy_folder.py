@@ -89,10 +89,13 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 @pytest.mark.long
-def test_the_quick_start_s_own_policy_is_the_same_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["arithmetic", "reasoning"])
+def test_the_policy_of_a_cold_start_is_the_same_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
     """Its phrases are one token each, which a pre-tokenizer that splits words would undo."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
-    context = prepare(load_recipe(Path("flows/recipes/arithmetic.toml"), []), "cold")
+    context = prepare(load_recipe(Path(f"flows/recipes/{recipe}.toml"), []), "cold")
     theirs, ours = tokenizer_of(context.policy_folder), context.tokenizer
     texts = [*ODD, *(context.prompts().prompt(index).text for index in range(200))]
     assert [theirs.encode(text) for text in texts] == [ours.encode(text) for text in texts]

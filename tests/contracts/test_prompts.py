@@ -15,7 +15,13 @@ from rollflow.flows.config import parse
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.prompts.base import Question, QuestionSource
-from rollflow.tasks.prompts.config import ImportPrompts, JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import (
+    ColumnSumsPrompts,
+    ImportPrompts,
+    JsonlPrompts,
+    PromptConfig,
+    ReasoningGymPrompts,
+)
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from tests.support.own_parts import FOLDER, put_in_reach
@@ -36,6 +42,7 @@ def questions(folder: Path) -> JsonlPrompts:
 CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "reasoning-gym": lambda _: ReasoningGymPrompts(family="chain_sum", options=SUMS),
     "jsonl": questions,
+    "column-sums": lambda _: ColumnSumsPrompts(min_digits=1, max_digits=1),
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
 }
 

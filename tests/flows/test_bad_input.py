@@ -78,6 +78,21 @@ def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[s
     assert "hidden" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("prompts.0.min_terms=4", ["prompts.min_terms = 4", "max_terms = 3"]),
+        ("prompts.0.min_digits=5", ["prompts.min_digits = 5", "max_digits = 4"]),
+        ("prompts.0.max_digits=7", ["prompts.0.max_digits = 7", "less than or equal to 6"]),
+        ("reward.kind=reasoning-gym", ["reward.kind = 'reasoning-gym'", 'set reward.kind = "exact"']),
+        ("reward.answer=all", ["reward.answer = 'all'", 'set reward.answer = "tag"']),
+    ],
+)
+def test_sums_by_columns(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
+    sentence = refused(capsys, "check", "flows/recipes/reasoning.toml", "--set", override)
+    assert all(word in sentence for word in words), sentence
+
+
 def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "check", "nowhere.toml")
     for content in (b"versions = = 3", b"versions = " + b"9" * 5000, b"name = " + b"[" * 3000, b"name = '\xff'"):

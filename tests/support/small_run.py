@@ -72,6 +72,7 @@ def prepare_small(
     versions: int = 6,
     prompts: Sequence[Mapping[str, object]] = (),
     train: Mapping[str, object] | None = None,
+    reward: Mapping[str, object] | None = None,
     **store: object,
 ) -> RunContext:
     """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
@@ -90,6 +91,7 @@ def prepare_small(
             "evaluation": {"prompts": 4},
             "store": store,
             **({"prompts": prompts} if prompts else {}),
+            **({"reward": reward} if reward else {}),
         }
     )
     return prepare(config, run_id)

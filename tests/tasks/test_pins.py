@@ -218,6 +218,15 @@ def test_a_package_that_asks_otherwise_is_refused(tmp_path: Path, monkeypatch: p
         asked(context)
 
 
+def test_sums_that_are_asked_otherwise_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reward = {"kind": "column-sums"}, {"kind": "exact", "answer": "tag"}
+    context = prepare_small(tmp_path, versions=1, prompts=[source], reward=reward)
+    assert asked(context)
+    monkeypatch.setattr("rollflow.tasks.prompts.column_sums.PLACES", ("units", "tens", "hundreds", "thousands"))
+    with pytest.raises(ConfigError, match=r"prompts\.kind = 'column-sums': this rollflow asks other questions"):
+        asked(context)
+
+
 @pytest.mark.parametrize(
     "file",
     [

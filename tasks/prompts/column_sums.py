@@ -1,0 +1,88 @@
+"""Sums of several numbers, demonstrated column by column from the right, with the answer in a tag.
+
+    Add 347 + 58 + 906.
+    ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>
+
+A column adds what was carried, then the numbers' digits from left to right, one at a time. Sums commute, so the same
+numbers in another order are one question: what is held out is neither asked nor demonstrated in any order.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.config import ColumnSumsPrompts
+
+PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
+TRIES = 64  # draws for one position before the held-out set is called too large
+
+
+class ColumnSumsSource:
+    """`QuestionSource` of sums; the question at a position is drawn from the seed, its stream and the position."""
+
+    def __init__(self, config: ColumnSumsPrompts, seed: int, held_out: int) -> None:
+        self._config, self._seed = config, seed
+        self._held: dict[tuple[int, ...], Question] = {}
+        for position in range(held_out * 20):
+            if len(self._held) == held_out:
+                break
+            terms = self._terms(self._draw("held out", position))
+            self._held.setdefault(_sorted(terms), question(terms))
+
+    def training(self, position: int) -> Question:
+        """See `QuestionSource`."""
+        return self._outside("training", position)
+
+    def demonstration(self, position: int) -> Question:
+        """See `QuestionSource`."""
+        return self._outside("demonstration", position)
+
+    def held_out(self, count: int) -> list[Question]:
+        """See `QuestionSource`."""
+        return list(self._held.values())[:count]
+
+    def _draw(self, stream: str, position: int) -> random.Random:
+        return random.Random(f"{self._seed}:{stream}:{position}")
+
+    def _terms(self, draw: random.Random) -> list[int]:
+        count = draw.randint(self._config.min_terms, self._config.max_terms)
+        digits = [draw.randint(self._config.min_digits, self._config.max_digits) for _ in range(count)]
+        return [draw.randint(10 ** (d - 1), 10**d - 1) for d in digits]
+
+    def _outside(self, stream: str, position: int) -> Question:
+        draw = self._draw(stream, position)
+        for _ in range(TRIES):
+            terms = self._terms(draw)
+            if _sorted(terms) not in self._held:
+                return question(terms)
+        raise ConfigError(
+            f"evaluation.prompts: the {len(self._held)} held-out sums leave nothing to train on; lower "
+            "evaluation.prompts or raise prompts.max_digits"
+        )
+
+
+def question(terms: list[int]) -> Question:
+    """The sum of `terms` as a question; its answer are the steps, what is judged is the tag's."""
+    asked = f"Add {' + '.join(map(str, terms))}."
+    return Question(asked, steps(terms), {"family": None, "answer": str(sum(terms))})
+
+
+def steps(terms: list[int]) -> str:
+    """Column by column, then the answer. Of `terms` the longest has at most len(PLACES) digits."""
+    columns, carried = [], 0
+    for place in range(len(str(max(terms)))):
+        digits = [int(str(term)[-1 - place]) for term in terms if len(str(term)) > place]
+        totals = list(accumulate([carried, *digits] if carried else digits))
+        added = digits if carried else digits[1:]
+        pairs = [f"+{digit}={total}" for digit, total in zip(added, totals[1:], strict=True)]
+        columns.append(f"{PLACES[place]} {totals[0]}{''.join(pairs)}")
+        carried = totals[-1] // 10
+    return f"{', '.join(columns)}, <answer>{sum(terms)}</answer>"
+
+
+def _sorted(terms: list[int]) -> tuple[int, ...]:
+    """The same for every order of the numbers."""
+    return tuple(sorted(terms))

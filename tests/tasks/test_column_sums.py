@@ -1,0 +1,121 @@
+"""Sums by columns: right steps, questions that no order of their numbers repeats, tokens that stay the same."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.config import load_recipe
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.column_sums import PLACES, ColumnSumsSource, steps
+from rollflow.tasks.prompts.config import ColumnSumsPrompts
+from rollflow.tasks.run_context import open_prompts
+from rollflow.tasks.verifiers import build_verifier
+from rollflow.tasks.verifiers.base import judge
+
+ASKED = 500
+SMALL = ColumnSumsPrompts(min_digits=1, max_digits=1)  # 45 pairs and 165 triples, whatever their order
+WIDE = ColumnSumsPrompts(min_terms=2, max_terms=10, min_digits=1, max_digits=6)
+
+
+def numbers(asked: Question) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", asked.text)))
+
+
+@pytest.mark.parametrize(
+    ("terms", "written"),
+    [
+        ([347, 58, 906], "ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>"),
+        ([12, 3000], "ones 2+0=2, tens 1+0=1, hundreds 0, thousands 3, <answer>3012</answer>"),
+        ([99, 1], "ones 9+1=10, tens 1+9=10, <answer>100</answer>"),
+        ([10001, 9], f"ones 1+9=10, tens 1+0=1, hundreds 0, thousands 0, {PLACES[4]} 1, <answer>10010</answer>"),
+    ],
+)  # fmt: skip
+def test_steps_worked_by_hand(terms: list[int], written: str) -> None:
+    assert steps(terms) == written
+
+
+def test_every_step_is_right_and_the_answer_is_the_sum() -> None:
+    source = ColumnSumsSource(WIDE, 0, 0)
+    for asked in map(source.demonstration, range(ASKED)):
+        terms, carried = numbers(asked), 0
+        *columns, tag = asked.answer.split(", ")
+        assert tag == f"<answer>{sum(terms)}</answer>"
+        for place, column in enumerate(columns):
+            name, first, rest = re.fullmatch(r"(\D+) (\d)(.*)", column).groups()  # type: ignore[union-attr]
+            added, totals = re.findall(r"\+(\d)", rest), [int(first), *map(int, re.findall(r"=(\d+)", rest))]
+            digits = [term // 10**place % 10 for term in terms if term >= 10**place]
+            assert (name, [int(first), *map(int, added)]) == (PLACES[place], [carried] * (carried > 0) + digits)
+            assert [b - a for a, b in pairwise(totals)] == list(map(int, added))
+            carried = totals[-1] // 10
+
+
+def test_no_order_of_a_held_out_sum_is_asked_demonstrated_or_held_out_again() -> None:
+    source = ColumnSumsSource(SMALL, 0, 60)
+    held = [tuple(sorted(numbers(asked))) for asked in source.held_out(60)]
+    assert len(set(held)) == 60
+    for stream in (source.training, source.demonstration):
+        asked = {numbers(stream(position)) for position in range(ASKED)}
+        assert not {tuple(sorted(terms)) for terms in asked} & set(held)
+        assert any(terms != tuple(sorted(terms)) for terms in asked)
+
+
+def test_what_is_drawn_is_within_its_bounds_and_reaches_them() -> None:
+    source = ColumnSumsSource(ColumnSumsPrompts(min_terms=2, max_terms=4, min_digits=2, max_digits=3), 0, 0)
+    drawn = [numbers(source.training(position)) for position in range(ASKED)]
+    assert {len(terms) for terms in drawn} == {2, 3, 4}
+    assert {len(str(term)) for terms in drawn for term in terms} == {2, 3}
+
+
+def test_nothing_left_to_train_on_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts: the 210 held-out sums leave nothing to train on"):
+        ColumnSumsSource(SMALL, 0, 300).training(0)
+
+
+@pytest.fixture(scope="module")
+def recipe() -> RunConfig:
+    return load_recipe(Path("flows/recipes/reasoning.toml"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
+    """That of the recipe's cold start."""
+    folder = tmp_path_factory.mktemp("policy")
+    texts = ColumnSumsSource(WIDE, 0, 0)
+    shown = [text for asked in map(texts.demonstration, range(ASKED)) for text in (asked.text, asked.answer)]
+    for name, data in build_cold_folder(recipe.policy.cold_start or ColdStart(), shown).items():
+        (folder / name).write_bytes(data)
+    return PolicyTokenizer(folder)
+
+
+def test_every_digit_and_every_phrase_is_one_token(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
+    """A phrase that is cut here so and there so, or digits in pairs, would hide the columns."""
+    source = ColumnSumsSource(WIDE, 0, 0)
+    for asked in map(source.demonstration, range(ASKED)):
+        for text in (asked.text, asked.answer):
+            pieces = [tokenizer.decode([token]) for token in tokenizer.encode(text)]
+            assert pieces == re.findall(r"\d|\D+", text)
+
+
+def test_the_recipe_s_answers_fit_and_differ_in_length(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
+    prompts = open_prompts(recipe, tokenizer, lambda source: b"")
+    lengths = [len(tokenizer.encode(prompts.demonstration(index)[1])) + 1 for index in range(ASKED)]
+    assert max(lengths) <= recipe.engine.max_new_tokens
+    assert 30 <= sum(lengths) / ASKED <= 60
+    assert max(lengths) > 2 * min(lengths)
+
+
+def test_a_demonstration_is_judged_right_and_a_slip_wrong(recipe: RunConfig) -> None:
+    verify, where = build_verifier(recipe.reward), recipe.reward.answer
+    for asked in map(ColumnSumsSource(WIDE, 0, 0).demonstration, range(50)):
+        assert judge(verify, where, asked.answer, asked.reference).reward == 1.0
+        assert judge(verify, where, asked.answer.replace("</answer>", "0</answer>"), asked.reference).reward == 0.0
+        assert judge(verify, where, asked.answer.removesuffix("</answer>"), asked.reference).reward == 0.0
