@@ -74,6 +74,7 @@ def points(run: str, folder: Path, seed: int) -> list[tuple[int, float, float]]:
 
     context, task = attach_run(run), Task(folder, seed)
     model, found = load_model(folder, "float32", trained=True), []
+    context.policies.newest()  # reads the log
     for version in context.policies.since(0):
         try:
             context.policies.check_kept(version)
