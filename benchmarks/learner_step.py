@@ -127,7 +127,7 @@ def swept(
     for name, tried in settings.items():
         found = {setting: _tried(case, name, setting, threads, steps) for setting in tried}
         for setting, (seconds, memory) in found.items():
-            rows.append(Row(case.name, f"sweep, {name} {setting}: tokens/processor s", case.tokens / seconds))
+            rows.append(Row(case.name, f"sweep, {name} {setting}: tokens/s", case.tokens / seconds))
             rows.append(Row(case.name, f"sweep, {name} {setting}: peak, MB", memory / 1e6))
         enough = LIKE_THE_FASTEST * min(seconds for seconds, _ in found.values())
         best[name] = min((s for s in found if found[s][0] <= enough), key=lambda setting: found[setting][1])
@@ -174,9 +174,7 @@ def rows_of(case: Case, best: Mapping[str, str], found: Mapping[str, list[Step]]
         )
         yield at_most(case.name, f"memory over {name}", ours[-1].memory / steps[-1].memory, LESS_MEMORY)
         for what, found_most in (("losses", _most(ours, steps, "loss")), ("norms", _most(ours, steps, "norm"))):
-            yield at_most(
-                case.name, f"largest difference of {what} to {name}, millionths", 1e6 * found_most, 1e6 * NEAR
-            )
+            yield at_most(case.name, f"{what}, most apart from {name}: 1e-6", 1e6 * found_most, 1e6 * NEAR)
 
 
 def _most(ours: Sequence[Step], theirs: Sequence[Step], what: str) -> float:
