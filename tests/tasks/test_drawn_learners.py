@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import Critic, Reference, TorchTrain
+from rollflow.tasks.learners.config import Critic, Lora, Reference, TorchTrain
 from rollflow.tasks.objectives.config import (
     Advantage,
     BinaryTv,
@@ -86,6 +87,7 @@ TRAINS = of(
     objective=OBJECTIVES,
     critic=of(Critic, learning_rate=between(1e-5, 1e-3), value_clip=between(0.01, 1)),
     reference=of(Reference, every=st.integers(0, 2)),
+    lora=st.none() | of(Lora, rank=st.integers(1, 4), alpha=between(1, 32), targets=st.just(("q_proj", "down_proj"))),
     learning_rate=between(1e-5, 1e-3),
     warmup_versions=st.integers(0, 3),
     weight_decay=between(0, 0.1),
@@ -127,6 +129,7 @@ def test_a_learner_of_any_config_goes_on_from_what_it_stored(
     if config is None:
         return
     start = LearnerStart(folder, trained=True, dtype=dtype, temperature=temperature, versions=10, longest=6)
+    start = replace(start, first=lambda: folder)
     made, other = build_learner(config, start), build_learner(config, start)
     for version in range(2):
         metrics = made.step(batch(version), version)
