@@ -62,4 +62,8 @@ def _reader_gone(stream: TextIO) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # An interrupt that fell into a string that a library executed (dataclasses do) leaves a mark, though it was caught:
+    # `python -m` would end by SIGINT whatever the code is. The next such string takes it away.
+    exec("")
+    sys.exit(code)

@@ -44,24 +44,14 @@ def test_log_probs_and_gradients_are_those_of_rows_on_their_own(name: str) -> No
         assert float((together - alone).norm() / alone.norm()) < 1e-4
 
 
-def test_what_would_be_seen_through_the_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An architecture that does as if it had no mask: its second response would see the first."""
+@pytest.mark.parametrize("unheard", ["attention_mask", "position_ids"])
+def test_a_model_that_does_not_hear_is_found(unheard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mask the second response sees the first; without positions it begins behind that."""
     model = model_of("llama")
     forward = model.model.forward
 
-    def deaf(*given: object, attention_mask: object = None, **others: object) -> object:
-        return forward(*given, **others)
-
-    monkeypatch.setattr(model.model, "forward", deaf)
-    assert learner_of(model).width is None
-
-
-def test_positions_that_are_not_heard_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
-    forward = model.model.forward
-
-    def deaf(*given: object, position_ids: object = None, **others: object) -> object:
-        return forward(*given, **others)
+    def deaf(*given: object, **others: object) -> object:
+        return forward(*given, **{name: value for name, value in others.items() if name != unheard})
 
     monkeypatch.setattr(model.model, "forward", deaf)
     assert learner_of(model).width is None

@@ -1,0 +1,28 @@
+"""A command that was interrupted ends with its code, wherever the interrupt fell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# A command that is interrupted in a string that is executed, as dataclasses execute theirs, and catches it.
+INTERRUPTED = """
+import rollflow.flows.commands.check as check
+
+def command(options):
+    try:
+        exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)\\nfor _ in range(10**7): pass")
+    except KeyboardInterrupt:
+        return 1
+
+check.command = command
+"""
+
+
+def test_an_interrupt_in_what_a_library_executes_leaves_no_mark(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    reach = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", "check", "mine.toml"]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": reach}, check=False).returncode == 1
