@@ -47,7 +47,7 @@ async def evaluate_now(context: RunContext, version: int) -> Evaluation:
     await asyncio.gather(engine.start(), pool.start())
     try:
         proxy = InferenceProxy([engine], config.engine.slots)
-        probe = Probe(context.probe_tokens, published.probe, config.engine.probe_tolerance)
+        probe = Probe(context.probe_tokens, published.probe, config.probe_tolerance)
         await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
         return await evaluator(context, pool).run(proxy, version)
     finally:

@@ -180,6 +180,16 @@ class RunConfig(Section):
         return engine
 
     @property
+    def probe_tolerance(self) -> float:
+        """Nats by which an engine's log-probs may differ from the learner's.
+
+        In bfloat16 a logit of 16 is rounded by up to 0.06, and each side rounds in its own order: sound engines were
+        0.5 off on single tokens. Weights that were not loaded are off by more than a nat.
+        """
+        chosen = self.engine.probe_tolerance
+        return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
+
+    @property
     def capacity(self) -> int:
         """Batches the channel may hold: what alpha lets generation run ahead."""
         return math.floor(self.async_ratio) + 1

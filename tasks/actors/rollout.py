@@ -97,7 +97,7 @@ class StoreFeed:
     async def fetch(self, version: int) -> tuple[RunContext, Probe]:
         """See `VersionFeed`. The engines fetch the weights themselves, each on its node."""
         found = await asyncio.to_thread(self._policies.find, version)
-        return self._context, Probe(self._tokens, found.probe, self._context.config.engine.probe_tolerance)
+        return self._context, Probe(self._tokens, found.probe, self._context.config.probe_tolerance)
 
 
 def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:

@@ -19,8 +19,10 @@ class EngineBase(Section):
     in_flight: Literal["continue", "restart"] = Field(
         "continue", description="what running requests do at a weight update"
     )
-    probe_tolerance: float = Field(
-        0.01, gt=0, description="largest log-prob difference (nats) between engine and learner"
+    probe_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="largest log-prob difference (nats) between engine and learner; default: 0.01, or 1 at bfloat16",
     )
 
 

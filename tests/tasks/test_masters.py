@@ -123,3 +123,11 @@ def test_a_run_recorded_before_there_were_masters_has_none(
     found = RunContext(str(tmp_path), tmp_path).config.train
     assert found.master_dtype == recorded.get("master_dtype", "policy")
     assert found.share_prompts == found.fused_adamw == recorded.get("share_prompts", False)
+
+
+def test_an_engine_in_bfloat16_may_differ_by_what_its_logits_are_rounded_by() -> None:
+    """Else vLLM's first probe ends the run: two sound engines are 0.06 to 0.5 nats apart on single tokens."""
+    plain = RunConfig()
+    half = plain.model_copy(update={"policy": plain.policy.model_copy(update={"dtype": "bfloat16"})})
+    strict = half.model_copy(update={"engine": half.engine.model_copy(update={"probe_tolerance": 0.2})})
+    assert (plain.probe_tolerance, half.probe_tolerance, strict.probe_tolerance) == (0.01, 1.0, 0.2)
