@@ -1,10 +1,10 @@
-"""TRL's side of `benchmarks.time_to_reward`: `GRPOTrainer` on the quick start's task, with its hyperparameters.
+"""TRL's side of `benchmarks.time_to_reward`: `GRPOTrainer` on a recipe's task, with its hyperparameters.
 
 A version is one generation, of as many groups as the recipe's, and as many optimizer steps as it has minibatches. Rate,
 warm-up, decay, clip, dual clip, betas and sampling are the recipe's. TRL has no weight of negative advantages, so they
 are weighted where it has made them. Every so many versions the clock stands still while the held-out prompts are asked.
 
-`python -m benchmarks.reward_trl FOLDER SEED VERSIONS EVERY ROWS` prints when training began, in seconds since
+`python -m benchmarks.reward_trl RECIPE FOLDER SEED VERSIONS EVERY ROWS` prints when training began, in seconds since
 the epoch, and (version, training seconds, accuracy) of each look.
 """
 
@@ -16,25 +16,26 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.reward_task import THREADS, Task
+from benchmarks.recipe_task import RecipeTask
+from benchmarks.reward_task import THREADS, task_of
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.objectives.config import Clip, PartsObjective
-from rollflow.tasks.verifiers.reasoning_gym import family_score
 
 Point = tuple[int, float, float]
 
 
-def train(folder: Path, seed: int, versions: int, every: int, rows: int) -> tuple[float, list[Point]]:
+def train(task: RecipeTask, folder: Path, versions: int, every: int, rows: int) -> tuple[float, list[Point]]:
     """When it began, and (version, training seconds, accuracy); micro-batches of `rows`."""
     trl, datasets, transformers = map(importlib.import_module, ("trl", "datasets", "transformers"))
-    task, model = Task(folder, seed), load_model(folder, "float32", trained=True)
-    config, tokenizer = task.config, transformers.AutoTokenizer.from_pretrained(folder)
+    config, model = task.config, load_model(folder, "float32", trained=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     asked = [task.prompts.prompt(index) for index in range(versions * config.groups)]
     if any(list(p.tokens) != tokenizer(p.text)["input_ids"] for p in asked[:64]):
         raise SystemExit("the two tokenizers differ")
@@ -43,8 +44,8 @@ def train(folder: Path, seed: int, versions: int, every: int, rows: int) -> tupl
     with tempfile.TemporaryDirectory() as place:
         trainer = trl.GRPOTrainer(
             model=model,
-            reward_funcs=_reward,
-            args=trl.GRPOConfig(place, **_settings(config, seed, versions, rows)),
+            reward_funcs=_reward_of(task),
+            args=trl.GRPOConfig(place, **_settings(config, versions, rows)),
             train_dataset=datasets.Dataset.from_dict(columns),
             processing_class=tokenizer,
             optimizers=_optimizers(model, config, versions),
@@ -57,11 +58,14 @@ def train(folder: Path, seed: int, versions: int, every: int, rows: int) -> tupl
     return began, list(clock.points)
 
 
-def _reward(completions: list[str], reference: list[str], **_: Any) -> list[float]:
-    return [family_score(text, json.loads(said)).reward for text, said in zip(completions, reference, strict=True)]
+def _reward_of(task: RecipeTask) -> Callable[..., list[float]]:
+    def reward(completions: list[str], reference: list[str], **_: Any) -> list[float]:
+        return [task.score(text, json.loads(said)) for text, said in zip(completions, reference, strict=True)]
+
+    return reward
 
 
-def _settings(config: RunConfig, seed: int, versions: int, rows: int) -> dict[str, Any]:
+def _settings(config: RunConfig, versions: int, rows: int) -> dict[str, Any]:
     objective, train = config.train.objective, config.train
     assert isinstance(objective, PartsObjective)
     clip = objective.surrogate
@@ -80,7 +84,7 @@ def _settings(config: RunConfig, seed: int, versions: int, rows: int) -> dict[st
         "epsilon_high": clip.high,
         "delta": clip.dual,
         "max_grad_norm": train.max_grad_norm,
-        "seed": seed,
+        "seed": config.seed,
         "gradient_checkpointing": False,
         "use_cpu": True,
         "bf16": False,
@@ -116,7 +120,7 @@ def _weigh(trainer: Any, negative: float) -> None:
     trainer._generate_and_score_completions = weighed
 
 
-def _clock(task: Task, model: Any, every: int, steps: int, callback: Any) -> Any:
+def _clock(task: RecipeTask, model: Any, every: int, steps: int, callback: Any) -> Any:
     """A callback that asks the held-out prompts after every so many versions of `steps` optimizer steps."""
 
     class Clock(callback):  # type: ignore[misc]
@@ -143,12 +147,14 @@ def _clock(task: Task, model: Any, every: int, steps: int, callback: Any) -> Any
 
 
 def main() -> None:
-    folder, *numbers = sys.argv[1:]
+    recipe, place, seed, *numbers = sys.argv[1:]
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what TRL prints is not the result
     torch.set_num_threads(THREADS)
-    seed, versions, every, rows = map(int, numbers)
-    print(json.dumps(train(Path(folder), seed, versions, every, rows)), file=told, flush=True)
+    versions, every, rows = map(int, numbers)
+    folder = Path(place)
+    found = train(task_of(recipe, folder, seed), folder, versions, every, rows)
+    print(json.dumps(found), file=told, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Seconds to a held-out accuracy: `rollflow run` against TRL's GRPOTrainer, from the same weights, on two cores.
 
-The quick start's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a
-seed. TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two
-threads. Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from version 0 to the version
-that has the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy is that of
-greedy answers to 256 prompts, by one function for both, and costs neither of them time.
+A recipe's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a seed.
+TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two threads.
+Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from version 0 to the version that has
+the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy is that of greedy
+answers to the held-out prompts, by one function for both, and costs neither of them time.
 
 Each run is kept as a file in `--runs`; one that is there is not made again, so a campaign can be made in parts:
 `python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table is over all runs in the folder.
@@ -27,7 +27,6 @@ from pathlib import Path
 from benchmarks.report import Row, arguments, publish
 from rollflow.flows.commands.toml import to_toml
 
-RECIPE = Path("flows/recipes/arithmetic.toml")
 SYSTEMS = ("trl", "alpha-0", "alpha-2")
 NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
 
@@ -50,6 +49,7 @@ class Run:
 class Plan:
     """What all runs share."""
 
+    recipe: Path
     runs: Path
     versions: int
     every: int
@@ -61,7 +61,7 @@ class Plan:
         """The policy that runs of a seed begin with."""
         folder = self.runs / f"start-{seed}"
         if not (folder / "model.safetensors").exists():
-            _child("benchmarks.reward_task", "start", str(folder), str(seed))
+            _child("benchmarks.reward_task", "start", str(self.recipe), str(folder), str(seed))
         return folder.absolute()
 
     def made(self, system: str, seed: int) -> Run:
@@ -74,14 +74,14 @@ class Plan:
 
     def _trl(self, seed: int) -> Run:
         folder, began = self.start(seed), time.time()
-        numbers = map(str, (seed, self.versions, self.every, self.rows))
-        told = _child("benchmarks.reward_trl", str(folder), *numbers, log=self.runs / f"trl-{seed}.log")
+        words = map(str, (self.recipe, folder, seed, self.versions, self.every, self.rows))
+        told = _child("benchmarks.reward_trl", *words, log=self.runs / f"trl-{seed}.log")
         first, points = json.loads(told)
         return Run("trl", seed, points, first - began)
 
     def _rollflow(self, system: str, seed: int) -> Run:
         folder, run_id = self.start(seed), f"{system}-{seed}-{int(time.time())}"
-        tree = tomllib.loads(RECIPE.read_text()) | {"policy": {"path": str(folder)}}
+        tree = tomllib.loads(self.recipe.read_text()) | {"policy": {"path": str(folder)}}
         recipe = self.runs / f"{run_id}.toml"
         recipe.write_text(to_toml(tree))
         home, began = (self.runs / "home").absolute(), time.time()
@@ -98,7 +98,8 @@ class Plan:
         command = ("rollflow.flows.commands.cli", "run", str(recipe), "--run-id", run_id, *options)
         _child(*command, log=self.runs / f"{run_id}.log", home=home)
         place = home / "store/runs" / run_id
-        told = json.loads(_child("benchmarks.reward_task", "points", str(place), str(folder), str(seed), home=home))
+        words = map(str, (self.recipe, folder, seed, place))
+        told = json.loads(_child("benchmarks.reward_task", "points", *words, home=home))
         first = told[0][1]
         looks = [(version, at - first, found) for version, at, found in told if version % self.every == 0]
         return Run(system, seed, looks, first - began)
@@ -152,6 +153,7 @@ def _best(run: Run) -> float:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--recipe", type=Path, default=Path("flows/recipes/arithmetic.toml"))
     parser.add_argument("--runs", type=Path, default=Path(".rollflow/time_to_reward"), help="where runs are kept")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])
@@ -163,7 +165,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="ours")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
-    plan = Plan(options.runs, options.versions, options.every, options.rows, options.micro_tokens, options.engine)
+    settings = options.versions, options.every, options.rows, options.micro_tokens, options.engine
+    plan = Plan(options.recipe, options.runs, *settings)
     here = importlib.util.find_spec("trl") is not None
     for seed in options.seeds:
         for system in options.systems:

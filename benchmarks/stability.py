@@ -1,0 +1,152 @@
+"""How objectives take old samples: held-out accuracy by version, for each recipe, objective, alpha and seed.
+
+    python -m benchmarks.stability --runs FOLDER [--figure FILE.svg] [--json FILE]
+
+Each preset stands as it is, with its own parts, in place of the recipe's objective; all else is the recipe's. Version
+v is trained on samples of version v - alpha, all of them (`benchmarks.stale` says how): a run at this alpha has younger
+ones, too. Each training is kept as a file in `--runs`, and one that is there is not made again: so the grid can be made
+in parts, by several processes. The table and the figure are over all files in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import Row, arguments, at_most, publish
+from benchmarks.stale import Point, points
+from rollflow.flows.config import parse
+
+OBJECTIVES = ("grpo", "ppo", "decoupled-ppo", "tis", "cispo", "topr", "roll-current")
+UNCORRECTED = "roll-current"  # its ratio is to the current policy: shown beside the others
+RECIPES = {"arithmetic": 100, "reasoning": 200}  # versions of a training
+ALPHAS = (0, 2, 8)
+LAST = 3  # looks whose mean a training ends with
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One training of the grid."""
+
+    recipe: str
+    objective: str
+    alpha: int
+    seed: int
+    points: Sequence[Point]
+
+    @property
+    def case(self) -> tuple[str, str, int]:
+        """What its seeds share."""
+        return self.recipe, self.objective, self.alpha
+
+    @property
+    def end(self) -> float:
+        """The mean accuracy of its last looks."""
+        return statistics.mean(point.accuracy for point in self.points[-LAST:])
+
+
+def train(recipe: str, objective: str, alpha: int, seed: int, place: Path) -> Training:
+    """One training, from the same cold start as all others of its recipe and seed."""
+    tree = tomllib.loads(Path(f"flows/recipes/{recipe}.toml").read_text())
+    changed = {"seed": seed, "versions": RECIPES[recipe], "async_ratio": alpha}
+    config = parse({**tree, **changed, "train": {**tree["train"], "objective": {"kind": objective}}})
+    return Training(recipe, objective, alpha, seed, points(config, place, RECIPES[recipe] // 20))
+
+
+def made(place: Path) -> list[Training]:
+    """All that are there."""
+    return [_read(file) for file in sorted(place.glob("*.json"))]
+
+
+def _read(file: Path) -> Training:
+    tree = json.loads(file.read_text())
+    return Training(**{**tree, "points": [Point(**point) for point in tree["points"]]})
+
+
+def rows_of(trainings: Sequence[Training]) -> Iterator[Row]:
+    """Mean over the seeds of where each case ends; below alpha 0 by so many points."""
+    ends: dict[tuple[str, str, int], list[float]] = {}
+    for training in trainings:
+        ends.setdefault(training.case, []).append(training.end)
+    for recipe, objective, alpha in product(RECIPES, OBJECTIVES, ALPHAS):
+        found, fresh = ends.get((recipe, objective, alpha)), ends.get((recipe, objective, 0))
+        if not found:
+            continue
+        case = f"{recipe}, {objective}, alpha {alpha}"
+        yield Row(case, f"held-out accuracy at the end, mean of {len(found)} seeds (%)", 100 * statistics.mean(found))
+        if alpha and fresh:
+            lost = 100 * (statistics.mean(fresh) - statistics.mean(found))
+            yield _lost(case, lost, judged=alpha == 2 and objective != UNCORRECTED)
+
+
+def _lost(case: str, lost: float, *, judged: bool) -> Row:
+    metric = "points below alpha 0"
+    return at_most(case, metric, lost, 2.0) if judged else Row(case, metric, lost)
+
+
+def draw(trainings: Sequence[Training], file: Path) -> None:
+    """One panel a recipe and objective, one line an alpha: the mean over its seeds, and from the least to the most."""
+    from matplotlib.figure import Figure
+
+    recipes = [recipe for recipe in RECIPES if any(t.recipe == recipe for t in trainings)]
+    figure = Figure(figsize=(2.1 * len(OBJECTIVES), 2.4 * len(recipes) + 0.5), layout="constrained")
+    panels = figure.subplots(len(recipes), len(OBJECTIVES), sharey="row", sharex="row", squeeze=False)
+    for (row, recipe), (column, objective) in product(enumerate(recipes), enumerate(OBJECTIVES)):
+        axes = panels[row][column]
+        for colour, alpha in zip(("#1b7837", "#2166ac", "#b2182b"), ALPHAS, strict=True):
+            lines = [t.points for t in trainings if t.case == (recipe, objective, alpha)]
+            if lines:
+                _line(axes, lines, colour, alpha)
+        axes.set_title(objective, fontsize=9)
+        axes.grid(alpha=0.3)
+        if not column:
+            axes.set_ylabel(f"{recipe}\nheld-out accuracy (%)", fontsize=8)
+    figure.supxlabel("version", fontsize=9)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(ALPHAS), fontsize=8)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _line(axes, lines: Sequence[Sequence[Point]], colour: str, alpha: int) -> None:  # type: ignore[no-untyped-def]
+    looks = list(zip(*lines, strict=False))  # a training that ended early has fewer
+    versions = [look[0].version for look in looks]
+    found = [[100 * point.accuracy for point in look] for look in looks]
+    axes.plot(
+        versions, [statistics.mean(values) for values in found], color=colour, label=f"alpha {alpha}", linewidth=1.3
+    )
+    axes.fill_between(versions, [min(v) for v in found], [max(v) for v in found], color=colour, alpha=0.15, linewidth=0)
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--runs", type=Path, default=Path(".rollflow/stability"), help="where trainings are kept")
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--objectives", nargs="*", choices=OBJECTIVES, default=list(OBJECTIVES))
+    parser.add_argument("--alphas", nargs="*", type=int, choices=ALPHAS, default=list(ALPHAS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--figure", type=Path, help="where to draw the curves")
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for seed, recipe, alpha, objective in product(options.seeds, options.recipes, options.alphas, options.objectives):
+        file = options.runs / f"{recipe}-{objective}-{alpha}-{seed}.json"
+        if not file.exists():
+            training = train(recipe, objective, alpha, seed, options.runs)
+            file.write_text(json.dumps(asdict(training)))
+            print(f"{file.stem}: {training.end:.3f}", file=sys.stderr)
+    found = made(options.runs)
+    if options.figure:
+        draw(found, options.figure)
+    publish(list(rows_of(found)), "stability", options.json)
+
+
+if __name__ == "__main__":
+    main()

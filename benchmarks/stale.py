@@ -1,0 +1,193 @@
+"""A recipe in one process, where every sample is as old as the bound allows.
+
+The shipped learner, prompts, verifier and cold start; no actors, no engine. Version v is trained on samples of version
+max(0, v - alpha): in a run most samples are younger. Tokens are sampled by transformers, with their log-probs.
+
+`python -m benchmarks.stale RECIPE --alpha 2 --set train.objective.kind=tis` trains one policy and prints how it went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.recipe_task import RecipeTask, start_policy
+from rollflow.flows.config import load_recipe
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import NotFinite
+from rollflow.storage.records import Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.shards import from_files
+from rollflow.tasks.learners.torch_learner import load_model
+
+Sampled = tuple[list[int], list[float]]  # tokens of a response and their log-probs
+TOLD = ("entropy", "grad_norm", "kl_behaviour", "explained_variance", "kl_reference", "clipped")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A version that was looked at: held-out accuracy, mean reward of its batch, seconds of sampling and training."""
+
+    version: int
+    accuracy: float
+    reward: float
+    seconds: float
+
+
+@torch.no_grad()
+def sample(
+    model: Any, prompts: Sequence[Sequence[int]], config: RunConfig, end: int, draw: torch.Generator
+) -> list[Sampled]:
+    """One response to each prompt. Prompts are padded on the left; a row that has ended is run no further."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[end] * (longest - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    found: list[Sampled] = [([], []) for _ in prompts]
+    running, past = torch.arange(len(prompts)), None
+    for _ in range(config.engine.max_new_tokens):
+        place = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        out = model(input_ids=tokens, attention_mask=mask, position_ids=place, past_key_values=past, use_cache=True)
+        past, logits_RV = out.past_key_values, out.logits[:, -1].float()
+        logp_RV = torch.log_softmax(logits_RV / config.engine.temperature, -1)
+        tokens = torch.multinomial(logp_RV.exp(), 1, generator=draw)
+        logps = logp_RV.gather(1, tokens)[:, 0]
+        for row, token, logp in zip(running.tolist(), tokens[:, 0].tolist(), logps.tolist(), strict=True):
+            found[row][0].append(token)
+            found[row][1].append(logp)
+        goes_on = (tokens[:, 0] != end).nonzero()[:, 0]
+        if not len(goes_on):
+            break
+        running, tokens = running[goes_on], tokens[goes_on]
+        mask = torch.cat([mask[goes_on], torch.ones(len(goes_on), 1, dtype=mask.dtype)], 1)
+        past.batch_select_indices(goes_on)
+    return found
+
+
+class Stale:
+    """A policy, its learner, and the policies of the last versions."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config, self.task = config, RecipeTask(config, folder)
+        start = LearnerStart(
+            folder,
+            trained=True,
+            dtype=config.policy.dtype,
+            temperature=config.engine.temperature,
+            versions=config.versions,
+            longest=config.engine.max_new_tokens,
+            seed=config.seed,
+            first=lambda: folder,
+        )
+        self.learner = build_learner(config.train, start)
+        self.sampler = load_model(folder, config.policy.dtype, trained=True).eval()
+        self.held: deque[Mapping[str, Tensor]] = deque(maxlen=int(config.async_ratio) + 1)
+        self.draw = torch.Generator().manual_seed(config.seed)
+        self._keep()
+
+    def _keep(self) -> None:
+        self.held.append({name: tensor.clone() for name, tensor in from_files(self.learner.weights()).items()})
+
+    def batch(self, version: int) -> TrajectoryBatch:
+        """Its samples are those of the oldest policy that is held."""
+        self._load(self.held[0])
+        sampled_by = version + 1 - len(self.held)
+        groups, size = self.config.groups, self.config.group_size
+        prompts = [self.task.prompts.prompt(version * groups + i) for i in range(groups)]
+        asked = [p.tokens for p in prompts for _ in range(size)]
+        made = sample(self.sampler, asked, self.config, self.task.end, self.draw)
+        return TrajectoryBatch.from_groups(
+            [self._group(p, made[i * size : (i + 1) * size], sampled_by) for i, p in enumerate(prompts)]
+        )
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        self.sampler.load_state_dict(weights, strict=False)  # a tensor that is tied is stored once
+
+    def _group(self, prompt: Prompt, made: Sequence[Sampled], version: int) -> TrajectoryGroup:
+        told = (self._trajectory(i, prompt, one, version) for i, one in enumerate(made))
+        return TrajectoryGroup(GroupKey(prompt.index, 0), prompt.id, prompt.domain, tuple(told))
+
+    def _trajectory(self, number: int, prompt: Prompt, made: Sampled, version: int) -> Trajectory:
+        response, logps = made
+        before, ended = len(prompt.tokens), response[-1] == self.task.end
+        return Trajectory(
+            sample=number,
+            started_version=version,
+            tokens=(*prompt.tokens, *response),
+            loss_mask=(False,) * before + (True,) * len(response),
+            logprobs=(0.0,) * before + tuple(logps),
+            versions=(-1,) * before + (version,) * len(response),
+            reward=self.task.reward(response[:-1] if ended else response, prompt),
+            reason="",
+            ending=Ending.STOP if ended else Ending.LENGTH,
+        )
+
+    def accuracy(self) -> float:
+        """Of the newest policy, held out."""
+        self._load(self.held[-1])
+        return self.task.accuracy(self.sampler)
+
+    def train(self, every: int) -> Iterator[tuple[Point, Mapping[str, float]]]:
+        """A point for each version that is looked at, with the learner's figures of the one before."""
+        spent, reward = 0.0, 0.0
+        told: Mapping[str, float] = {}
+        for version in range(self.config.versions + 1):
+            if version % every == 0 or version == self.config.versions:
+                yield Point(version, self.accuracy(), reward, spent), told
+            if version == self.config.versions:
+                return
+            began = time.perf_counter()
+            batch = self.batch(version)
+            reward = sum(batch.table["reward"].to_pylist()) / len(batch)
+            told = self.learner.step(batch, version)
+            self._keep()
+            spent += time.perf_counter() - began
+
+
+def policy_of(config: RunConfig, place: Path) -> Path:
+    """The folder of the cold start of a config, made if it is not there."""
+    folder = place / f"start-{config.name}-{config.seed}"
+    if not (folder / "model.safetensors").exists():
+        start_policy(config, folder)
+    return folder
+
+
+def points(config: RunConfig, place: Path, every: int, *, told: bool = False) -> list[Point]:
+    """A whole training; it ends early where a figure is not finite."""
+    made: list[Point] = []
+    try:
+        for point, figures in Stale(config, policy_of(config, place)).train(every):
+            made.append(point)
+            if told:
+                shown = {name: round(figures[name], 4) for name in TOLD if name in figures}
+                print(json.dumps({**asdict(point), **shown}), flush=True)
+    except NotFinite as error:
+        print(f"ended: {error}", flush=True)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--starts", type=Path, default=Path(".rollflow/starts"), help="where cold starts are kept")
+    parser.add_argument("--alpha", type=int, default=0)
+    parser.add_argument("--every", type=int, default=10, help="versions between two looks")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    config = load_recipe(options.recipe, [*options.set, f"async_ratio={options.alpha}"])
+    points(config, options.starts, options.every, told=True)
+
+
+if __name__ == "__main__":
+    main()
