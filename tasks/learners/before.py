@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from rollflow.tasks.learners.critic import explained_variance
+from rollflow.tasks.learners.roles import Roles
 from rollflow.tasks.objectives.advantages import advantages, shaped
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
+from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.rows import Rows
 
 
@@ -50,6 +52,40 @@ class Before:
             return {}
         explained = explained_variance(self.values_B, self.judged.returns_B)
         return {"explained_variance": explained, "value_mean": float(self.values_B.mean())}
+
+
+def known_before(roles: Roles, data: Rows) -> Before:
+    """What is known of the batch; a forward pass over it for each other policy that is asked."""
+    every = range(len(data.rewards))
+    reference_B = roles.asked(data, every, roles.reference_logprobs) if roles.reference else None
+    values_B = roles.asked(data, every, roles.critic.values) if roles.critic else None
+    behaviour_B = torch.from_numpy(data.behaviour)
+    price_B = _price(roles, behaviour_B, reference_B)
+    part = roles.config.objective.advantage
+    judged = judge(part, data, roles.longest, price_B=price_B, values_B=values_B)
+    proximal_B = _proximal(roles, data, judged)
+    whole = proximal_B if roles.objective.uses_batch else None
+    kept_B = None if whole is None else roles.objective.keep(whole, behaviour_B)
+    return Before(judged, behaviour_B, proximal_B, kept_B, reference_B, values_B)
+
+
+def _price(roles: Roles, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
+    """What each token takes from its response's reward."""
+    if reference_B is None or roles.penalties.kl_in != "reward":
+        return None
+    return roles.kl_weight * kl_estimate(roles.penalties, behaviour_B, reference_B)
+
+
+def _proximal(roles: Roles, data: Rows, judged: Judged) -> Tensor | None:
+    """(B,) log-probs of the learner, of the rows that are run.
+
+    With one update a version the proximal policy is the one being trained, whose log-probs that update has anyway.
+    """
+    if roles.objective.uses_batch:
+        return roles.asked(data, range(len(data.rewards)), roles.own_logprobs)
+    if roles.objective.uses_proximal and roles.config.minibatches > 1:
+        return roles.asked(data, roles.to_run(range(len(data.rewards)), judged.signal_R), roles.own_logprobs)
+    return None
 
 
 def judge(

@@ -33,10 +33,10 @@ def test_log_probs_and_gradients_are_those_of_rows_on_their_own(name: str) -> No
     data, found = Rows.of(groups()), []
     for width in (made.width, None):
         made.width = width
-        lines = [len(micro.tokens) for micro in made._micros(data, range(6))]
+        lines = [len(micro.tokens) for micro in made.micros(data, range(6))]
         assert lines == [6 if width is None else 2]
         made.policy.clear()
-        logp = [made._own_logprobs(micro)[micro.among.argsort()] for micro in made._micros(data, range(6))]
+        logp = [made.own_logprobs(micro)[micro.among.argsort()] for micro in made.micros(data, range(6))]
         (torch.cat(logp) * torch.arange(1.0, 1 + len(data.chosen))).sum().backward()
         grads = [p.grad.flatten() for p in made.model.parameters() if p.grad is not None]
         found.append((torch.cat(logp).detach(), torch.cat(grads)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollflow.tasks.learners.before import known_before
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.penalties import adapted
@@ -71,8 +72,8 @@ def test_what_a_response_pays_in_its_reward_is_its_distance(folder: Path) -> Non
         paid[row] -= 0.1 * float((sampled - logp.detach()).sum())
     four = paid.view(-1, 4)
     expected = ((four - four.mean(1, keepdim=True)) / (four.std(1, keepdim=True) + 1e-4)).flatten()
-    made._begin(0)
-    found = made._before(data).judged.advantage_B
+    made.begin(0)
+    found = known_before(made, data).judged.advantage_B
     torch.testing.assert_close(found, expected[torch.from_numpy(data.rows)], atol=1e-5, rtol=1e-4)
 
 

@@ -1,0 +1,139 @@
+"""Who takes part in a learner's steps: the policy, and what its objective needs beside it; what each says of tokens.
+
+Shapes: B masked tokens of the batch, M of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.critic import Critic
+from rollflow.tasks.learners.recomputed import recompute_layers
+from rollflow.tasks.learners.shards import SHARD_BYTES
+from rollflow.tasks.learners.shared_prompts import shared_width
+from rollflow.tasks.learners.token_logprobs import Pass, TokenLogprobs
+from rollflow.tasks.learners.trained_policy import TrainedPolicy
+from rollflow.tasks.objectives import build_objective
+from rollflow.tasks.objectives.config import PartsObjective, Penalties
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.penalties import adapted
+from rollflow.tasks.objectives.rows import Rows
+
+
+def _trained_policy(model: Any, config: TorchTrain, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
+    """All of the policy, or an adapter, whose library is loaded only then."""
+    if config.lora is None:
+        return TrainedPolicy(model, config)
+    from rollflow.tasks.learners.lora import LoraPolicy
+
+    return LoraPolicy(model, config, first)
+
+
+class Roles:
+    """See the module's docstring. What is asked of them is in `before` and `updates`."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: TorchTrain,
+        *,
+        temperature: float,
+        versions: int,
+        longest: int,
+        seed: int,
+        shard_bytes: int = SHARD_BYTES,
+        first: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        """`first` gives the weights that the run began with, for an adapter; else see `LearnerStart`."""
+        torch.manual_seed(seed)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
+        self.token_logprobs = TokenLogprobs(self.model)
+        self.config = config
+        self.objective = build_objective(config.objective)
+        self.temperature = temperature
+        self.versions = versions
+        self.longest = longest
+        self.shard_bytes = shard_bytes
+        self.policy = _trained_policy(self.model, config, first)
+        self.width = shared_width(self.model, self.token_logprobs) if config.share_prompts else None
+        self._add_roles()
+
+    def _add_roles(self) -> None:
+        """What the objective needs beside the policy."""
+        objective = self.config.objective
+        self.penalties = objective.penalties if isinstance(objective, PartsObjective) else Penalties()
+        self.kl_weight = self.penalties.kl_weight
+        needed = self.penalties.uses_reference or self.objective.uses_reference
+        every = self.config.reference.every
+        self.reference = self.policy.reference(every, self.token_logprobs) if needed else None
+        self.critic = Critic(self.model, self.config) if objective.advantage.baseline == "critic" else None
+        if self.config.checkpoint_activations:
+            own = self.critic.model.decoder if self.critic else None
+            for decoder in filter(None, (self.model.get_decoder(), own)):
+                recompute_layers(decoder)
+
+    # --- a version ----------------------------------------------------------------------------------------------
+
+    def learning_rate(self, version: int, base: float | None = None) -> float:
+        """Linear warm-up to `base` (the policy's), then constant or decaying to a tenth at the last version."""
+        warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
+        left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
+        return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
+
+    def begin(self, version: int) -> None:
+        """Before a version's first update."""
+        self.policy.begin(self.learning_rate(version))
+        if self.reference is not None:
+            self.reference.follow(version)
+        if self.critic is not None:
+            self.critic.begin()
+            self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
+
+    def adapted(self, found: Mapping[str, float]) -> Mapping[str, float]:
+        """The KL penalty's weight for the next version, where it is adapted."""
+        divergence = found.get(f"kl_{self.penalties.kl_to}")
+        if self.penalties.kl_target is None or divergence is None:
+            return {}
+        told = self.kl_weight
+        self.kl_weight = adapted(self.penalties, told, divergence)
+        return {"kl_weight": told}
+
+    # --- what they say ------------------------------------------------------------------------------------------
+
+    def to_run(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
+        """Those that have a gradient: where the advantage is exactly zero, few objectives do."""
+        return [r for r in rows if self.objective.every_row or signal_R[r]]
+
+    def micros(self, data: Rows, rows: Sequence[int]) -> Iterator[MicroBatch]:
+        """These rows as what a model is run with."""
+        return micro_batches(data, rows, self.config.micro_tokens, self.width)
+
+    @torch.no_grad()
+    def asked(self, data: Rows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """(B,) what `of` gives for the tokens of these rows; zero for others."""
+        found_B = torch.zeros(len(data.chosen))
+        for micro in self.micros(data, rows):
+            found_B[micro.among] = of(micro).float().cpu()
+        return found_B
+
+    def own_logprobs(self, micro: MicroBatch) -> Tensor:
+        """(M,) of the policy."""
+        return self._token_logprobs(micro, self.token_logprobs)
+
+    def reference_logprobs(self, micro: MicroBatch) -> Tensor:
+        """(M,) of the frozen one."""
+        assert self.reference is not None
+        return self._token_logprobs(micro, self.reference.token_logprobs)
+
+    def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
+        """(M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
+        row, place = (index.to(self.device) for index in micro.where)
+        inputs, targets_M = micro.inputs(self.device, self.model.dtype), micro.targets.to(self.device)
+        return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

@@ -1,0 +1,121 @@
+"""The updates of a version: each is an optimizer step of the policy over its share of the batch, and one of the critic.
+
+Shapes: R rows, B masked tokens of the batch, M of some rows of a micro-batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.before import Before
+from rollflow.tasks.learners.diagnostics import Diagnostics
+from rollflow.tasks.learners.finite import check_figures
+from rollflow.tasks.learners.roles import Roles
+from rollflow.tasks.objectives.aggregation import row_weights
+from rollflow.tasks.objectives.base import MaskedTokens
+from rollflow.tasks.objectives.packing import MicroBatch
+from rollflow.tasks.objectives.rows import Rows
+
+
+class Updates:
+    """See the module's docstring. `seen` gathers what they tell."""
+
+    def __init__(self, roles: Roles, data: Rows, before: Before, version: int) -> None:
+        self.device, self.model, self.token_logprobs = roles.device, roles.model, roles.token_logprobs
+        self.roles, self.data, self.before, self.seen = roles, data, before, Diagnostics(version)
+
+    def of(self, part: list[int]) -> dict[str, float]:
+        """One optimizer step over the rows of one minibatch, and one of the critic."""
+        return self._update(part) | self._update_critic(part)
+
+    def _update(self, part: list[int]) -> dict[str, float]:
+        roles, data, seen = self.roles, self.data, self.seen
+        weight_R = torch.zeros(len(data.rewards))
+        tokens_R = torch.from_numpy(data.masked_tokens[part])
+        weight_R[part] = row_weights(tokens_R, roles.config.objective.aggregation, roles.longest).float()
+        roles.policy.clear()
+        total = 0.0
+        versions_B = torch.from_numpy(data.versions)
+
+        def loss_of(some: slice, hidden_MH: Tensor, micro: MicroBatch) -> Tensor:
+            tokens = self._masked_tokens(micro, some, hidden_MH)
+            result = roles.objective.loss(tokens)
+            seen.add(tokens, result, versions_B[micro.among[some]].to(self.device))
+            return (result.loss_M * weight_R[micro.row_M[some]].to(self.device)).sum()
+
+        for micro in roles.micros(data, roles.to_run(part, self.before.signal_R)):
+            total += self._backward(micro, partial(loss_of, micro=micro))
+            roles.policy.trained.take_gradients()
+        found = {"loss": total, "grad_norm": roles.policy.clip()}
+        check_figures(found, seen.version)
+        roles.policy.apply()
+        seen.updates += 1
+        return found
+
+    def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> float:
+        """Add up the gradient of a micro-batch's loss, and return the loss.
+
+        Of a large vocabulary the head and the loss are run forward and backward for some rows at a time, so that only
+        their logits are there at once; then the decoder is run backward for all of them.
+        """
+        inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
+        hidden_MH = self.token_logprobs.hidden(inputs, (row.to(self.device), place.to(self.device)))
+        parts = self.token_logprobs.whole_rows(micro.row_M)
+        if len(parts) == 1:
+            loss = loss_of(parts[0], hidden_MH)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
+        given, total = hidden_MH.detach(), 0.0
+        leaves = [given[some].requires_grad_() for some in parts]
+        for some, leaf in zip(parts, leaves, strict=True):
+            loss = loss_of(some, leaf)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        hidden_MH.backward(torch.cat([cast(Tensor, leaf.grad) for leaf in leaves]))  # type: ignore[no-untyped-call]
+        return total
+
+    def _update_critic(self, part: list[int]) -> dict[str, float]:
+        critic, data, before = self.roles.critic, self.data, self.before
+        if critic is None:
+            return {}
+        assert before.values_B is not None
+        assert before.judged.returns_B is not None
+        tokens = int(data.masked_tokens[part].sum())
+        loss = critic.update(self.roles.micros(data, part), before.values_B, before.judged.returns_B, tokens)
+        found = {"value_loss": loss, "critic_grad_norm": critic.optimized.clip()}
+        check_figures(found, self.seen.version, "train.critic.learning_rate")
+        critic.optimized.apply()
+        return found
+
+    def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
+        """What the objective is given of some rows of a micro-batch, from the hidden states before their tokens."""
+        roles, before, among = self.roles, self.before, micro.among[some]
+        logp_M, entropy_M = self.token_logprobs.of(
+            hidden_MH,
+            micro.targets[some].to(self.device),
+            temperature=roles.temperature,
+            entropy=roles.objective.uses_entropy,
+        )
+
+        def known(found_B: Tensor | None) -> Tensor | None:
+            return None if found_B is None else found_B[among].to(self.device)
+
+        proximal_M = known(before.proximal_B) if roles.objective.uses_proximal else None
+        if roles.objective.uses_proximal and proximal_M is None:
+            proximal_M = logp_M.detach()
+        return MaskedTokens(
+            logp_M=logp_M,
+            behaviour_M=before.behaviour_B[among].to(self.device),
+            advantage_M=before.judged.advantage_B[among].to(self.device),
+            row_M=micro.row_M[some].to(self.device),
+            proximal_M=proximal_M,
+            entropy_M=entropy_M,
+            kept_M=known(before.kept_B),
+            reference_M=known(before.reference_B),
+            kl_weight=roles.kl_weight,
+        )
