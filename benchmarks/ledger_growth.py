@@ -53,8 +53,9 @@ from rollflow.storage.log.entries import (
 from rollflow.storage.log.garbage import orphans
 from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.snapshots import EVERY, segment_path, snapshot_path, to_bytes
-from rollflow.storage.log.state import RunState, apply, decide
+from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import Data, ObjectStore, Stat, pieces
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore

@@ -40,6 +40,7 @@ from rollflow.storage.log.entries import (
     entry_number,
     entry_path,
 )
+from rollflow.storage.log.rules import apply, decide, deposed, with_file
 from rollflow.storage.log.snapshots import (
     healed,
     is_due,
@@ -47,7 +48,7 @@ from rollflow.storage.log.snapshots import (
     keep_snapshot,
     newest_snapshot,
 )
-from rollflow.storage.log.state import Refused, RunState, apply, decide, deposed, with_file
+from rollflow.storage.log.state import Refused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.records import StoredObject
 

@@ -19,8 +19,9 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished, Written, decode, entry_path
 from rollflow.storage.log.reading import Hole
 from rollflow.storage.log.report import ViolationKind
+from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.snapshots import healed
-from rollflow.storage.log.state import Refused, RunState, TooOld, apply, decide
+from rollflow.storage.log.state import Refused, RunState, TooOld
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 

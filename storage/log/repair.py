@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.audits import AUDITS
 from rollflow.storage.log.entries import FOLDER, Written, decode, entry_number, entry_path
+from rollflow.storage.log.rules import apply
 from rollflow.storage.log.snapshots import SNAPSHOTS, healed
-from rollflow.storage.log.state import Refused, RunState, apply
+from rollflow.storage.log.state import Refused, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 ASIDE = "log_damaged"

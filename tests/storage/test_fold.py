@@ -24,7 +24,8 @@ from rollflow.storage.log import log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Body, Entry, Role, decode, entry_path
 from rollflow.storage.log.log import Log
-from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld, apply, decide
+from rollflow.storage.log.rules import apply, decide
+from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason

@@ -12,7 +12,8 @@ import pytest
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Entry, Role, RunCreated, Written
 from rollflow.storage.log.retention import Retention
-from rollflow.storage.log.state import Deposed, Refused, RunState, Superseded, TooOld, apply, decide
+from rollflow.storage.log.rules import apply, decide
+from rollflow.storage.log.state import Deposed, Refused, RunState, Superseded, TooOld
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
 from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries

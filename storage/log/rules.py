@@ -1,0 +1,270 @@
+"""The rules of a run: its state is a fold over its log, and `apply` is the only rule of conflict.
+
+    state = apply(state, entry)        pure; `Refused` says why an entry cannot follow
+
+A writer applies its entry before it appends it. A reader applies each entry that it reads, and stops at one that is
+refused. What the rules keep:
+
+- One writer: an entry counts only under its role's newest claim. A role is claimed under the newest supervisor's claim,
+  and on its cluster. A claim stays valid when the supervisor changes.
+- Exactly once: a dispatch is *open* from its issue to its one fate. A prompt is issued when its source's turn comes,
+  and again, as the next attempt, when its dispatch was discarded for a reason that allows it.
+- Freshness: every group of batch b was started under a version >= b - alpha, and none of its tokens comes from a
+  version that did not exist.
+- Order: version v is trained on batch v - 1, as its newest entry has it. A batch that was trained on cannot be voided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rollflow.storage.log.entries import (
+    BatchCommitted,
+    BatchVoided,
+    Body,
+    Claimed,
+    Group,
+    Pruned,
+    Role,
+    RunCreated,
+    VersionPublished,
+    Written,
+)
+from rollflow.storage.log.retention import KINDS, Retention
+from rollflow.storage.log.state import NOBODY, Claim, Deposed, Refused, RunState, Superseded, TooOld, Totals, Waiting
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
+
+WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
+    RunCreated: ("creator",),
+    Claimed: ("supervisor", "scheduler", "learner"),
+    BatchCommitted: ("scheduler",),
+    BatchVoided: ("scheduler", "learner"),
+    VersionPublished: ("learner",),
+    Pruned: ("learner", "supervisor"),
+}
+
+
+def apply(state: RunState, written: Written) -> RunState:
+    """The state after one more entry; `state` stays as it is.
+
+    Raises:
+        Refused: the entry cannot follow.
+    """
+    entry = written.entry
+    _need(entry.n == state.n + 1, f"entry {entry.n} cannot follow entry {state.n}")
+    _need(entry.prev == state.sha256, f"entry {entry.n} follows another entry {state.n} than the one that is there")
+    after = decide(state, entry.n, entry.role, entry.claim, entry.body)
+    told = (entry.version, entry.batch)
+    _need(told == (after.version, after.next_batch), f"it says version and batch {told}, and means others")
+    after.sha256 = written.sha256
+    return after
+
+
+def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
+    """The state after `body` as entry `n`, but without the hash of that entry. Raises as `apply`."""
+    _need(role in WRITERS[type(body)], f"a {role} does not append {body.kind}")
+    after = state.copy()
+    after.n = n
+    if isinstance(body, RunCreated):
+        _create(after, body)
+        return after
+    _need(state.n >= 0, "the first entry of a log is the run's creation")
+    if isinstance(body, Claimed):
+        _claim(after, role, claim, body)
+        return after
+    if role not in state.claims or claim != state.claims[role].entry:
+        raise deposed(state, role)
+    match body:
+        case BatchCommitted():
+            _commit(after, body)
+        case BatchVoided():
+            _void(after, body)
+        case VersionPublished():
+            _publish(after, body)
+        case Pruned():
+            _prune(after, body)
+    return after
+
+
+def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState, Body]:
+    """A batch that was decided before its file was hashed, and its state, now that it is: no rule asks for the hash."""
+    assert isinstance(body, BatchCommitted), "only a batch has a file"
+    waiting = after.waiting | {body.number: replace(after.waiting[body.number], file=file)}
+    return replace(after, waiting=waiting), replace(body, file=file)
+
+
+def deposed(state: RunState, role: Role) -> Deposed:
+    """What a writer is told whose claim is not the newest."""
+    return Deposed(f"this run has another {role} now ({_who(state, role)}); this one stops")
+
+
+# --- one rule for each kind of entry ---------------------------------------------------------------------------
+
+
+def _create(s: RunState, body: RunCreated) -> None:
+    _need(s.n == 0, "a run is created once")
+    _need(body.sources > 0, "a run has prompt sources")
+    alpha = float(body.config["async_ratio"])
+    _need(math.isfinite(alpha) and alpha >= 0, f"the config says async_ratio = {alpha:g}")
+    store = body.config.get("store", {})
+    known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
+    rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch versions that are so far behind
+    s.run_id, s.alpha, s.group_size = body.run_id, alpha, _number(body.config, "group_size")
+    s.retention = Retention(max(rules.keep_last, capacity), rules.keep_every, rules.state_every)
+    s.issued, s.filtered = [0] * body.sources, [0] * body.sources
+
+
+def _number(section: Mapping[str, object], key: str) -> int:
+    """A count that a config says: 1 or more."""
+    value = section[key]
+    _need(isinstance(value, int) and value > 0, f"the config says {key} = {value!r}")
+    assert isinstance(value, int)
+    return value
+
+
+def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
+    _need(claim == s.n, "a claim names itself")
+    newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
+    elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
+    if body.under != under or under == NOBODY or elsewhere:
+        raise Superseded(f"a {role} is claimed under the newest supervisor, which is {_who(s, 'supervisor')}")
+    s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
+
+
+def _commit(s: RunState, body: BatchCommitted) -> None:
+    number = body.number
+    _need(number == s.next_batch or number in s.holes, f"batch {number} is not to be formed")
+    _need(len(body.groups) > 0, f"batch {number} has no group")
+    _need(body.rows == len(body.groups) * s.group_size, f"batch {number} has {body.rows} rows for its groups")
+    for prompt in body.issued:
+        _issue(s, prompt)
+    for discard in body.discards:
+        _close(s, *discard.key)
+        s.totals.count(discard.reason, discard.response_tokens)
+        _after_discard(s, discard)
+    for group in body.groups:
+        _check_fresh(s, number, group)
+        _close(s, group.prompt, group.attempt)
+    behind = {group.prompt: s.behind.pop(group.prompt) for group in body.groups if group.prompt in s.behind}
+    s.waiting[number] = Waiting(s.n, body.file, body.rows, body.groups, body.surplus_tokens, behind)
+    if number in s.holes:
+        s.holes.remove(number)
+    else:
+        s.next_batch += 1
+
+
+def _check_fresh(s: RunState, number: int, group: Group) -> None:
+    if group.started < number - s.alpha:
+        raise TooOld(
+            f"group {group.key} was started under version {group.started}, batch {number} allows "
+            f"{number - s.alpha:g} at async_ratio {s.alpha:g}"
+        )
+    if not 0 <= group.started <= group.newest <= s.version:
+        raise Refused(f"group {group.key} has tokens of versions that are not there")
+
+
+def _void(s: RunState, body: BatchVoided) -> None:
+    waiting = s.waiting.get(body.number)
+    _need(waiting is not None and waiting.entry == body.entry, f"batch {body.number} is trained on, or made again")
+    assert waiting is not None
+    for group in waiting.groups:
+        s.totals.count(DiscardReason.CORRUPT, group.tokens)
+        s.open[group.prompt] = group.attempt + 1
+    if body.cause == "not-finite":
+        s.not_finite += 1
+        s.redraws |= {group.prompt: s.redraws.get(group.prompt, 0) + 1 for group in waiting.groups}
+    s.behind |= waiting.behind
+    del s.waiting[body.number]
+    s.holes = sorted([*s.holes, body.number])
+    s.voids += 1
+
+
+def _publish(s: RunState, body: VersionPublished) -> None:
+    number = body.number
+    _need(number == s.version + 1, f"version {number} cannot follow version {s.version}")
+    _need(bool(body.weights), f"version {number} has no weights")
+    if number == 0:
+        _need(body.batch_entry is None, "version 0 was trained on nothing")
+    else:
+        batch = s.waiting.pop(number - 1, None)
+        _need(batch is not None and batch.entry == body.batch_entry, f"version {number} was not trained on its batch")
+        assert batch is not None
+        _count_trained(s.totals, number - 1, batch)
+        for group in batch.groups if s.redraws else ():
+            s.redraws.pop(group.prompt, None)
+    stateful = bool(body.state) or not s.retention.stores_state(number)
+    _need(stateful, f"version {number} has no learner state, from which later ones are to be trained again")
+    s.version, s.published, s.not_finite = number, s.n, 0
+    s.held[number] = dict.fromkeys(KINDS if body.state else KINDS[:1], s.n)
+    _forget_kept(s)
+
+
+def _prune(s: RunState, body: Pruned) -> None:
+    for version, kind in body.objects:
+        _need(kind in s.held.get(version, {}), f"version {version} has no {kind} that can be pruned")
+        _need(not s.retention.needed(kind, version, s.version), f"the {kind} of version {version} are needed")
+        del s.held[version][kind]
+    s.held = {version: kinds for version, kinds in s.held.items() if kinds}
+
+
+# --- the fates of dispatches: a batch has thousands, so no message is built before it is needed --------------------
+
+
+def _issue(s: RunState, prompt: int) -> None:
+    """A prompt's first dispatch, when its source's turn has come to it."""
+    source, sources = prompt % len(s.issued), len(s.issued)
+    if prompt != s.issued[source] * sources + source:
+        raise Refused(f"prompt {prompt} is not the next one of source {source}")
+    s.issued[source] += 1
+    s.open[prompt] = 0
+
+
+def _close(s: RunState, prompt: int, attempt: int) -> None:
+    """A dispatch has its fate."""
+    if s.open.get(prompt) != attempt:
+        raise Refused(f"dispatch {GroupKey(prompt, attempt)} is not open")
+    del s.open[prompt]
+
+
+def _after_discard(s: RunState, discard: Discard) -> None:
+    """The prompt is issued again, or its source issues another one in its place."""
+    prompt = discard.key.prompt
+    if discard.reason.issued_again:
+        s.open[prompt] = discard.key.attempt + 1
+        if discard.slow:
+            s.behind[prompt] = s.behind.get(prompt, 0) + 1
+    else:
+        s.filtered[prompt % len(s.filtered)] += 1
+        s.behind.pop(prompt, None)
+        s.redraws.pop(prompt, None)
+
+
+def _count_trained(totals: Totals, number: int, batch: Waiting) -> None:
+    for group in batch.groups:
+        totals.count("trained", group.tokens)
+        totals.staleness[number - group.started] += 1
+    totals.surplus_tokens += batch.surplus_tokens
+    totals.rows += batch.rows
+
+
+def _forget_kept(s: RunState) -> None:
+    """Forget versions that are kept for good, once they are behind the window in which versions are pruned."""
+    oldest = s.version - s.retention.window
+    for version in [version for version in s.held if version < oldest]:
+        left = {k: n for k, n in s.held[version].items() if not s.retention.needed(k, version, s.version)}
+        if left:
+            s.held[version] = left
+        else:
+            del s.held[version]
+
+
+def _who(state: RunState, role: Role) -> str:
+    claim = state.claims.get(role)
+    return f"{claim.who or role}, process {claim.process} on {claim.host}" if claim else "nobody"
+
+
+def _need(holds: bool, why: str) -> None:
+    if not holds:
+        raise Refused(why)
