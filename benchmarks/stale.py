@@ -46,32 +46,33 @@ class Point:
 
 
 @torch.no_grad()
-def sample(
-    model: Any, prompts: Sequence[Sequence[int]], config: RunConfig, end: int, draw: torch.Generator
-) -> list[Sampled]:
-    """One response to each prompt. Prompts are padded on the left; a row that has ended is run no further."""
-    longest = max(map(len, prompts))
-    tokens = torch.tensor([[end] * (longest - len(p)) + list(p) for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    found: list[Sampled] = [([], []) for _ in prompts]
-    running, past = torch.arange(len(prompts)), None
-    for _ in range(config.engine.max_new_tokens):
-        place = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        out = model(input_ids=tokens, attention_mask=mask, position_ids=place, past_key_values=past, use_cache=True)
-        past, logits_RV = out.past_key_values, out.logits[:, -1].float()
-        logp_RV = torch.log_softmax(logits_RV / config.engine.temperature, -1)
+def sample(model: Any, prompts: Sequence[Sequence[int]], config: RunConfig, draw: torch.Generator) -> list[Sampled]:
+    """`config.group_size` responses to each prompt. Prompts are padded on the left; ended rows are run no further."""
+    size, end, width = config.group_size, model.config.eos_token_id, max(map(len, prompts))
+    tokens = torch.tensor([[end] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    place = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(input_ids=tokens, attention_mask=mask, position_ids=place, use_cache=True, logits_to_keep=1)
+    out.past_key_values.batch_repeat_interleave(size)
+    mask, logits_RV = mask.repeat_interleave(size, 0), out.logits[:, -1].repeat_interleave(size, 0)
+    found: list[Sampled] = [([], []) for _ in mask]
+    running = torch.arange(len(mask))
+    while True:
+        logp_RV = torch.log_softmax(logits_RV.float() / config.engine.temperature, -1)
         tokens = torch.multinomial(logp_RV.exp(), 1, generator=draw)
         logps = logp_RV.gather(1, tokens)[:, 0]
         for row, token, logp in zip(running.tolist(), tokens[:, 0].tolist(), logps.tolist(), strict=True):
             found[row][0].append(token)
             found[row][1].append(logp)
         goes_on = (tokens[:, 0] != end).nonzero()[:, 0]
-        if not len(goes_on):
-            break
+        if not len(goes_on) or len(found[int(running[goes_on[0]])][0]) == config.engine.max_new_tokens:
+            return found
         running, tokens = running[goes_on], tokens[goes_on]
         mask = torch.cat([mask[goes_on], torch.ones(len(goes_on), 1, dtype=mask.dtype)], 1)
+        past, place = out.past_key_values, mask.sum(-1, keepdim=True) - 1
         past.batch_select_indices(goes_on)
-    return found
+        out = model(input_ids=tokens, attention_mask=mask, position_ids=place, past_key_values=past, use_cache=True)
+        logits_RV = out.logits[:, -1]
 
 
 class Stale:
@@ -104,8 +105,7 @@ class Stale:
         sampled_by = version + 1 - len(self.held)
         groups, size = self.config.groups, self.config.group_size
         prompts = [self.task.prompts.prompt(version * groups + i) for i in range(groups)]
-        asked = [p.tokens for p in prompts for _ in range(size)]
-        made = sample(self.sampler, asked, self.config, self.task.end, self.draw)
+        made = sample(self.sampler, [p.tokens for p in prompts], self.config, self.draw)
         return TrajectoryBatch.from_groups(
             [self._group(p, made[i * size : (i + 1) * size], sampled_by) for i, p in enumerate(prompts)]
         )
