@@ -2,7 +2,7 @@
 
     python -m benchmarks.stability --runs FOLDER [--figure FILE.svg] [--json FILE]
 
-Each preset stands as it is, with its own parts, in place of the recipe's objective; `RECIPES` says what else is changed.
+Each preset stands as it is, with its own parts, in place of the recipe's objective; `RECIPES` says what else differs.
 Version v is trained on samples of version v - alpha, all of them (`benchmarks.stale` says how): a run at this alpha has
 younger ones, too. Each training is kept as a file in `--runs`, and one that is there is not made again: so the grid can
 be made in parts, by several processes. The table and the figure are over all files in the folder.
