@@ -43,6 +43,11 @@ class Trained:
         for parameter, master in self._pairs():
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
 
+    def clear(self) -> None:
+        """Forget gradients, those that a cold start has left on the policy, too."""
+        for parameter in (*self._policy.values(), *self.parameters.values()):
+            parameter.grad = None
+
     def take_gradients(self) -> None:
         """Add the policy's gradients to those of the masters, and free them."""
         for parameter, master in self._pairs():

@@ -43,7 +43,7 @@ class Optimized:
 
     def clear(self) -> None:
         """Forget gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        self.trained.clear()
 
     def clip(self) -> float:
         """Scale a gradient that is too long; returns how long it was."""

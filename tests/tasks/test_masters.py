@@ -104,6 +104,17 @@ def test_masters_follow_who_trains_the_policy_in_place(folder: Path) -> None:
     torch.testing.assert_close(parameter.detach(), changed, atol=1e-2, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["float32", "masters", "policy"])
+def test_gradients_that_a_cold_start_left_are_forgotten(folder: Path, kind: str) -> None:
+    """Else the first version is not the one that a replay trains from the same weights."""
+    fresh, left = begun(folder, kind, 1e-2), begun(folder, kind, 1e-2)
+    for parameter in left.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for each in (fresh, left):
+        each.step(batch(0), 0)
+    assert torch.equal(policy(fresh), policy(left))
+
+
 def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
     made = begun(folder, "float32")
     made.step(batch(0), 0)
