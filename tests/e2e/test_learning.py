@@ -1,0 +1,42 @@
+"""What the shipped recipes come to, by learners of several kinds: whole runs, minutes each. Each can be replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_runs import Command
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("vllm")]
+
+RECIPES = Path("flows/recipes")
+SEED = "seed=0"
+LEARNERS = {  # what is changed in the quick start
+    "as it is": [],
+    "ppo with a critic": ["train.objective.kind=ppo", "train.objective.advantage.negative_weight=0"],
+    "lora": ["train.lora.rank=16", "train.learning_rate=5e-3"],
+    "divergence from a reference": [
+        "train.objective.penalties.kl_to=reference",
+        "train.objective.penalties.kl_weight=0.01",
+    ],
+    "bfloat16": ["policy.dtype=bfloat16"],
+}
+
+
+def trained(home: Path, recipe: str, changes: list[str]) -> dict[str, Any]:
+    """The summary of a run whose first and last version were trained again, to the same bits."""
+    command = Command(home, (RECIPES / recipe).read_text())
+    command.run("run", str(command.recipe), "--run-id", "run", *(o for c in changes for o in ("--set", c)))
+    for version in ("1", str(command.summary("run")["versions"])):
+        assert "identical" in command.run("replay", "run", version)
+    return command.summary("run")
+
+
+@pytest.mark.parametrize("changes", LEARNERS.values(), ids=LEARNERS)
+def test_the_quick_start_is_learned(tmp_path: Path, changes: list[str]) -> None:
+    found = trained(tmp_path, "arithmetic.toml", [SEED, *changes])
+    assert found["audit"] == "clean"
+    assert found["accuracy"]["before"] < 0.4
+    assert found["accuracy"]["after"] >= 0.85
