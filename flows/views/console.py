@@ -131,6 +131,8 @@ def _numbers(status: RunStatus, width: int) -> Table:
     table.add_row("version", progress)
     table.add_row("reward", _reward(status, width))
     table.add_row("held-out", _accuracy(status.accuracy))
+    if status.pass_at:
+        table.add_row("pass@k", _pass_at(status.pass_at))
     table.add_row("staleness", staleness_bar(status.staleness, width - 24))
     if len(status.domains) > 1:
         table.add_row("domains", _domains(status))
@@ -159,6 +161,14 @@ def _accuracy(points: Sequence[tuple[int, float]]) -> Text:
         if position:
             text.append(" ⋯ " if position == 1 and len(points) > len(shown) else " → ", style="dim")
         text.append(f"{accuracy:.1%}", style="bold").append(f" v{version}", style="dim")
+    return text
+
+
+def _pass_at(shares: Mapping[int, float]) -> Text:
+    """Of the newest version that was evaluated."""
+    text = Text()
+    for k, share in shares.items():
+        text.append("  " if text else "").append(f"@{k} ", style="dim").append(f"{share:.1%}", style="bold")
     return text
 
 
@@ -238,6 +248,7 @@ def plain_line(status: RunStatus) -> list[str]:
         parts.append(f"reward {status.reward:.3f}")
     if status.accuracy:
         parts.append(f"held-out {status.accuracy[-1][1]:.1%}")
+    parts += [f"pass@{k} {share:.1%}" for k, share in status.pass_at.items()]
     if status.staleness:
         parts.append("staleness " + " ".join(f"{key}:{count}" for key, count in sorted(status.staleness.items())))
     if status.tokens_per_second:
@@ -277,13 +288,20 @@ def cpu_line(seconds: Mapping[str, float]) -> str:
     return f"{total:,.0f} s: {', '.join(shares)}; watching {watching / total:.1%}"
 
 
+def _change(label: str, before: float | None, after: float | None) -> list[tuple[str, Text]]:
+    """A row, where both are known."""
+    if before is None or after is None:
+        return []
+    now = Text(f"{after:.1%}", style="bold green" if after > before else "bold red")
+    return [(label, Text(f"{before:.1%} → ") + now)]
+
+
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
-    accuracy = summary.get("accuracy") or {}
-    if accuracy.get("before") is not None and accuracy.get("after") is not None:
-        change = accuracy["after"] - accuracy["before"]
-        after = Text(f"{accuracy['after']:.1%}", style="bold green" if change > 0 else "bold red")
-        rows.append(("held-out accuracy", Text(f"{accuracy['before']:.1%} → ") + after))
+    accuracy, passes = summary.get("accuracy") or {}, summary.get("pass_at") or {}
+    rows += _change("held-out accuracy", accuracy.get("before"), accuracy.get("after"))
+    for k, after in (passes.get("after") or {}).items():
+        rows += _change(f"held-out pass@{k}", (passes.get("before") or {}).get(k), after)
     for version, reason in (summary.get("not_evaluated") or {}).items():
         rows.append(("not evaluated", Text(f"version {version}: {reason}")))
     if "versions" in summary:

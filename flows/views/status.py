@@ -36,10 +36,11 @@ class RunStatus:
     """One moment of a run.
 
     `reward` is the recent mean training reward, `rewards` that of the newest versions (oldest first), `accuracy` the
-    held-out points `(version, accuracy)` of version 0 and the newest that were evaluated, `staleness` trained groups by
-    the staleness of their oldest response, `domains` trained groups by domain (`shares`: what was asked for),
-    `tokens_per_second` recent and `tokens_per_second_total` over the whole run, `buffer_groups` of `buffer_capacity`
-    groups ready for the learner, `flow_run` the supervisor that says all this.
+    held-out points `(version, accuracy)` of version 0 and the newest that were evaluated, `pass_at` the newest one's
+    pass@k by k (none of one sample a prompt), `staleness` trained groups by the staleness of their oldest response,
+    `domains` trained groups by domain (`shares`: what was asked for), `tokens_per_second` recent and
+    `tokens_per_second_total` over the whole run, `buffer_groups` of `buffer_capacity` groups ready for the learner,
+    `flow_run` the supervisor that says all this.
     """
 
     run_id: str
@@ -49,6 +50,7 @@ class RunStatus:
     reward: float | None = None
     rewards: tuple[float, ...] = ()
     accuracy: tuple[tuple[int, float], ...] = ()
+    pass_at: Mapping[int, float] = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
     domains: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class RunStatus:
         known["rewards"] = tuple(known.get("rewards", ()))
         known["messages"] = tuple(known.get("messages", ()))
         known["accuracy"] = tuple((int(version), float(value)) for version, value in known.get("accuracy", ()))
+        known["pass_at"] = {int(k): float(share) for k, share in known.get("pass_at", {}).items()}
         known["staleness"] = {int(key): int(count) for key, count in known.get("staleness", {}).items()}
         known["stages"] = {name: _stage(value) for name, value in known.get("stages", {}).items()}
         return cls(**known)

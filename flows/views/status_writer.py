@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 
 from rollflow.flows.views.progress import KEPT, RECENT, Progress
 from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
-from rollflow.flows.views.tracking import EVALUATED, Curves, Point, Tracker, accuracy_point, version_point
+from rollflow.flows.views.tracking import EVALUATED, Curves, Point, Tracker, evaluation_point, version_point
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import Usage, store_usage
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
@@ -54,7 +54,7 @@ class StatusWriter:
         self._recovered: Counter[str] = Counter()
         # Its age by the wall clock, once; from then on no clock that steps makes it younger.
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
-        self._accuracy: dict[int, float] = {}
+        self._evaluated: dict[int, Evaluation] = {}
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
@@ -63,8 +63,8 @@ class StatusWriter:
             if version.number:
                 self.tracker.log_version(version.number, version.metrics, version.at)
         for evaluation in self._evaluations():
-            self._accuracy[evaluation.version] = evaluation.accuracy
-            self.tracker.log_accuracy(evaluation.version, evaluation.accuracy, time.time())
+            self._evaluated[evaluation.version] = evaluation
+            self.tracker.log_evaluation(evaluation.version, evaluation.metrics, time.time())
         self._count_recoveries()
         if phase or time.monotonic() - self._counted > USAGE_SECONDS:
             self._counted = time.monotonic()
@@ -73,8 +73,8 @@ class StatusWriter:
 
     def _evaluations(self) -> list[Evaluation]:
         """The new evaluations; at first, the newest and that of version 0, with which all others are compared."""
-        if self._accuracy:
-            return evaluations(self.context.store, max(self._accuracy))
+        if self._evaluated:
+            return evaluations(self.context.store, max(self._evaluated))
         oldest = self.progress.version - KEPT
         if oldest <= 0:
             return evaluations(self.context.store)
@@ -91,19 +91,28 @@ class StatusWriter:
     @property
     def curves(self) -> Curves:
         """For the reward plot."""
-        trained = list(self.context.policies.since(1))
+        trained, evaluated = list(self.context.policies.since(1)), evaluations(self.context.store)
         return Curves(
             reward=[(v.number, v.metrics["reward"]) for v in trained],
-            accuracy=[(one.version, one.accuracy) for one in evaluations(self.context.store)],
+            accuracy=[(one.version, one.accuracy) for one in evaluated],
             staleness=[(v.number, v.metrics["staleness_mean"]) for v in trained],
             title=self.context.run_id,
+            pass_at={
+                k: [(one.version, one.pass_at[k]) for one in evaluated if k in one.pass_at]
+                for k in sorted({k for one in evaluated for k in one.pass_at})
+            },
         )
 
     @property
     def accuracy(self) -> tuple[tuple[int, float], ...]:
         """Held-out accuracy by version: of version 0 and the newest ones."""
-        points = sorted(self._accuracy.items())
+        points = sorted((version, one.accuracy) for version, one in self._evaluated.items())
         return (*points[:1], *points[1:][-KEPT:])
+
+    @property
+    def pass_at(self) -> Mapping[int, float]:
+        """pass@k of the newest version that was evaluated."""
+        return self._evaluated[max(self._evaluated)].pass_at if self._evaluated else {}
 
     def status(self, phase: Phase) -> RunStatus:
         """The run at this moment."""
@@ -119,6 +128,7 @@ class StatusWriter:
             reward=sum(rewards[-RECENT:]) / len(rewards[-RECENT:]) if rewards else None,
             rewards=rewards,
             accuracy=self.accuracy,
+            pass_at=self.pass_at,
             staleness=dict(progress.staleness),
             domains={domain: trained[domain] for domain in config.shares},
             shares=config.shares,
@@ -143,7 +153,7 @@ def points(context: RunContext, marker: str, wanted: range) -> Iterator[Point]:
     """What MLflow gets of these versions, or (`EVALUATED`) of those of them that were evaluated."""
     if marker == EVALUATED:
         for evaluation in evaluations(context.store, wanted.start - 1, wanted.stop - 1):
-            yield accuracy_point(evaluation.version, evaluation.accuracy, time.time())
+            yield evaluation_point(evaluation.version, evaluation.metrics, time.time())
     else:
         for version in islice(context.policies.since(wanted.start), len(wanted)):
             yield version_point(version.number, version.metrics, version.at)

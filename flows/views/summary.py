@@ -31,13 +31,15 @@ def summarize(
     """
     progress = Progress(context)
     progress.advance()
-    points = {e.version: e.accuracy for e in evaluations(context.store)}
+    stored = evaluations(context.store)
+    points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}
     report = audit(context.store)
     seconds = max(0.0, time.time() - context.created_at)
     versions = max(progress.version, 0)
     summary = {
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
+        "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
         "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
         "versions": versions,
         "seconds": round(seconds, 2),

@@ -64,12 +64,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What the reward plot shows, by version: mean training reward, held-out accuracy, mean staleness."""
+    """What the reward plot shows, by version: mean training reward, held-out accuracy (and pass@k), mean staleness."""
 
     reward: Sequence[tuple[int, float]] = ()
     accuracy: Sequence[tuple[int, float]] = ()
     staleness: Sequence[tuple[int, float]] = ()
     title: str = ""
+    pass_at: Mapping[int, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +128,9 @@ class Tracker:
         """Log the metrics of a committed version (`when`: seconds since the epoch)."""
         self._queue.put(version_point(version, metrics, when))
 
-    def log_accuracy(self, version: int, accuracy: float, when: float) -> None:
-        """Log the held-out accuracy of a version."""
-        self._queue.put(accuracy_point(version, accuracy, when))
+    def log_evaluation(self, version: int, metrics: Mapping[str, float], when: float) -> None:
+        """Log what a version got on held-out prompts."""
+        self._queue.put(evaluation_point(version, metrics, when))
 
     def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
         """Log a recovery, the `number`-th of the run (from 1)."""
@@ -283,9 +284,9 @@ def version_point(version: int, metrics: Mapping[str, float], when: float) -> Po
     return Point(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
 
 
-def accuracy_point(version: int, accuracy: float, when: float) -> Point:
+def evaluation_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
     """What MLflow gets of an evaluation."""
-    return Point(EVALUATED, version, {"eval/accuracy": accuracy}, when)
+    return Point(EVALUATED, version, {f"eval/{name}": value for name, value in metrics.items()}, when)
 
 
 def shown_name(metric: str) -> str:
@@ -350,6 +351,8 @@ def draw(curves: Curves, path: Path) -> None:
         upper.plot(*zip(*_smooth(curves.reward), strict=True), color="#1f5a96", linewidth=2, label="smoothed")
     if curves.accuracy:
         upper.plot(*zip(*curves.accuracy, strict=True), "o-", color="#d1622b", label="held-out accuracy")
+    for k, points in curves.pass_at.items():
+        upper.plot(*zip(*points, strict=True), "--", color="#d1622b", linewidth=1, label=f"held-out pass@{k}")
     upper.set(ylabel="reward, accuracy", ylim=(0, 1.02), title=curves.title)
     if curves.reward or curves.accuracy:
         upper.legend(loc="lower right", frameon=False)

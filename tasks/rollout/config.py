@@ -87,8 +87,10 @@ class EvaluationConfig(Section):
 
     every: int = Field(25, ge=0, description="versions between evaluations; 0 evaluates only before and after")
     prompts: int = Field(256, gt=0, description="held-out prompts, never trained on")
-    samples: int = Field(1, gt=0, description="responses per held-out prompt")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    samples: int = Field(
+        1, gt=0, description="responses per held-out prompt; of more than one there is pass@2, pass@4, ... too"
+    )
+    temperature: float = Field(0.0, ge=0, description="0 is greedy: several samples are then one")
     engine: Literal["auto", "lent", "own", "transformers"] = Field(
         "auto",
         description="where, beside training: on one of the run's engines, lent for as long as it takes; on one of "

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -42,7 +43,10 @@ AGAIN_SECONDS = 1.0  # before an evaluation whose engine died is begun again
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of one evaluation; `accuracy` is the share of responses with the full reward 1."""
+    """The result of one evaluation; `accuracy` is the share of responses with the full reward 1, which is pass@1.
+
+    `pass_at` has pass@k by k, for k = 2, 4, 8, ... up to the responses to a prompt: the chance that one of k has it.
+    """
 
     version: int
     accuracy: float
@@ -50,6 +54,12 @@ class Evaluation:
     responses: int
     mean_tokens: float
     pinned: bool  # every token came from `version`
+    pass_at: Mapping[int, float] = field(default_factory=dict)  # none of one response a prompt
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What MLflow has of it; it takes no @ in a name."""
+        return {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,20 @@ def skipped(run: ObjectStore) -> list[Skipped]:
     return [one for path in run.list("evaluations_skipped") if (one := _read(run, path, SKIPPED))]
 
 
+def pass_at(k: int, responses: int, right: int) -> float:
+    """Chance that k of a prompt's responses, drawn without putting back, have a right one: 1 - C(n - c, k) / C(n, k).
+
+    So it is an unbiased estimate of pass@k (Chen et al. 2021, Evaluating large language models trained on code, eq. 1).
+    """
+    return 1 - math.comb(responses - right, k) / math.comb(responses, k)
+
+
+def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
+    """k = 2, 4, 8, ... -> mean pass@k over prompts, of which each had so many of `samples` responses right."""
+    powers = (2**power for power in range(1, samples.bit_length()))
+    return {k: math.fsum(pass_at(k, samples, one) for one in right) / len(right) for k in powers}
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """How held-out prompts are asked."""
@@ -129,13 +153,16 @@ class Evaluator:
         """Ask every prompt; the caller keeps the engines at `version` meanwhile."""
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
         done = await asyncio.gather(*(self._one(proxy, version, prompt, sample) for prompt, sample in asked))
+        passed = [score.reward == 1.0 for score, _ in done]
+        right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return Evaluation(
             version=version,
-            accuracy=sum(score.reward == 1.0 for score, _ in done) / len(done),
+            accuracy=sum(passed) / len(done),
             reward=sum(score.reward for score, _ in done) / len(done),
             responses=len(done),
             mean_tokens=sum(len(versions) for _, versions in done) / len(done),
             pinned=all(v == version for _, versions in done for v in versions),
+            pass_at=mean_pass_at(right, self.samples),
         )
 
     async def _one(

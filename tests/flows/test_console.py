@@ -15,6 +15,7 @@ from rollflow.flows.views.console import (
     PlainView,
     duration,
     open_view,
+    plain_line,
     print_summary,
     render,
     sparkline,
@@ -99,6 +100,21 @@ def test_several_domains_are_shown_beside_what_was_asked_for() -> None:
 def test_only_the_first_and_the_latest_accuracy_points_are_shown() -> None:
     many = replace(STATUS, accuracy=tuple((v, v / 100) for v in range(0, 100, 10)))
     assert "0.0% v0 ⋯ 60.0% v60 → 70.0% v70 → 80.0% v80 → 90.0% v90" in "\n".join(drawn(many, 100))
+
+
+def test_pass_at_k_is_shown_where_there_is_one() -> None:
+    several = replace(STATUS, pass_at={2: 0.801, 4: 0.9})
+    assert "@2 80.1%  @4 90.0%" in "\n".join(drawn(several, 100))
+    assert "held-out 71.2%" in plain_line(several)
+    assert {"pass@2 80.1%", "pass@4 90.0%"} <= set(plain_line(several))
+    assert RunStatus.from_json(several.to_json()) == several
+    assert "pass@" not in "\n".join([*drawn(STATUS, 100), *plain_line(STATUS)])
+    stream = io.StringIO()
+    passes = {"before": {"4": 0.25}, "after": {"4": 0.5}, "by_version": {"0": {"4": 0.25}, "150": {"4": 0.5}}}
+    print_summary({"pass_at": passes}, stream)
+    assert "held-out pass@4  25.0% → 50.0%" in stream.getvalue()
+    print_summary({"pass_at": {"before": None, "after": None, "by_version": {}}}, bare := io.StringIO())
+    assert "pass@" not in bare.getvalue()
 
 
 def test_sparkline_scales_to_its_range_and_averages_neighbours() -> None:

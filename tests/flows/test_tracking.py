@@ -16,7 +16,7 @@ from rollflow.flows.views.tracking import (
     Point,
     Tracker,
     TrackingPlace,
-    accuracy_point,
+    evaluation_point,
     flatten,
     names_secret,
     version_point,
@@ -66,18 +66,17 @@ def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(
     first = Tracker(place, "run-1", PARAMETERS)
     for version in range(1, 401):
         first.log_version(version, {"reward": version / 400, "loss": 0.1}, when=1000.0 + version)
-    first.log_accuracy(400, 0.5, when=1400.0)
+    first.log_evaluation(400, {"accuracy": 0.5}, when=1400.0)
     logged.set()
     assert first.flush(HANG_SECONDS)  # and then the process is killed: no finish
 
     resumed = Tracker(place, "run-1", {**PARAMETERS, "seed": 1, "name": "another"})
     for version in range(390, 411):  # what was committed after the last write, and some before it
         resumed.log_version(version, {"reward": 2.0}, when=2000.0 + version)
-    resumed.log_accuracy(400, 0.9, when=2400.0)
-    resumed.log_accuracy(410, 0.6, when=2410.0)
-    resumed.log_reward_plot(
-        Curves([(1, 0.2), (2, 0.4)], [(0, 0.1), (2, 0.5)], [(1, 0.0), (2, 1.5)]), tmp_path / "reward.png"
-    )
+    resumed.log_evaluation(400, {"accuracy": 0.9}, when=2400.0)
+    resumed.log_evaluation(410, {"accuracy": 0.6}, when=2410.0)
+    curves = Curves([(1, 0.2), (2, 0.4)], [(0, 0.1), (2, 0.5)], [(1, 0.0), (2, 1.5)], "", {2: [(0, 0.2), (2, 0.6)]})
+    resumed.log_reward_plot(curves, tmp_path / "reward.png")
     assert resumed.finish("FINISHED", HANG_SECONDS)
     assert (first.failures, resumed.failures) == (0, 0), resumed.warnings
 
@@ -104,7 +103,7 @@ def test_versions_that_nobody_followed_are_asked_for_and_logged(place: TrackingP
         first.log_version(version, {"reward": version / 10}, when=1000.0 + version)
     assert first.finish("FAILED", HANG_SECONDS)
     first_again = Tracker(place, "run-left", PARAMETERS)
-    first_again.log_accuracy(2, 0.2, when=1002.0)
+    first_again.log_evaluation(2, {"accuracy": 0.2}, when=1002.0)
     assert first_again.finish("FAILED", HANG_SECONDS)
     asked: list[tuple[str, range]] = []
 
@@ -112,12 +111,14 @@ def test_versions_that_nobody_followed_are_asked_for_and_logged(place: TrackingP
         asked.append((marker, versions))
         if marker == VERSION:
             return [version_point(version, {"reward": version / 10}, 1000.0 + version) for version in versions]
-        return [accuracy_point(version, 0.5, 1000.0 + version) for version in versions if version % 2 == 0]
+        return [
+            evaluation_point(version, {"accuracy": 0.5}, 1000.0 + version) for version in versions if version % 2 == 0
+        ]
 
     second = Tracker(place, "run-left", PARAMETERS, missed=missed)
     for version in (8, 9):
         second.log_version(version, {"reward": version / 10}, when=1000.0 + version)
-    second.log_accuracy(8, 0.8, when=1008.0)
+    second.log_evaluation(8, {"accuracy": 0.8}, when=1008.0)
     assert second.finish("FINISHED", HANG_SECONDS)
     assert sorted(asked) == [("eval/version", range(3, 8)), ("train/version", range(4, 8))]
     client, run = stored(place, "run-left")
@@ -158,7 +159,7 @@ def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
     tracker = Tracker(place, "run-4", {})
     metrics = {"accuracy": 0.25, "reward": 0.3, "staleness_0": 4.0, "discarded_stale": 1.0, "groups_sums": 2.0}
     tracker.log_version(1, metrics | {"loss": 0.1, "wait_seconds": 2.0}, when=1.0)
-    tracker.log_accuracy(1, 0.5, when=1.0)
+    tracker.log_evaluation(1, {"accuracy": 0.5, "pass_at_4": 0.75}, when=1.0)
     tracker.log_recovery(1, {"seconds": 2.0, "learner": 1.0}, when=1.0)
     assert tracker.finish("FINISHED", HANG_SECONDS)
     _, run = stored(place, "run-4")
@@ -168,6 +169,7 @@ def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
         "train/wait_seconds": 2.0,
         "train/version": 1.0,
         "eval/accuracy": 0.5,
+        "eval/pass_at_4": 0.75,
         "eval/version": 1.0,
         "recovery/seconds": 2.0,
         "recovery/learner": 1.0,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -30,8 +33,10 @@ from rollflow.tasks.rollout.evaluation import (
     Means,
     Skipped,
     evaluated,
+    evaluation_of,
     evaluation_path,
     evaluations,
+    pass_at,
     skipped,
     skipped_path,
     store_evaluation,
@@ -260,6 +265,69 @@ def test_what_is_damaged_was_not_evaluated_and_hides_no_other(damaged: str) -> N
     assert [evaluated(run, version) for version in range(4)] == [True, False, True, False]
     assert evaluations(run) == [good]
     assert [one.version for one in skipped(run)] == [2]
+
+
+def test_pass_at_k_by_hand() -> None:
+    # of 4 responses 1 is right: of the 6 pairs, the 3 without it have none
+    assert [pass_at(k, 4, 1) for k in (1, 2, 3, 4)] == [1 / 4, 1 / 2, 3 / 4, 1.0]
+    # of 5, 2: of 10 pairs, 3 have none; of 10 triples, 1
+    assert [pass_at(k, 5, 2) for k in (1, 2, 3, 4)] == pytest.approx([0.4, 0.7, 0.9, 1.0], rel=1e-15)
+    assert [pass_at(2, 4, right) for right in (0, 3, 4)] == [0.0, 1.0, 1.0]
+
+
+def test_pass_at_k_is_the_share_of_all_choices_of_k_that_have_a_right_one() -> None:
+    for responses in range(1, 8):
+        for right in range(responses + 1):
+            verdicts = [place < right for place in range(responses)]
+            for k in range(1, responses + 1):
+                choices = [any(choice) for choice in itertools.combinations(verdicts, k)]
+                assert pass_at(k, responses, right) == pytest.approx(sum(choices) / len(choices), rel=1e-15, abs=0)
+
+
+def test_of_many_responses_pass_at_k_is_finite_and_grows_with_k() -> None:
+    found = [pass_at(2**power, 2**14, 3) for power in range(15)]
+    assert found[0] == pytest.approx(3 / 2**14)
+    assert found == sorted(found)
+    assert found[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (1, {}),
+        (4, {2: (0 + 1 / 2 + 5 / 6) / 3, 4: 2 / 3}),  # 0, 1, 2 of 4 are right
+        (6, {2: (0 + 1 / 3 + 9 / 15) / 3, 4: (0 + 2 / 3 + 14 / 15) / 3}),  # of 6; the pairs that have none: 10, 6
+    ],
+)
+def test_pass_at_k_is_of_each_prompts_own_responses(samples: int, expected: dict[int, float]) -> None:
+    asked: Counter[int] = Counter()
+
+    async def score(request: ScoreRequest) -> Score:
+        asked[request.reference["right"]] += 1
+        return Score(float(asked[request.reference["right"]] <= request.reference["right"]), "by turns")
+
+    async def main() -> Evaluation:
+        engine = TimedEngine(SLOW)
+        await engine.start()
+        proxy = InferenceProxy([engine], 4)
+        await proxy.update(0, Path(), Probe((), (), 0.1), "continue")
+        prompts = [replace(prompt_at(right), reference={"right": right}) for right in range(3)]
+        return await Evaluator(prompts, samples, 1.0, 8, score).run(proxy, 0)
+
+    found = run_virtual(main())
+    assert found.accuracy == pytest.approx((0 + min(1, samples) + min(2, samples)) / (3 * samples))
+    assert found.pass_at == pytest.approx(expected)
+    assert found.metrics == {"accuracy": found.accuracy, **{f"pass_at_{k}": v for k, v in found.pass_at.items()}}
+
+
+def test_an_evaluation_is_read_as_it_was_stored_also_one_from_before_pass_at_k() -> None:
+    run = MemoryStore(uuid4().hex)
+    made = Evaluation(3, 0.5, 0.5, 8, 3.0, True, {2: 0.7, 4: 0.9})
+    store_evaluation(run, made)
+    earlier = {name: value for name, value in asdict(made).items() if name != "pass_at"} | {"version": 4}
+    run.put(evaluation_path(4), json.dumps(earlier).encode())
+    assert evaluation_of(run, 3) == made
+    assert evaluation_of(run, 4) == replace(made, version=4, pass_at={})
 
 
 def test_a_version_whose_weights_are_gone_is_skipped_with_its_reason() -> None:
