@@ -353,7 +353,8 @@ def draw(curves: Curves, path: Path) -> None:
         upper.plot(*zip(*curves.accuracy, strict=True), "o-", color="#d1622b", label="held-out accuracy")
     for k, points in curves.pass_at.items():
         upper.plot(*zip(*points, strict=True), "--", color="#d1622b", linewidth=1, label=f"held-out pass@{k}")
-    upper.set(ylabel="reward, accuracy", ylim=(0, 1.02), title=curves.title)
+    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # below 0 where a response may pay for its form
+    upper.set(ylabel="reward, accuracy", ylim=(lowest, 1.02), title=curves.title)
     if curves.reward or curves.accuracy:
         upper.legend(loc="lower right", frameon=False)
     if curves.staleness:

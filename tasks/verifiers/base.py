@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from rollflow.tasks.verifiers.config import Format
+
 LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # characters
 
 
@@ -39,13 +41,27 @@ def answer_of(response: str, where: str) -> str:
     return found[-1].strip() if found else ""
 
 
-def judge(verify: Verifier, where: str, response: str, reference: Mapping[str, Any]) -> Score:
-    """Run a verifier on the part of `response` that counts; what it raises becomes a score of 0 with the reason."""
+def in_form(form: Format, response: str) -> bool:
+    """Whether the whole response, but for blanks at its ends, is of the pattern."""
+    return re.fullmatch(form.pattern, response.strip(), flags=re.DOTALL) is not None
+
+
+def judge(
+    verify: Verifier, where: str, response: str, reference: Mapping[str, Any], form: Format | None = None
+) -> Score:
+    """Run a verifier on the part of `response` that counts; what it raises becomes a score of 0 with the reason.
+
+    A response that is not in `form` pays its price, so that the whole reward is of what is right and in form (the
+    format reward of DeepSeek-AI 2025, DeepSeek-R1, section 2.2.2, less a constant).
+    """
     started = time.perf_counter()
     try:
         score = sound("verifier", verify(answer_of(response, where), reference))
     except Exception as error:  # noqa: BLE001 - a verifier is foreign code; its failure is this response's reason
         score = failed("verifier", error)
+    if form is not None and not in_form(form, response):
+        reason = _storable(f"not in its form; {score.reason}", LONGEST_REASON)
+        score = replace(score, reward=score.reward - form.price, reason=reason)
     return replace(score, seconds=time.perf_counter() - started)
 
 

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rollflow.tasks.sections import LONGEST_SECONDS, Imported, Section
+from rollflow.tasks.sections import LONGEST_SECONDS, Imported, Section, refuse
+
+
+class Format(Section):
+    """What a response has to look like, whatever it answers; what does not pays for it."""
+
+    pattern: str = Field(
+        ".*<answer>.*</answer>.*", description="regular expression for the whole response; its dot takes line ends, too"
+    )
+    price: float = Field(0.1, gt=0, le=1, description="taken from the reward of a response that is not of it")
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_one(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            refuse("reward.format.pattern", pattern, f"it is no regular expression ({error}); mend it")
+        return pattern
 
 
 class RewardBase(Section):
@@ -15,6 +34,7 @@ class RewardBase(Section):
     answer: Literal["all", "tag"] = Field(
         "all", description="judge the whole response, or what stands in <answer></answer>"
     )
+    format: Format | None = None
     workers: int = Field(1, gt=0, description="processes that judge, one response at a time each")
     deadline_seconds: float = Field(
         10.0, gt=0, le=LONGEST_SECONDS, description="longest time for one response; later it scores 0 with a reason"

@@ -33,7 +33,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         response = tokenizer.decode(list(Int32s(bytes.fromhex(request["tokens"]))))
-        score = judge(verify, config.answer, response, request["reference"])
+        score = judge(verify, config.answer, response, request["reference"], config.format)
         answers.write(json.dumps([score.reward, score.reason, score.seconds]) + "\n")
 
 

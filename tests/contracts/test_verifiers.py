@@ -18,7 +18,7 @@ from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, Verifier, judge
-from rollflow.tasks.verifiers.config import ExactReward, ImportReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.verifiers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.own_parts import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
@@ -112,6 +112,63 @@ async def test_a_worker_process_says_the_same(case: Case, verify: Verifier, fold
     expected = [judge(verify, "all", tokenizer.decode(one), case.reference) for one in tokens]
     assert [(s.reward, s.reason) for s in found] == [(s.reward, s.reason) for s in expected]
     assert found[0].reward == 1.0
+
+
+RIGHT, WRONG = "<answer>17</answer>", "<answer>18</answer>"
+THOUGHT = "<think>.*</think>\\s*<answer>[^<]*</answer>"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "reward"),
+    [
+        (None, RIGHT, 1.0),
+        (None, WRONG, 0.0),
+        (None, "17", -0.25),
+        (None, f"it is\n{RIGHT}\n, I think", 1.0),
+        (None, "<answer>17", -0.25),
+        (THOUGHT, f" <think>8\n+ 9</think>\n{RIGHT}\n", 1.0),
+        (THOUGHT, f"<think>8 + 9</think>{WRONG}", 0.0),
+        (THOUGHT, RIGHT, 0.75),
+        (THOUGHT, f"<think>8 + 9</think>{RIGHT} Done.", 0.75),
+        (THOUGHT, f"Well, <think>8 + 9</think>{WRONG}", -0.25),
+    ],
+)
+def test_a_response_that_is_not_in_form_pays_for_it(pattern: str | None, response: str, reward: float) -> None:
+    form = Format(price=0.25) if pattern is None else Format(price=0.25, pattern=pattern)
+    score = judge(build_verifier(ExactReward()), "tag", response, {"answer": 17}, form)
+    assert score.reward == reward
+    assert score.reason.startswith("not in its form; ") == (reward in (0.75, -0.25))
+
+
+def test_what_a_verifier_raises_is_told_beside_the_form() -> None:
+    score = judge(build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(price=0.25))
+    assert score.reward == -0.25
+    assert score.reason.startswith("not in its form; verifier failed: ")
+
+
+def test_the_form_takes_from_every_verifier_the_same(case: Case, verify: Verifier) -> None:
+    """By an oracle: the tags are looked for as text, and the price is taken from what is given without a form."""
+    for answer in (case.right, *ODD):
+        for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):
+            plain = judge(verify, "tag", response, case.reference)
+            found = judge(verify, "tag", response, case.reference, Format(price=0.5))
+            opened = response.find("<answer>")
+            tagged = opened >= 0 and response.find("</answer>", opened) >= 0
+            assert found.reward == plain.reward - (0.0 if tagged else 0.5), response
+            assert found.reason.endswith(plain.reason)
+
+
+async def test_a_worker_process_looks_at_the_form_of_the_whole_response(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pool = RewardPool(ExactReward(format=Format(pattern="\\d \\+ \\d = \\d", price=0.5)), folder)
+    await pool.start()
+    try:
+        asked = ["1 + 1 = 2", "1 + 1 = 2 = 2", "2 + 2"]
+        requests = [ScoreRequest(tokenizer.encode(text).ids, {"answer": "1 + 1 = 2"}) for text in asked]
+        found = await asyncio.wait_for(pool.score(requests), HANG_SECONDS)
+    finally:
+        await pool.close()
+    assert [score.reward for score in found] == [1.0, -0.5, -0.5]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"seed={2**63}", [f"seed = {2**63}", "64 bits"]),
         (f"seed={'9' * 5000}", ["seed = '9", "as an integer"]),
         (f"name={'[' * 3000}", ["name = '[", "should match pattern"]),
+        ("reward.format.pattern=(", ["reward.format.pattern = '('", "no regular expression", "mend it"]),
+        ("reward.format.price=0", ["reward.format.price = 0", "greater than 0"]),
         ("versions=1\nseed = 2", ["versions = '1", "integer"]),
         ("prompts.².family=x", ["prompts.²", "not a position in a list of 1"]),
     ],
