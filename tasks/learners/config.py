@@ -67,6 +67,10 @@ class TrainBase(Section):
         False, description="run each layer again in the backward pass instead of keeping what it computed: less memory"
     )
     fused_adamw: bool = Field(True, description="torch's fused AdamW: one pass over the weights")
+    deterministic: bool = Field(
+        False,
+        description="on a GPU: only algorithms that give the same bits again, slower; one CPU thread has no others",
+    )
     micro_tokens: int = Field(4096, gt=0, description="padded tokens in one forward and backward pass")
     not_finite: Literal["stop", "next"] = Field(
         "stop",

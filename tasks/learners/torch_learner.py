@@ -26,6 +26,7 @@ from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.finite import all_finite, check_batch
 from rollflow.tasks.learners.optimized import check_fit
+from rollflow.tasks.learners.randomness import begin_process, pop_random, random_like, random_state, take_random
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.roles import Roles
 from rollflow.tasks.learners.shards import from_files, to_files
@@ -34,7 +35,7 @@ from rollflow.tasks.objectives.rows import Rows
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
-RNG, KL_WEIGHT = "rng", "kl_weight"  # what the state has beside what the optimizer keeps
+KL_WEIGHT = "kl_weight"  # in the state, where it is adapted
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
@@ -58,8 +59,7 @@ class TorchLearner(Roles):
     @classmethod
     def begun(cls, config: TorchTrain, start: LearnerStart) -> Self:
         """The learner before its first step."""
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(start.seed)
+        begin_process(config, start.seed)
         return cls(
             load_model(start.folder, start.dtype, trained=start.trained),
             config,
@@ -116,7 +116,7 @@ class TorchLearner(Roles):
 
     def state(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        own = {RNG: torch.get_rng_state(), **self._weight_of_kl(), **self.policy.tensors()}
+        own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         found = to_files(STATE, own, self.shard_bytes)
         for stem, role in self._roles():
             if tensors := role.tensors():
@@ -126,20 +126,20 @@ class TorchLearner(Roles):
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
         loaded, saved = from_files(weights), _of_stem(STATE, state)
-        own = {RNG: torch.get_rng_state(), **self._weight_of_kl()}
+        own = {**random_like(saved), **self._weight_of_kl()}
         check_fit("weights do", loaded, self.policy.weights())
         check_fit("the learner state does", saved, {**own, **self.policy.like(saved)})
         roles = [(role, _of_stem(stem, state)) for stem, role in self._roles()]
         _check_names(state, [STATE, *(stem for stem, _ in self._roles())])
         for role, tensors in roles:
             role.check(tensors)
-        drawn = saved.pop(RNG).clone()
+        drawn = pop_random(saved)
         self.kl_weight = float(saved.pop(KL_WEIGHT, self.kl_weight))
         self.policy.take(loaded)
         self.policy.load(saved)
         for role, tensors in roles:
             role.load(tensors)
-        torch.set_rng_state(drawn)  # last: to read a model may draw
+        take_random(drawn, self.device)  # last: to read a model may draw
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
         """What has a state of its own, each with the stem of its files."""
