@@ -132,6 +132,20 @@ def test_there_is_a_case_for_every_kind() -> None:
     assert ORACLES.keys() == PRESETS.keys()
 
 
+@pytest.mark.parametrize(
+    ("parts", "every"),
+    [
+        ({}, False),
+        ({"kind": "kimi"}, True),
+        ({"penalties": {"kl_weight": 0.1}}, True),
+        ({"penalties": {"entropy_weight": 0.1}}, True),
+        ({"penalties": {"kl_weight": 0.1, "kl_to": "reference", "kl_in": "reward"}}, False),
+    ],
+)
+def test_rows_of_advantage_zero_are_run_only_where_they_pay(parts: dict[str, object], every: bool) -> None:
+    assert build_objective(PartsObjective.model_validate(parts)).every_row is every
+
+
 def drawn(seed: int, staleness: float) -> list[Row]:
     """A ragged batch: groups of one to five rows, some without tokens; log-ratios of about `staleness` nats."""
     draw = random.Random(seed)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
-from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong
+from rollflow.tasks.objectives.advantages import EPSILON, TINY, advantages, overlong, whitened
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.lines import lines_of
@@ -204,6 +204,32 @@ def test_every_masked_token_is_in_one_line_behind_what_was_before_it(
             assert among not in found
             found[among] = True
     assert found.keys() == set(range(len(data.chosen)))
+
+
+def test_without_the_groups_baseline_its_deviation_is_around_its_own_mean() -> None:
+    deviation = math.sqrt(1 / 3) + EPSILON  # of 1, 0, 0, as above; group 1 has none
+    expected = [1 / deviation, 0, 0, 1 / EPSILON, 1 / EPSILON, 1 / EPSILON]
+    assert found_by(baseline="none", scale="group") == pytest.approx(expected)
+    # the mean over ten tokens is 0.8
+    expected = [0.2 / deviation, -0.8 / deviation, -0.8 / deviation, 0.2 / EPSILON, 0.2 / EPSILON, 0.2 / EPSILON]
+    assert found_by(baseline="batch", scale="group") == pytest.approx(expected)
+
+
+def test_two_tokens_are_whitened_by_hand() -> None:
+    found = whitened(torch.tensor([1.0, 3.0], dtype=F64), torch.ones(2, dtype=F64))
+    assert found.tolist() == pytest.approx([-1 / math.sqrt(2 + TINY), 1 / math.sqrt(2 + TINY)], rel=1e-12)
+
+
+def test_equal_numbers_are_whitened_to_zero_whatever_their_mean_is_rounded_to() -> None:
+    equal = torch.full((3,), 0.1, dtype=F64)
+    assert float(equal.sum() / 3) != 0.1
+    assert whitened(equal, torch.ones(3, dtype=F64)).tolist() == [0.0, 0.0, 0.0]
+    assert whitened(equal[:0], equal[:0]).tolist() == []
+
+
+def test_a_batch_of_one_token_has_its_whole_loss() -> None:
+    for aggregation in ("token-mean", "sequence-mean", "sequence-sum"):
+        assert row_weights(torch.tensor([1, 0]), aggregation, longest=10)[0] == 1.0
 
 
 def test_a_response_joins_a_line_only_where_that_saves_work() -> None:

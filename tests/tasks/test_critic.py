@@ -44,6 +44,13 @@ def test_advantages_of_tokens_by_hand() -> None:
     assert returns.tolist() == pytest.approx([0.35, 1.0, 0.0], abs=1e-7)
 
 
+def test_rewards_of_tokens_are_float64_whatever_they_are_made_of() -> None:
+    """GAE adds up thousands of them."""
+    found = token_rewards(torch.tensor([0.1]), torch.tensor([0.1, 0.2]), np.array([0, 2]))
+    assert found.dtype == torch.float64
+    assert found.tolist() == [-float(np.float32(0.1)), float(np.float32(0.1)) - float(np.float32(0.2))]
+
+
 def test_signs_are_weighed_after_whitening_and_returns_are_not() -> None:
     """Advantages 1 and -1 have mean 0 and deviation sqrt(2)."""
     part = Advantage(baseline="critic", scale="whiten", negative_weight=0.5)
