@@ -1,11 +1,11 @@
 """How objectives take old samples: held-out accuracy by version, for each recipe, objective, alpha and seed.
 
-    python -m benchmarks.stability --runs FOLDER [--figure FILE.svg] [--json FILE]
+    python -m benchmarks.stability [--trainings FILE] [--figure FILE.svg] [--json FILE]
 
 Each preset stands as it is, with its own parts, in place of the recipe's objective; `RECIPES` says what else differs.
 Version v is trained on samples of version v - alpha, all of them (`benchmarks.stale` says how): a run at this alpha has
-younger ones, too. Each training is kept as a file in `--runs`, and one that is there is not made again: so the grid can
-be made in parts, by several processes. The table and the figure are over all files in the folder.
+younger ones, too. Each training is a line of `--trainings`, and one that is there is not made again: so the grid can be
+made in parts, by several processes. The table and the figure are over all lines of the file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ from rollflow.flows.config import load_recipe
 OBJECTIVES = ("grpo", "ppo", "decoupled-ppo", "tis", "cispo", "topr", "roll-current")
 UNCORRECTED = "roll-current"  # its ratio is to the current policy: shown beside the others
 RECIPES = {  # what is changed: fewer versions, and half the rate, as no preset weighs wrong answers less
-    "arithmetic": {"versions": 100, "train.learning_rate": 5e-4},
+    "arithmetic": {"versions": 200, "train.learning_rate": 5e-4},
     "reasoning": {"versions": 120, "groups": 32, "train.learning_rate": 3e-4},
 }
 ALPHAS = (0, 2, 8)
@@ -70,13 +71,12 @@ def train(recipe: str, objective: str, alpha: int, seed: int, place: Path) -> Tr
     return Training(recipe, objective, alpha, seed, points(config, place, config.versions // 20))
 
 
-def made(place: Path) -> list[Training]:
+def made(file: Path) -> list[Training]:
     """All that are there."""
-    return [_read(file) for file in sorted(place.glob("*.json"))]
+    return [_of(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _read(file: Path) -> Training:
-    tree = json.loads(file.read_text())
+def _of(tree: dict[str, Any]) -> Training:
     return Training(**{**tree, "points": [Point(**point) for point in tree["points"]]})
 
 
@@ -136,22 +136,22 @@ def _line(axes, lines: Sequence[Sequence[Point]], colour: str, alpha: int) -> No
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--runs", type=Path, default=Path(".rollflow/stability"), help="where trainings are kept")
+    parser.add_argument("--trainings", type=Path, default=Path("docs/figures/stability.jsonl"), help="a line each")
+    parser.add_argument("--starts", type=Path, default=Path(".rollflow/starts"), help="where cold starts are kept")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--objectives", nargs="*", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--alphas", nargs="*", type=int, choices=ALPHAS, default=list(ALPHAS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--figure", type=Path, help="where to draw the curves")
     options = parser.parse_args()
-    options.runs.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for seed, recipe, alpha, objective in product(options.seeds, options.recipes, options.alphas, options.objectives):
-        file = options.runs / f"{recipe}-{objective}-{alpha}-{seed}.json"
-        if not file.exists():
-            training = train(recipe, objective, alpha, seed, options.runs)
-            file.write_text(json.dumps(asdict(training)))
-            print(f"{file.stem}: {training.end:.3f}", file=sys.stderr)
-    found = made(options.runs)
+        if (recipe, objective, alpha, seed) not in {(*one.case, one.seed) for one in made(options.trainings)}:
+            training = train(recipe, objective, alpha, seed, options.starts)
+            with open(options.trainings, "a") as file:
+                file.write(json.dumps(asdict(training)) + "\n")
+            print(f"{recipe}, {objective}, alpha {alpha}, seed {seed}: {training.end:.3f}", file=sys.stderr)
+    found = made(options.trainings)
     if options.figure:
         draw(found, options.figure)
     publish(list(rows_of(found)), "stability", options.json)
