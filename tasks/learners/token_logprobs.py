@@ -5,8 +5,8 @@
 Training, the pass before a version's first update and the probe all come this way.
 
 Logits are made for a chunk of tokens at a time: all of a batch of 16,384 tokens would be 10 GB at a vocabulary of
-151,936, several times over. A learner asks for parts of `whole_rows`, and goes backward through each before the next. A
-longer row's logits are made again in the backward pass.
+151,936. What is made of them takes their place (`chosen_tokens`). A learner asks for parts of `whole_rows`, and goes
+backward through each before the next. A longer row's logits are made again in the backward pass.
 
 Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 """
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rollflow.tasks.learners.chosen_tokens import chosen_tokens
 from rollflow.tasks.policies.head import OwnHead
 
-LOGITS_BYTES = 2**27  # of one chunk's logits in float32; a pass has about five such tensors at once
+LOGITS_BYTES = 2**27  # of one chunk's logits in float32
 Pass = Callable[..., tuple[Tensor, Tensor | None]]  # what a `TokenLogprobs` is when it is called
 
 
@@ -89,12 +90,7 @@ class TokenLogprobs:
     def _chosen(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits_MV = self._head(hidden_MH).float()
-        if temperature != 1.0:  # a copy of them all, that changes nothing
-            logits_MV = logits_MV / temperature
-        logp_MV = torch.log_softmax(logits_MV, -1)
-        entropy_M = -(logp_MV.exp() * logp_MV).sum(-1) if entropy else None
-        return logp_MV.gather(1, targets_M[:, None]).squeeze(1), entropy_M
+        return chosen_tokens(self._head(hidden_MH).float(), targets_M, temperature=temperature, entropy=entropy)
 
     def _chosen_again(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
