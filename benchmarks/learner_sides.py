@@ -15,8 +15,12 @@ over the batch. What is timed is that step. The process says its seconds, loss, 
   micro-batch. AdamW is fused.
 
 Run as `python -m benchmarks.learner_sides SIDE SETTING FOLDER THREADS`; see `Turns` for what it reads and writes. A
-setting is the padded tokens of a micro-batch for rollflow, its rows for the others; with a `c`, TRL's gradient
-checkpointing is on.
+setting is the padded tokens of a micro-batch for rollflow, its rows for the others; with a `c`, activations are
+recomputed (rollflow's `checkpoint_activations`, TRL's gradient checkpointing).
+
+Memory is counted from the end of loading on. Every side has its weights by then; gradients, AdamW's two moments,
+activations, logits and the tensors of its micro-batches come after, on every side. The rows themselves are loaded
+before; only TRL puts them into one padded batch after it.
 
 Seconds are those of the clock; beside them are those of the processor, which other work on the machine changes less.
 """
@@ -105,7 +109,8 @@ def rollflow(folder: Path, setting: str, turns: Turns) -> None:
         warmup_versions=0,
         betas=BETAS,
         max_grad_norm=LONGEST_GRADIENT,
-        micro_tokens=int(setting),
+        micro_tokens=int(setting.removesuffix("c")),
+        checkpoint_activations=setting.endswith("c"),
         threads=torch.get_num_threads(),
     )
     learner = build_learner(config, LearnerStart(folder, trained=True))

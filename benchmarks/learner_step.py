@@ -33,15 +33,15 @@ LIKE_THE_FASTEST = 1.05  # of its seconds
 NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
 SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "quick-start": {
-        "rollflow": ("512", "1024", "2048", "4096", "16384"),
-        "trl": ("32", "64", "128", "256", "1024", "128c"),
-        "trl-compact": ("64", "128", "256"),
+        "rollflow": ("256", "512", "1024", "2048", "4096", "16384", "1024c"),
+        "trl": ("32", "64", "128", "256", "1024", "128c", "1024c"),
+        "trl-compact": ("64", "128", "256", "128c"),
         "plain": ("32", "64", "128", "256", "1024"),
     },
     "wide": {
-        "rollflow": ("256", "1024", "4096", "16384"),
-        "trl": ("1", "4", "8", "16", "4c"),
-        "trl-compact": ("1", "4", "8", "16"),
+        "rollflow": ("256", "1024", "4096", "16384", "4096c"),
+        "trl": ("1", "4", "8", "16", "1c", "4c"),
+        "trl-compact": ("1", "4", "8", "16", "1c", "4c"),
         "plain": ("1", "2", "4", "8"),
     },
     "tiny": {"rollflow": ("512",), "trl": ("8",), "trl-compact": ("8",), "plain": ("8",)},
@@ -177,6 +177,14 @@ def rows_of(case: Case, best: Mapping[str, str], found: Mapping[str, list[Step]]
             yield at_most(case.name, f"{what}, most apart from {name}: 1e-6", 1e6 * found_most, 1e6 * NEAR)
 
 
+def told(rows: Iterator[Row]) -> list[Row]:
+    """The same rows, printed at once: a run that is cut off later has said them."""
+    found = list(rows)
+    for row in found:
+        print(f"{row.case}, {row.metric}: {row.value:,.3f}", file=sys.stderr)
+    return found
+
+
 def _most(ours: Sequence[Step], theirs: Sequence[Step], what: str) -> float:
     pairs = [(float(getattr(a, what)), float(getattr(b, what))) for a, b in zip(ours, theirs, strict=True)]
     return max(abs(a - b) / (abs(a) if what == "norm" else 1.0) for a, b in pairs)
@@ -202,7 +210,7 @@ def main() -> None:
             best, shown = swept(case, settings, options.threads, options.sweep_steps)
             rows += shown
             for each in (case, written(workload, STILL, Path(folder))):
-                rows += rows_of(each, best, in_turns(each, best, options.threads, options.turns))
+                rows += told(rows_of(each, best, in_turns(each, best, options.threads, options.turns)))
     if not _trl_is_here():
         print(NO_TRL)
     publish(rows, "a learner's step: rollflow against the others", options.json)
