@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from rollflow.tasks.verifiers.config import Format
 
 LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # characters
+LARGEST = 3.4028234663852886e38  # reward: a batch keeps float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def judge(
 def sound(who: str, score: Score) -> Score:
     """What foreign code gave as a score, as it can be stored; `failed` where it is none."""
     try:
-        if not math.isfinite(score.reward):
+        if not math.isfinite(score.reward) or abs(score.reward) > LARGEST:
             raise ValueError(f"its reward is {score.reward}")
         return Score(float(score.reward), _storable(str(score.reason), LONGEST_REASON))
     except Exception as error:  # noqa: BLE001 - it may be anything

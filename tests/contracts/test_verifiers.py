@@ -179,6 +179,8 @@ async def test_a_worker_process_looks_at_the_form_of_the_whole_response(folder: 
         (Score(0.5, "half \ud83d"), Score(0.5, r"half \ud83d")),
         (Score(0.5, None), Score(0.5, "None")),  # type: ignore[arg-type]
         (Score(math.inf, "much"), Score(0.0, "verifier failed: ValueError: its reward is inf")),
+        (Score(-1e39, "more than a float32"), Score(0.0, "verifier failed: ValueError: its reward is -1e+39")),
+        (Score(3e38, "as much as one"), Score(3e38, "as much as one")),
         (Score("1", "text"), Score(0.0, "verifier failed: TypeError: must be real number, not str")),  # type: ignore[arg-type]
         (1.0, Score(0.0, "verifier failed: AttributeError: 'float' object has no attribute 'reward'")),
     ],
