@@ -92,15 +92,22 @@ def judge(
     part: Advantage, data: Rows, longest: int, *, price_B: Tensor | None = None, values_B: Tensor | None = None
 ) -> Judged:
     """Advantages of a batch; `price_B` is taken from its rewards, and `values_B` are a critic's."""
-    rewards_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
+    given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
+    rewards_R = given_R.double() if _overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
     rows_B, returns_B = torch.from_numpy(data.rows), None
     if values_B is None:
-        paid_R = rewards_R.index_add(0, rows_B, -price_B)
+        paid_R = rewards_R.index_add(0, rows_B, -price_B.to(rewards_R))
         found_B = advantages(part, paid_R, torch.from_numpy(data.groups), tokens_R, longest)[rows_B]
     else:
         rewards_B = token_rewards(shaped(part, rewards_R, tokens_R, longest), price_B, data.starts)
         found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)
     signal_R = np.zeros(len(data.rewards), dtype=bool)
     signal_R[data.rows[found_B.numpy() != 0]] = True
-    return Judged(found_B.to(rewards_R.dtype), signal_R, returns_B)
+    return Judged(found_B.to(given_R.dtype), signal_R, returns_B)
+
+
+def _overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
+    """Whether sums of squares of the rewards may be no float32: a deviation would be infinite, an advantage zero."""
+    squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
+    return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

@@ -1,0 +1,142 @@
+"""Advantages of tokens, drawn, against the paper's sum written out (Schulman et al. 2016, equations 11 and 16).
+
+Rows with tokens of an environment between those of the policy, rows without any, KL prices, gamma and lambda at their
+ends. The oracle is plain Python floats.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.storage.records import Ending, Trajectory
+from rollflow.tasks.learners.before import judge
+from rollflow.tasks.learners.critic import value_loss
+from rollflow.tasks.objectives.config import Advantage, Penalties
+from rollflow.tasks.objectives.penalties import adapted
+from rollflow.tasks.objectives.rows import Rows
+from tests.tasks.test_algorithms import batch_of
+
+Row = tuple[list[bool], float, Ending]  # of each token after the prompt whether the policy chose it; reward; ending
+NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
+ROWS = st.tuples(st.lists(st.booleans(), max_size=7), NUMBER, st.sampled_from([Ending.STOP, Ending.LENGTH]))
+UNIT = st.sampled_from([0.0, 1.0, 0.95]) | st.floats(0.01, 1)
+
+
+def data_of(rows: list[Row]) -> Rows:
+    made = []
+    for mask, reward, ending in rows:
+        whole = (False, False, *mask)
+        quiet = (0.0,) * len(whole)
+        versions = tuple(0 if chosen else -1 for chosen in whole)
+        made.append(Trajectory(0, 0, (5,) * len(whole), whole, quiet, versions, reward, "", ending))
+    return Rows.of(batch_of(made))
+
+
+def expected(part: Advantage, row: Row, values: list[float], prices: list[float]) -> list[float]:
+    """A_t, the sum over l of (gamma lambda)^l d_t+l, of the tokens that the policy chose and nothing else."""
+    last = len(values) - 1
+    paid = [(row[1] if t == last else 0.0) - prices[t] for t in range(len(values))]
+    after = [*values[1:], 0.0]
+    surprise = [paid[t] + part.gamma * after[t] - values[t] for t in range(len(values))]
+    decay = part.gamma * part.gae_lambda
+    return [sum(decay ** (u - t) * surprise[u] for u in range(t, len(values))) for t in range(len(values))]
+
+
+def whitened(found: list[float]) -> list[float]:
+    if len(set(found)) < 2:
+        return [0.0] * len(found)
+    mean = sum(found) / len(found)
+    deviation = math.sqrt(sum((one - mean) ** 2 for one in found) / (len(found) - 1))
+    return [(one - mean) / deviation for one in found]
+
+
+@given(
+    rows=st.lists(ROWS, min_size=1, max_size=5),
+    gamma=st.just(1.0) | st.floats(1e-3, 1),
+    gae_lambda=UNIT,
+    scale=st.sampled_from(["none", "whiten"]),
+    signs=st.tuples(UNIT, UNIT),
+    draw=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_rows_are(
+    rows: list[Row], gamma: float, gae_lambda: float, scale: str, signs: tuple[float, float], draw: st.DataObject
+) -> None:
+    part = Advantage(baseline="critic", scale=scale, gamma=gamma, gae_lambda=gae_lambda)  # type: ignore[arg-type]
+    part = part.model_copy(update={"positive_weight": signs[0], "negative_weight": signs[1]})
+    data = data_of(rows)
+    values, prices = (
+        [draw.draw(st.lists(NUMBER, min_size=n, max_size=n)) for n in data.masked_tokens.tolist()] for _ in range(2)
+    )
+    plain = [expected(part, *one) for one in zip(rows, values, prices, strict=True)]
+    flat, value = ([x for one in many for x in one] for many in (plain, values))
+    price_B = torch.tensor([x for one in prices for x in one])
+    judged = judge(part, data, 7, price_B=price_B, values_B=torch.tensor(value))
+    assert judged.returns_B is not None
+    assert judged.returns_B.tolist() == pytest.approx([a + v for a, v in zip(flat, value, strict=True)], abs=1e-5)
+    if scale == "whiten" and (max(flat, default=0) - min(flat, default=0)) < 1e-2:
+        return  # its deviation is held above nothing
+    wanted = whitened(flat) if scale == "whiten" else flat
+    wanted = [one * (signs[0] if one > 0 else signs[1]) for one in wanted]
+    assert judged.advantage_B.tolist() == pytest.approx(wanted, abs=2e-3 if scale == "whiten" else 1e-5)
+    has = [any(x != 0 for x in judged.advantage_B[a:b].tolist()) for a, b in pairwise(data.starts)]
+    assert judged.signal_R.tolist() == has
+
+
+@given(value=NUMBER, old=NUMBER, target=NUMBER, clip=st.floats(1e-3, 8))
+@settings(max_examples=60, deadline=None)
+def test_the_value_clip_in_cases(value: float, old: float, target: float, clip: float) -> None:
+    """Inside it is the plain square, to which it never falls below; outside, and beyond the target, it is held flat."""
+    given = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    wide = [torch.tensor(x, dtype=torch.float64) for x in (old, target)]
+    loss = value_loss(given, *wide, clip)
+    loss.backward()  # type: ignore[no-untyped-call]
+    plain = (value - target) ** 2 / 2
+    held = old + clip if value > old + clip else old - clip if value < old - clip else value
+    assert loss.item() == pytest.approx(max(plain, (held - target) ** 2 / 2), abs=1e-9)
+    if abs(held - target) > abs(value - target) + 1e-6:
+        assert given.grad == 0.0
+    elif abs(held - target) < abs(value - target) - 1e-6 or held == value:
+        assert given.grad is not None
+        assert given.grad.item() == pytest.approx(value - target, abs=1e-9)
+
+
+@given(
+    weight=st.floats(1e-6, 1e3),
+    target=st.floats(1e-6, 10),
+    gain=st.floats(1e-3, 1),
+    seen=st.lists(st.floats(0, 1e9), max_size=20),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_controller_never_jumps_and_goes_the_right_way(
+    weight: float, target: float, gain: float, seen: list[float]
+) -> None:
+    """Ziegler et al. 2019: K_beta times the clipped proportional error."""
+    part = Penalties(kl_to="reference", kl_weight=weight, kl_target=target, kl_gain=gain)
+    for divergence in seen:
+        after = adapted(part, weight, divergence)
+        error = (divergence - target) / target
+        clipped = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+        assert after == pytest.approx(weight * (1 + gain * clipped), rel=1e-12)
+        assert after > 0
+        weight = after
+
+
+@pytest.mark.parametrize("large", [1e20, -3e38])
+@pytest.mark.parametrize("scale", ["group", "batch", "whiten"])
+@pytest.mark.parametrize("baseline", ["group", "leave-one-out", "batch"])
+def test_a_large_reward_counts_as_any_other(baseline: str, scale: str, large: float) -> None:
+    """Its square is no float32. Over the deviation, what is left of rewards is the same however large they are."""
+    part = Advantage(baseline=baseline, scale=scale)  # type: ignore[arg-type]
+    found = []
+    for reward in (large, math.copysign(1e6, large)):
+        data = data_of([([True] * n, reward * (n == 2), Ending.STOP) for n in (1, 2, 3)])
+        found.append(judge(part, data, 7, price_B=torch.full((6,), 0.25)).advantage_B.tolist())
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert any(found[0])
