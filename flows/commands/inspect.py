@@ -105,7 +105,7 @@ def _discards(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
 
 def _quarantined(context: RunContext, console: Console) -> None:
     state = context.log.state
-    console.print(f"quarantined files: {state.voids or 'none'}")
+    console.print(f"quarantined batches: {state.voids or 'none'}")
     if not state.voids:
         return  # the log need not be read for them
     for one in written(context.log, 0, state.n):

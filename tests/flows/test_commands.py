@@ -93,7 +93,7 @@ def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) 
         "in flight 12.0",
         "next prompt 13",
         "stale │ 1 │ 21 │ 21",
-        "quarantined files: none",
+        "quarantined batches: none",
         "recoveries: 1 ",
         "learner: its process was killed; back after 4.5 s; done again: the step of version 4",
     ):
@@ -222,7 +222,7 @@ def test_inspect_shows_what_was_quarantined(copy: RunContext, capsys: pytest.Cap
     copy.store.put(file, b"not what it was")
     copy.batches.void(copy.log.claim("scheduler"), 5, "it was cut")
     out = shown(capsys, "inspect", copy.uri)
-    assert f"quarantined files: 1 batch 5: {file}: it was cut" in out, out
+    assert f"quarantined batches: 1 batch 5: {file}: it was cut" in out, out
     assert "5 committed, 0 of them waiting for the learner, to be formed again: 5 " in out
     assert "in flight 10.1, 11.1, 12.0 " in out
     again = shown(capsys, "inspect", copy.uri, "10.0")
