@@ -8,7 +8,7 @@ it has one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,3 +93,15 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
     found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
     if differing := sorted({name for name, *_ in found ^ wanted}):
         raise Corrupt(f"{what} not fit the model: {', '.join(differing[:4])}")
+
+
+def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
+    """`Corrupt` if there is a file that begins with none of `stems`, or after an update a stem without a file.
+
+    `saved` are the names of the policy's tensors. Before the first update a critic and a reference store nothing.
+    """
+    strange = sorted(name for name in files if not name.startswith(tuple(stems)))
+    begun = any(name.startswith(MOMENTS) for name in saved)
+    lacking = [stem for stem in stems if begun and not any(name.startswith(stem) for name in files)]
+    if differing := [*strange, *lacking]:
+        raise Corrupt(f"the learner state does not fit the model: {', '.join(differing[:4])}")

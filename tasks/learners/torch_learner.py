@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.before import known_before
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.finite import all_finite, check_batch
-from rollflow.tasks.learners.optimized import check_fit
+from rollflow.tasks.learners.optimized import check_fit, check_parts
 from rollflow.tasks.learners.randomness import begin_process, pop_random, random_like, random_state, take_random
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.roles import Roles
@@ -130,7 +129,8 @@ class TorchLearner(Roles):
         check_fit("weights do", loaded, self.policy.weights())
         check_fit("the learner state does", saved, {**own, **self.policy.like(saved)})
         roles = [(role, _of_stem(stem, state)) for stem, role in self._roles()]
-        _check_names(state, [STATE, *(stem for stem, _ in self._roles())])
+        stems = [stem for stem, _ in self._roles()]
+        check_parts(state, [STATE, *stems], saved)
         for role, tensors in roles:
             role.check(tensors)
         drawn = pop_random(saved)
@@ -150,12 +150,6 @@ class TorchLearner(Roles):
         """The KL penalty's weight, where it is adapted."""
         adapts = self.penalties.kl_target is not None
         return {KL_WEIGHT: torch.tensor(self.kl_weight, dtype=torch.float64)} if adapts else {}
-
-
-def _check_names(files: Mapping[str, Data], stems: Sequence[str]) -> None:
-    """`Corrupt` if there is a file of something that this learner has not."""
-    if strange := [name for name in files if not name.startswith(tuple(stems))]:
-        raise Corrupt(f"the learner state does not fit the model: {', '.join(sorted(strange)[:4])}")
 
 
 def _of_stem(stem: str, files: Mapping[str, Data]) -> dict[str, Tensor]:

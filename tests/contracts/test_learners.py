@@ -318,6 +318,14 @@ def test_so_is_a_half_of_it_or_the_one_for_the_other(
     assert saved(learner) == before
 
 
+def test_so_is_a_state_without_one_of_its_parts(learner: Learner) -> None:
+    """As another config would have stored it: its critic would begin anew, and nobody would know."""
+    weights, state = before = saved(trained(learner, 1))
+    for part in {name.partition(".")[0].partition("-")[0] for name in state}:
+        assert_refused(learner, weights, {name: data for name, data in state.items() if not name.startswith(part)})
+    assert saved(learner) == before
+
+
 def assert_refused(learner: Learner, weights: Files, state: Files) -> None:
     """`Corrupt`, with one sentence."""
     with pytest.raises(Corrupt) as caught:
