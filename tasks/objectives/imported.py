@@ -20,7 +20,7 @@ class ImportedObjective(Objective):
         """ConfigError: there is no such class, or it takes other options."""
         self._path = config.path
         self._own = imported_object(KEY, config, Objective, optional="keep")  # type: ignore[type-abstract]
-        for name in ("uses_proximal", "uses_entropy", "uses_batch", "every_row"):
+        for name in ("uses_proximal", "uses_entropy", "uses_reference", "uses_batch", "every_row"):
             setattr(self, name, getattr(self._own, name))
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:

@@ -13,6 +13,7 @@ from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.penalties import adapted
 from rollflow.tasks.objectives.rows import Rows
 from tests.contracts.test_learners import batch
+from tests.support.own_parts import put_in_reach
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_learner import learner, near, some_batch, token_logprobs
 
@@ -94,3 +95,27 @@ def test_the_weight_that_a_version_had_is_told_and_the_next_one_is_stored(folder
     other = compared(folder, kl_target=1e-9)
     other.load(made.weights(), made.state())
     assert other.kl_weight == made.kl_weight == pytest.approx(told[-1] * 1.02)
+
+
+OWN = """
+from rollflow.tasks.objectives.base import Objective, TokenLoss
+
+class Near(Objective):
+    uses_reference = True
+    every_row = True
+
+    def loss(self, tokens):
+        loss_M = (tokens.logp_M - tokens.reference_M).square()
+        return TokenLoss(loss_M, loss_M.detach() < 0)
+"""
+
+
+def test_an_objective_of_one_s_own_is_given_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "near_reference.py").write_text(OWN)
+    put_in_reach(monkeypatch, tmp_path)
+    made = learner(folder, objective={"kind": "import", "path": "near_reference:Near"}, learning_rate=0.01)
+    assert made.step(batch(0), 0)["loss"] == 0.0
+    with torch.no_grad():
+        next(iter(made.model.parameters())).mul_(1.1)
+    assert made.step(batch(1), 1)["loss"] > 1e-6
+    assert "learner/reference.safetensors" in made.state()
