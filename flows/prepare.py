@@ -21,6 +21,7 @@ from rollflow.storage.objects import Data, ObjectStore, open_store
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.runnable import hindrance
 from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
@@ -113,6 +114,7 @@ def _check_policy(config: RunConfig, files: dict[str, bytes], read: Reader) -> t
         for name, data in files.items():
             (folder / name).write_bytes(data)
         _check_end(config, folder)
+        _check_engine(config, folder)
         tokenizer = PolicyTokenizer(folder)
         if tokenizer.context <= config.engine.max_new_tokens:
             raise ConfigError(
@@ -131,6 +133,25 @@ def _check_end(config: RunConfig, folder: Path) -> None:
         raise ConfigError(
             f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token; "
             "set eos_token_id in its config.json, or choose a policy that has one"
+        )
+
+
+def _check_engine(config: RunConfig, folder: Path) -> None:
+    """Refuse a policy that the transformers engine cannot run: its actors would die, one after the other."""
+    path = config.policy.path
+    if path is None or config.engine.kind != "transformers":
+        return
+    from transformers import AutoConfig
+
+    try:
+        policy = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - whatever its class says of what stands there
+        words = f"transformers cannot read its config.json ({str(error).strip().splitlines()[-1].strip()})"
+        raise ConfigError(f"policy.path = {path!r}: {words}; save the policy again") from None
+    if (why := hindrance(policy)) is not None:
+        raise ConfigError(
+            f"policy.path = {path!r}: the transformers engine cannot run a {policy.model_type} "
+            f'({why}); set engine.kind = "vllm", or choose another policy'
         )
 
 

@@ -35,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
+from rollflow.tasks.engines.runnable import hindrance
 from rollflow.tasks.policies.head import OwnHead
 
 R, P, C = 64, 16, 16
@@ -130,8 +131,8 @@ class FixedShapeSampler:
 
     def __init__(self, policy_folder: Path, dtype: torch.dtype, slots: int, stop_ids: Iterable[int]) -> None:
         config = AutoConfig.from_pretrained(policy_folder)
-        if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-            raise ValueError(f"{policy_folder}: only full attention runs on the transformers engine; use vllm")
+        if why := hindrance(config):
+            raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
         self._config = config
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         self._head = OwnHead(self._model)

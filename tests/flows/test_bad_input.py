@@ -138,6 +138,35 @@ def test_tokenizer_without_end_of_sequence(capsys: pytest.CaptureFixture[str], t
     assert "no end-of-sequence token" in sentence
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_type": "gpt_neox"}, "a gpt_neox (its config names no num_key_value_heads)"),
+        ({"model_type": "opt"}, "a opt (its config names no num_key_value_heads)"),
+        ({"model_type": "gpt2"}, "a gpt2 (its config names no num_key_value_heads)"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "a qwen2 (a layer does not see"),
+    ],
+    ids=["gpt_neox", "opt", "gpt2", "windows"],
+)
+def test_policy_that_the_engine_cannot_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
+    folder = make_policy(tmp_path / "policy", **changes)
+    config = json.loads((folder / "config.json").read_text())
+    kept = config if changes["model_type"] == "qwen2" else {k: v for k, v in config.items() if "key_value" not in k}
+    (folder / "config.json").write_text(json.dumps(kept))
+    recipe = policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n')
+    sentence = refused(capsys, "run", recipe)
+    assert f"the transformers engine cannot run {why}" in sentence
+    assert 'set engine.kind = "vllm"' in sentence
+
+
+def test_policy_whose_config_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = make_policy(tmp_path / "policy", model_type="qwen2", layer_types=["full_attention"] * 5)
+    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n'))
+    assert "transformers cannot read its config.json (ValueError: `num_hidden_layers` (2) must be" in sentence
+
+
 def test_prompt_longer_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", max_position_embeddings=70)
     sentence = refused(capsys, "run", policy_recipe(tmp_path, folder))
