@@ -73,6 +73,7 @@ def prepare_small(
     prompts: Sequence[Mapping[str, object]] = (),
     train: Mapping[str, object] | None = None,
     reward: Mapping[str, object] | None = None,
+    dtype: str = "float32",
     **store: object,
 ) -> RunContext:
     """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
@@ -81,7 +82,7 @@ def prepare_small(
         make_policy(policy)
     config = parse(
         {
-            "policy": {"path": str(policy)},
+            "policy": {"path": str(policy), "dtype": dtype},
             "versions": versions,
             "groups": GROUPS,
             "group_size": SIZE,

@@ -43,8 +43,9 @@ WHY = "version 4 is not trained: a log-prob of batch 3 is -inf"
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
 
-    def prepared(run_id: str = "small", **train: object) -> RunContext:
-        return prepare_small(tmp_path, run_id, train={"not_finite": "next", **train}, keep_last=10, state_every=2)
+    def prepared(run_id: str = "small", dtype: str = "float32", **train: object) -> RunContext:
+        given = {"not_finite": "next", **train}
+        return prepare_small(tmp_path, run_id, train=given, dtype=dtype, keep_last=10, state_every=2)
 
     return prepared
 
@@ -148,10 +149,22 @@ class SecondIsNaN(Objective):
         return found if self.asked == 1 else replace(found, loss_M=found.loss_M * math.nan)
 
 
+TO_REFERENCE = {"kl_to": "reference", "kl_weight": 0.1, "kl_in": "reward", "kl_target": 0.01}
+TOGETHER: dict[str, dict[str, object]] = {
+    "plain": {},
+    "a head": {"objective": {"kind": "ppo"}, "critic": {"model": "head"}, "checkpoint_activations": True},
+    "all roles": {"objective": {"kind": "ppo", "penalties": TO_REFERENCE}, "reference": {"every": 2}},
+    "an adapter": {"lora": {"rank": 4}, "objective": {"penalties": TO_REFERENCE}, "reference": {"every": 1}},
+    "an adapter, a head": {"lora": {"rank": 2}, "objective": {"kind": "ppo"}, "critic": {"model": "head"}},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("train", TOGETHER.values(), ids=TOGETHER)
 def test_minibatches_before_the_one_that_is_not_finite_are_taken_back(
-    small: Prepare, monkeypatch: pytest.MonkeyPatch
+    small: Prepare, train: dict[str, object], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, context = small("whole", minibatches=2), small("broken", minibatches=2)
+    whole, context = (small(name, dtype, minibatches=2, **train) for name in ("whole", "broken"))
     train_small(whole)
     train_small(context, 3)
     whole_step = TorchLearner.step
