@@ -21,7 +21,7 @@ from rollflow.storage.objects import Data, ObjectStore, open_store
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.config import RunConfig
-from rollflow.tasks.engines.runnable import hindrance
+from rollflow.tasks.engines.runnable import hindrance_of
 from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
@@ -141,18 +141,13 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
     path = config.policy.path
     if path is None or config.engine.kind != "transformers":
         return
-    from transformers import AutoConfig
-
     try:
-        policy = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - whatever its class says of what stands there
-        words = f"transformers cannot read its config.json ({str(error).strip().splitlines()[-1].strip()})"
-        raise ConfigError(f"policy.path = {path!r}: {words}; save the policy again") from None
-    if (why := hindrance(policy)) is not None:
-        raise ConfigError(
-            f"policy.path = {path!r}: the transformers engine cannot run a {policy.model_type} "
-            f'({why}); set engine.kind = "vllm", or choose another policy'
-        )
+        why = hindrance_of(folder)
+    except ValueError as error:
+        raise ConfigError(f"policy.path = {path!r}: {error}; save the policy again") from None
+    if why is not None:
+        cure = 'set engine.kind = "vllm", or choose another policy'
+        raise ConfigError(f"policy.path = {path!r}: the transformers engine cannot run {why}; {cure}")
 
 
 def _check_reading(config: RunConfig, folder: Path, texts: list[str]) -> None:

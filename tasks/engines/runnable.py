@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +16,20 @@ def hindrance(config: Any) -> str | None:
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "a layer does not see all tokens before"
     return None
+
+
+def hindrance_of(folder: Path) -> str | None:
+    """A policy folder's kind and why it cannot be run; None if it can.
+
+    Raises:
+        ValueError: transformers cannot read its config.json.
+    """
+    from transformers import AutoConfig
+
+    try:
+        policy = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - whatever its class says of what stands there
+        said = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(f"transformers cannot read its config.json ({said})") from None
+    why = hindrance(policy)
+    return None if why is None else f"a {policy.model_type} ({why})"
