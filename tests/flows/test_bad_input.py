@@ -84,7 +84,7 @@ def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[s
     ("override", "words"),
     [
         ("prompts.0.min_terms=4", ["prompts.min_terms = 4", "max_terms = 3"]),
-        ("prompts.0.min_digits=5", ["prompts.min_digits = 5", "max_digits = 4"]),
+        ("prompts.0.min_digits=5", ["prompts.min_digits = 5", "max_digits = 3"]),
         ("prompts.0.max_digits=7", ["prompts.0.max_digits = 7", "less than or equal to 6"]),
         ("reward.kind=reasoning-gym", ["reward.kind = 'reasoning-gym'", 'set reward.kind = "exact"']),
         ("reward.answer=all", ["reward.answer = 'all'", 'set reward.answer = "tag"']),
