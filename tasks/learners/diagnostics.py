@@ -18,16 +18,18 @@ one that sampled the token; `OLDEST` stands for what is older, too. Names end in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollflow.tasks.learners.ranks import Ranks
 from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.objectives.ratios import BOUND
 
 OLDEST = 4
+COLUMNS = 6  # that are kept of each token; see `add`
 
 
 class Diagnostics:
@@ -56,6 +58,12 @@ class Diagnostics:
         if not self.updates:
             self._gaps.append(np.abs(found[1][found[0] == 0]))
 
+    def gather(self, ranks: Ranks) -> None:
+        """Take in what the other ranks saw."""
+        self._found = [part.reshape(COLUMNS, -1) for part in ranks.gathered(_flat(self._found))]
+        self._gaps = ranks.gathered(_flat(self._gaps))
+        self._divergences = ranks.gathered(_flat(self._divergences))
+
     def metrics(self, *, entropy: bool) -> Mapping[str, float]:
         """All of them; none where no token had a gradient."""
         if not self._found:
@@ -68,6 +76,11 @@ class Diagnostics:
             if sum(map(len, parts)):
                 told[name] = float(np.concatenate(parts).mean())
         return told
+
+
+def _flat(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Parts one beside the other, as one line."""
+    return np.concatenate(parts, axis=-1).ravel() if parts else np.zeros(0)
 
 
 def _of(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:

@@ -6,6 +6,8 @@ Shapes: B masked tokens of the batch, M of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.critic import Critic
+from rollflow.tasks.learners.ranks import Ranks
 from rollflow.tasks.learners.recomputed import recompute_layers
 from rollflow.tasks.learners.shards import SHARD_BYTES
 from rollflow.tasks.learners.shared_prompts import shared_width
@@ -56,6 +59,7 @@ class Roles:
         self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
         self.token_logprobs = TokenLogprobs(self.model)
         self.config = config
+        self.ranks = Ranks()
         self.objective = build_objective(config.objective)
         self.temperature = temperature
         self.versions = versions
@@ -112,8 +116,11 @@ class Roles:
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 
     def micros(self, data: Rows, rows: Sequence[int]) -> Iterator[MicroBatch]:
-        """These rows as what a model is run with."""
-        return micro_batches(data, rows, self.config.micro_tokens, self.width)
+        """What this rank runs of these rows, as what a model is run with."""
+        own = partial(self.ranks.own, length=attrgetter("length"))
+        for micro in micro_batches(data, rows, self.config.micro_tokens, self.width, own):
+            self.ranks.check()
+            yield micro
 
     @torch.no_grad()
     def asked(self, data: Rows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
@@ -121,6 +128,7 @@ class Roles:
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
+        self.ranks.add(found_B)
         return found_B
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:

@@ -81,9 +81,10 @@ class TorchLearner(Roles):
         updates = Updates(self, data, before, version)
         metrics = [updates.of(part) for part in self._minibatches(data)]
         found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        updates.seen.gather(self.ranks)
         found |= updates.seen.metrics(entropy=self.objective.uses_entropy)
         found |= {"learning_rate": self.learning_rate(version), "rows_with_signal": float(before.signal_R.mean())}
-        return {**found, **self.adapted(found), **before.metrics()}
+        return {**found, **self.adapted(found), **before.metrics(), **self.ranks.told()}
 
     def _minibatches(self, data: Rows) -> list[list[int]]:
         """Rows of each minibatch: whole groups, dealt out in turn."""

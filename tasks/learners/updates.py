@@ -51,6 +51,7 @@ class Updates:
         for micro in roles.micros(data, roles.to_run(part, self.before.signal_R)):
             total += self._backward(micro, partial(loss_of, micro=micro))
             roles.policy.trained.take_gradients()
+        total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), total)
         found = {"loss": total, "grad_norm": roles.policy.clip()}
         check_figures(found, seen.version)
         roles.policy.apply()
@@ -87,6 +88,7 @@ class Updates:
         assert before.judged.returns_B is not None
         tokens = int(data.masked_tokens[part].sum())
         loss = critic.update(self.roles.micros(data, part), before.values_B, before.judged.returns_B, tokens)
+        loss = self.roles.ranks.add_gradients(critic.optimized.trained.parameters.values(), loss)
         found = {"value_loss": loss, "critic_grad_norm": critic.optimized.clip()}
         check_figures(found, self.seen.version, "train.critic.learning_rate")
         critic.optimized.apply()

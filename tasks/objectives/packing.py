@@ -6,7 +6,7 @@ right, so causal attention never sees it; where rows share a prompt, a mask keep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,12 +42,19 @@ class MicroBatch:
         return {**found, "position_ids": self.positions.to(device), "attention_mask": mask}
 
 
-def micro_batches(data: Rows, rows: Sequence[int], micro_tokens: int, width: int | None = None) -> Iterator[MicroBatch]:
+def micro_batches(
+    data: Rows,
+    rows: Sequence[int],
+    micro_tokens: int,
+    width: int | None = None,
+    own: Callable[[list[Line]], list[Line]] = list,
+) -> Iterator[MicroBatch]:
     """Split rows, longest first, into padded micro-batches of at most `micro_tokens` (one row at least).
 
     With `width`, that of a model which can, rows of a group share their prompt where that saves work (`lines.py`).
+    `own` are those of the lines that this process runs.
     """
-    order = sorted(lines_of(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0]))
+    order = own(sorted(lines_of(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
     while order:
         take = max(1, micro_tokens // order[0].length)
         yield _micro_batch(data, order[:take])

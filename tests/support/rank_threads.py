@@ -1,0 +1,24 @@
+"""Ranks as threads of this process: their sums are those of processes, and none has to be started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from torch.distributed import HashStore
+
+from rollflow.tasks.learners.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.ranks import Ranks
+
+SECONDS = 60.0
+Found = TypeVar("Found")
+
+
+def on_ranks(count: int, work: Callable[[Ranks], Found], seconds: float = SECONDS) -> list[Found]:
+    """What `work` gives on each rank."""
+    if count == 1:
+        return [work(Ranks())]
+    store = HashStore()
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: work(GlooRanks(store, rank, count, seconds)), range(count)))

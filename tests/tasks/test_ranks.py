@@ -1,0 +1,221 @@
+"""What ranks do together: sums, and the learner's steps on them. Here ranks are threads, with the sums of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import NotFinite
+from rollflow.tasks.learners import gloo_ranks
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import Lora, TorchTrain
+from rollflow.tasks.learners.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.ranks import Lost, Ranks
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.objectives.config import PartsObjective, Penalties
+from tests.contracts.test_learners import batch, saved
+from tests.support.rank_threads import on_ranks
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_algorithms import batch_of, trajectory
+
+NEAR = 1e-5
+READS = Lock()  # transformers reads one model at a time in a process
+CONFIGS: dict[str, TorchTrain] = {
+    "GRPO": TorchTrain(),
+    "GRPO, rows alone, a few tokens in a pass": TorchTrain(share_prompts=False, micro_tokens=16),
+    "decoupled PPO": TorchTrain(minibatches=2, objective=PartsObjective(kind="decoupled-ppo")),
+    "PPO with a critic": TorchTrain(minibatches=2, objective=PartsObjective(kind="ppo")),
+    "a look at the whole batch": TorchTrain(objective=PartsObjective(kind="m2po", correction={"second_moment": 30})),
+    "all roles": TorchTrain(
+        objective=PartsObjective(kind="ppo", penalties=Penalties(kl_to="reference", kl_weight=0.1, kl_target=0.01))
+    ),
+    "LoRA": TorchTrain(lora=Lora(rank=4)),
+}
+Weights = Mapping[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def begun(folder: Path, config: TorchTrain, ranks: Ranks) -> TorchLearner:
+    start = LearnerStart(folder, trained=True, versions=10, first=lambda: folder)
+    with READS:
+        made = TorchLearner.begun(config.model_copy(update={"learning_rate": 1e-4}), start)
+    made.ranks = ranks
+    return made
+
+
+def trained(folder: Path, config: TorchTrain, count: int, batches: Callable[[int], TrajectoryBatch]) -> Any:
+    """Ten steps: each one's metrics, and the weights; on each rank."""
+
+    def work(ranks: Ranks) -> tuple[list[Mapping[str, float]], dict[str, Tensor]]:
+        made = begun(folder, config, ranks)
+        return [made.step(batches(version), version) for version in range(10)], made.policy.weights()
+
+    return on_ranks(count, work)
+
+
+@cache
+def alone(folder: Path, name: str) -> Any:
+    """What one rank makes of the batches that the others get, too."""
+    return trained(folder, CONFIGS[name], 1, batch)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_number_of_ranks_trains_as_one_does(folder: Path, name: str, count: int) -> None:
+    """Ten steps: loss, gradient norm and what is told of tokens; then the weights. Among the ranks, to the bit."""
+    expected, weights = alone(folder, name)
+    first, *others = trained(folder, CONFIGS[name], count, batch)
+    for told, one in zip(first[0], expected, strict=True):
+        assert told.pop("rank_imbalance") >= 0
+        assert told == pytest.approx(one, abs=NEAR, rel=1e-4)
+    assert farthest(first[1], weights) < NEAR
+    for other in others:
+        assert farthest(first[1], other[1]) == 0
+
+
+def farthest(one: Weights, other: Weights) -> float:
+    """The most that any two weights differ in."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def one_with_signal(seed: int) -> TrajectoryBatch:
+    """Only the first of four groups has an advantage: with their prompts shared, one rank has all there is to run."""
+    groups = [
+        [trajectory([5, 6, 7 + seed], [8 + g, 9, 3 + i], i, float(g == 0 and i > 1)) for i in range(4)]
+        for g in range(4)
+    ]
+    return batch_of(*groups)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("with_signal", [True, False])
+def test_ranks_without_rows_take_part(folder: Path, with_signal: bool) -> None:
+    """Where no rank has any, AdamW does what it does with one rank: nothing, not even its decay."""
+
+    def batches(seed: int) -> TrajectoryBatch:
+        return (
+            one_with_signal(seed)
+            if with_signal
+            else batch_of([trajectory([5, 6], [7 + seed, 8], i, 1.0) for i in range(4)])
+        )
+
+    config = TorchTrain(weight_decay=0.1)
+    expected, weights = trained(folder, config, 1, batches)[0]
+    for told, found in trained(folder, config, 4, batches):
+        assert [one["loss"] for one in told] == pytest.approx([one["loss"] for one in expected], abs=NEAR)
+        assert farthest(found, weights) < NEAR
+    assert (farthest(weights, begun(folder, config, Ranks()).policy.weights()) > 0) == with_signal
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_four_ranks_stored_goes_on_on_fewer(folder: Path, count: int) -> None:
+    config = CONFIGS["PPO with a critic"]
+
+    def store(ranks: Ranks) -> tuple[Any, Mapping[str, float]]:
+        made = begun(folder, config, ranks)
+        made.step(batch(0), 0)
+        return saved(made), made.step(batch(1), 1)
+
+    stored, expected = on_ranks(4, store)[0]
+
+    def go_on(ranks: Ranks) -> tuple[Any, Mapping[str, float]]:
+        made = begun(folder, config, ranks)
+        made.load(*stored)
+        return saved(made), made.step(batch(1), 1)
+
+    for again, told in on_ranks(count, go_on):
+        assert again == stored
+        assert told["loss"] == pytest.approx(expected["loss"], abs=NEAR)
+
+
+def test_what_is_not_finite_is_told_by_every_rank_and_changes_nothing(folder: Path) -> None:
+    """The one token of it is on one rank."""
+
+    def work(ranks: Ranks) -> str:
+        made = begun(folder, TorchTrain(), ranks)
+        before = saved(made)
+        if ranks.rank == 1:
+            add = made.ranks.add_gradients
+            made.ranks.add_gradients = lambda parameters, loss: add(parameters, math.nan)  # type: ignore[method-assign]
+        with pytest.raises(NotFinite) as caught:
+            made.step(batch(0), 0)
+        assert saved(made) == before
+        return str(caught.value)
+
+    assert len(set(on_ranks(2, work))) == 1
+
+
+# --- sums ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket", [1, 5, 1000])
+def test_gradients_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank r has r of the first parameter; only rank 1 has the second; nobody has the third."""
+    monkeypatch.setattr(gloo_ranks, "BUCKET", bucket)
+
+    def work(ranks: Ranks) -> tuple[float, list[nn.Parameter]]:
+        given = [
+            nn.Parameter(torch.zeros(2, 2)),
+            nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+            nn.Parameter(torch.zeros(1)),
+        ]
+        given[0].grad = torch.full((2, 2), float(ranks.rank))
+        if ranks.rank == 1:
+            given[1].grad = torch.tensor([1, 2, 3], dtype=torch.bfloat16)
+        return ranks.add_gradients(given, 0.5), given
+
+    for loss, (first, second, third) in on_ranks(3, work):
+        assert loss == 1.5
+        assert torch.equal(first.grad, torch.full((2, 2), 3.0))  # type: ignore[arg-type]
+        assert torch.equal(second.grad, torch.tensor([1, 2, 3], dtype=torch.bfloat16))  # type: ignore[arg-type]
+        assert third.grad is None
+
+
+def test_gradients_in_a_short_type_are_added_up_in_float32() -> None:
+    """256 + 1 + 1 is 258; in bfloat16, one at a time, it is 256."""
+
+    def work(ranks: Ranks) -> float:
+        given = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        given.grad = torch.tensor([256.0 if ranks.rank == 0 else 1.0], dtype=torch.bfloat16)
+        ranks.add_gradients([given], 0.0)
+        return float(given.grad)
+
+    assert on_ranks(3, work) == [258.0] * 3
+
+
+def test_what_ranks_gather_by_hand() -> None:
+    """Rank r has r numbers, and the one that has none is left out."""
+    found = on_ranks(3, lambda ranks: ranks.gathered(np.full(ranks.rank, ranks.rank + 0.5)))
+    assert [[part.tolist() for part in parts] for parts in found] == [[[1.5], [2.5, 2.5]]] * 3
+    assert on_ranks(2, lambda ranks: ranks.gathered(np.zeros(0))) == [[], []]
+
+
+def test_a_rank_that_does_not_come_is_known() -> None:
+    """The others wait no longer than their bound."""
+
+    def work(ranks: Ranks) -> list[int]:
+        assert isinstance(ranks, GlooRanks)
+        ranks.add(torch.ones(1))
+        if ranks.rank == 1:
+            return []
+        with pytest.raises(Lost):
+            ranks.add(torch.ones(1))
+        return ranks.behind()
+
+    assert on_ranks(3, work, seconds=1.0) == [[1], [], [1]]
