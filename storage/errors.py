@@ -28,6 +28,10 @@ class EngineFailed(RollflowError):
     """An engine died or generates under the wrong weights: stop it, take its requests elsewhere."""
 
 
+class RankFailed(RollflowError):
+    """A rank of a learner died or hangs, and the others ended with it: begin again from storage."""
+
+
 class Unreachable(RollflowError):
     """A service did not answer in time; the message names the service, the address and the wait."""
 

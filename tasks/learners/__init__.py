@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
     """The learner that `[train]` asks for, before its first step."""
-    with _quick_imports():
+    with quick_imports():
         match config:
+            case TorchTrain() if config.ranks > 1:
+                from rollflow.tasks.learners.ranked import RankedLearner
+
+                return RankedLearner(config, start)
             case TorchTrain():
                 from rollflow.tasks.learners.torch_learner import TorchLearner
 
@@ -28,7 +32,7 @@ def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
 
 
 @contextmanager
-def _quick_imports() -> Iterator[None]:
+def quick_imports() -> Iterator[None]:
     """Import faster.
 
     Imported modules stay, so it is lost time to look for garbage in them. Only the losses and decoding of other models

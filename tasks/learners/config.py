@@ -93,7 +93,11 @@ class TrainBase(Section):
 
 class TorchTrain(TrainBase):
     learner: Literal["torch"] = Field("torch", description="torch, on one device")
-    threads: int = Field(1, gt=0, description="CPU threads of the learner")
+    threads: int = Field(1, gt=0, description="CPU threads of the learner, or of each of its ranks")
+    ranks: int = Field(1, gt=0, description="processes that train together, each on its part of a batch; on a CPU only")
+    rank_seconds: float = Field(
+        600.0, gt=0, description="longest time that a rank waits for another; then that one is named, and all end"
+    )
 
 
 EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rollflow.storage.batch import TrajectoryBatch
@@ -74,7 +75,7 @@ def new_learner(context: RunContext, folder: Path | None = None) -> Learner:
         longest=config.engine.max_new_tokens,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
-        first=lambda: context.first_weights,  # complete once there is a version to load
+        first=partial(getattr, context, "first_weights"),  # complete once there is a version to load
     )
     return build_learner(config.train, start)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ CASES |= {
         objective=PartsObjective(penalties=Penalties(**TO_REFERENCE)), reference=Reference(every=2), lora=Lora(rank=4)
     ),
 }
+CASES["two ranks, critic"] = TorchTrain(warmup_versions=2, minibatches=2, objective=PartsObjective(kind="ppo"), ranks=2)
 PROBE = (3, 4, 5, 6)
 Files = dict[str, bytes]
 Change = Callable[[dict[str, Tensor]], object]
@@ -94,7 +96,9 @@ def config(case: str) -> TrainConfig:
 def start(case: str, folder: Path) -> LearnerStart:
     """The start of a run of ten versions."""
     dtype = "bfloat16" if "bfloat16" in case else "float32"
-    return LearnerStart(folder, trained=True, dtype=dtype, versions=10, shard_bytes=100_000, first=lambda: folder)
+    return LearnerStart(
+        folder, trained=True, dtype=dtype, versions=10, shard_bytes=100_000, first=partial(Path, folder)
+    )
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from tests.contracts.test_learners import batch, saved
 from tests.support.counts import examples
 from tests.support.tiny_policy import make_policy, make_weights
 
+RANKS = {"ranks", "rank_seconds"}  # processes: see `test_ranks.py`
 DRAWN: dict[type[Section], set[str]] = {}  # the keys of each section that are
 
 
@@ -106,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_key_is_drawn() -> None:
     """A key that comes later is drawn here, too, or this fails."""
     for section, keys in DRAWN.items():
-        assert keys >= section.model_fields.keys() - {"learner", "threads"}, section
+        assert keys >= section.model_fields.keys() - {"learner", "threads", *RANKS}, section
 
 
 def valid(tree: dict[str, Any]) -> TorchTrain | None:

@@ -1,0 +1,118 @@
+"""The process of a rank that is not the first: it does what the first one orders, and nothing else.
+
+    orders --> load what the first rank sends | take a step on the batch that it sends --> next order
+
+- It ends with its owner, however that one ends, also where it is stopped itself: the process that it was forked from
+  ends with the owner, and the kernel kills it with that one.
+- It answers nothing: what a step gives, the first rank knows, too. When it fails it says why, and ends; when the
+  others are lost it ends with `LOST`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+
+import torch
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import NotFinite
+from rollflow.storage.objects.base import Data, pieces
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
+from rollflow.tasks.learners.ranks import Lost
+from rollflow.tasks.learners.torch_learner import TorchLearner
+
+LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Become what these files say; by name, their sizes in bytes. Their contents follow."""
+
+    weights: Mapping[str, int]
+    state: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Train `version` on a batch of so many bytes, which follow."""
+
+    version: int
+    size: int
+
+
+def run_rank(rank: int, port: int, orders: Connection, config: TorchTrain, start: LearnerStart) -> None:
+    """Until the owner ends. `port` is where the owner has the ranks' store."""
+    _end_with_owner()
+    store = store_at(port)
+    try:
+        learner = TorchLearner.begun(config, start)
+        store.set(ready(rank), "")
+        learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds)
+        while True:
+            _obey(learner, ranks, orders.recv())
+    except EOFError:
+        return
+    except Lost:
+        os._exit(LOST)  # at once: whoever is to blame is looked for among those that do not end so
+    except Exception as error:  # noqa: BLE001 - whatever it is, the first rank says it
+        store.set(failed(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
+        os._exit(FAILED)
+
+
+def _obey(learner: TorchLearner, ranks: GlooRanks, order: Load | Step) -> None:
+    match order:
+        case Load():
+            weights, state = (
+                {name: received(ranks, n) for name, n in part.items()} for part in (order.weights, order.state)
+            )
+            learner.load(weights, state)
+        case Step():
+            with contextlib.suppress(NotFinite):  # the first rank says it
+                learner.step(TrajectoryBatch.from_bytes(bytes(received(ranks, order.size))), order.version)
+
+
+def sent(ranks: GlooRanks, data: Data) -> None:
+    """Give bytes to the other ranks."""
+    _broadcast(ranks, bytearray().join(pieces(data)))
+
+
+def received(ranks: GlooRanks, size: int) -> memoryview:
+    """Bytes that the first rank gives."""
+    data = bytearray(size)
+    _broadcast(ranks, data)
+    return memoryview(data)
+
+
+def _broadcast(ranks: GlooRanks, data: bytearray) -> None:
+    if data:
+        ranks.from_first(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def ready(rank: int) -> str:
+    """Where a rank says that it can meet the others."""
+    return f"ready/{rank}"
+
+
+def failed(rank: int) -> str:
+    """Where a rank says why it failed."""
+    return f"failed/{rank}"
+
+
+def _end_with_owner() -> None:
+    """See the module's docstring; an interrupt is the owner's to act on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The process that this one was forked from lives while anybody holds this pipe: only the owner is to.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

@@ -1,0 +1,210 @@
+"""A learner of several ranks: `Learner` as one process, with the others behind it.
+
+    learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
+                            +---- sums over all ranks (`ranks`) ----+
+
+- The first rank is what is stored, published and asked. Before a step, whoever may differ from it (after a start, a
+  cold start, a `load`) is sent its weights and state.
+- A rank that ends, or that does not come to the others within `train.rank_seconds`, is named in one sentence
+  (`RankFailed`), and all ranks end: a new learner begins from storage.
+- No rank outlives this process.
+
+Each other process is forked from one that has done the imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
+from rollflow.storage.objects.base import Data, pieces
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
+from rollflow.tasks.learners.rank_process import (
+    FAILED,
+    LOST,
+    Load,
+    Step,
+    failed,
+    ready,
+    run_rank,
+    sent,
+)
+from rollflow.tasks.learners.ranks import Lost
+from rollflow.tasks.learners.torch_learner import TorchLearner
+
+IMPORTS = "rollflow.tasks.learners.rank_imports"  # done once, in the process that ranks are forked from
+READY_SECONDS = 300.0  # for a rank to import, and to read the model
+GRACE_SECONDS = 5.0  # for the ranks that lost another to end by themselves
+POLL_SECONDS = 0.05
+
+
+class RankedLearner:
+    """See the module's docstring."""
+
+    def __init__(self, config: TorchTrain, start: LearnerStart) -> None:
+        """Raises `ConfigError` where there is a GPU, besides what a learner of one rank raises."""
+        if torch.cuda.is_available():
+            raise ConfigError(f"train.ranks = {config.ranks}: ranks run on CPUs only, and here is a GPU; set it to 1")
+        self._others = Others(config, start)
+        weakref.finalize(self, self._others.end)
+        self._own = TorchLearner.begun(config, start)
+        self._ranks = self._own.ranks = self._others.meet()
+        self._alike = False  # whether the others are what this rank is
+
+    @property
+    def model(self) -> Any:
+        """See `Learner`; the first rank's."""
+        return self._own.model
+
+    def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
+        """See `Learner`.
+
+        Raises:
+            RankFailed: a rank ended, or hangs; this learner is of no more use.
+        """
+        try:
+            if not self._alike:
+                self._share()
+            data = batch.to_pieces()
+            self._others.order(Step(version, _size(data)))
+            sent(self._ranks, data)
+            return self._own.step(batch, version)
+        except NotFinite:
+            raise  # of all ranks alike
+        except Lost as error:
+            raise self._others.failed(f"version {version + 1} was trained", error) from error
+        except BaseException:
+            self._others.end()
+            raise
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        return self._own.logprobs(tokens)
+
+    def broken(self) -> str | None:
+        """See `Learner`."""
+        return self._own.broken()
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._own.weights()
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._own.state()
+
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """See `Learner`."""
+        self._own.load(weights, state)
+        self._alike = False
+
+    def _share(self) -> None:
+        """Make the others what this rank is."""
+        parts = self._own.weights(), self._own.state()
+        self._others.order(Load(*({name: _size(data) for name, data in part.items()} for part in parts)))
+        for part in parts:
+            for data in part.values():
+                sent(self._ranks, data)
+        self._alike = True
+
+
+class Others:
+    """The processes of the other ranks: started, given orders, and ended together."""
+
+    def __init__(self, config: TorchTrain, start: LearnerStart) -> None:
+        self._config = config
+        self._store = first_store()
+        self._processes: dict[int, BaseProcess] = {}
+        self._orders: dict[int, Connection] = {}
+        self._ranks: GlooRanks | None = None  # until all are there
+        self._failed: RankFailed | None = None
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([IMPORTS])
+        for rank in range(1, config.ranks):
+            self._orders[rank], theirs = context.Pipe()
+            given = rank, self._store.port, theirs, config, start
+            self._processes[rank] = context.Process(target=run_rank, args=given, daemon=True)
+            self._processes[rank].start()
+            theirs.close()
+
+    def meet(self) -> GlooRanks:
+        """The first rank's place among them, once all are there."""
+        deadline = time.monotonic() + READY_SECONDS
+        try:
+            while late := [rank for rank in self._processes if not self._store.check([ready(rank)])]:
+                self._check()
+                if time.monotonic() > deadline:
+                    raise Lost(f"{self._name(late[0])} was not there within {READY_SECONDS:g} s")
+                time.sleep(POLL_SECONDS)
+            ranks = self._ranks = GlooRanks(self._store, 0, self._config.ranks, self._config.rank_seconds, self._check)
+            return ranks
+        except (Lost, RuntimeError) as error:
+            raise self.failed("the ranks started", error) from error
+
+    def order(self, order: Load | Step) -> None:
+        """Tell all of them what to do."""
+        try:
+            for orders in self._orders.values():
+                orders.send(order)
+        except OSError as error:
+            raise Lost(str(error)) from error
+
+    def failed(self, when: str, error: Exception) -> RankFailed:
+        """Ends all of them; the error says which rank is to blame."""
+        if self._failed is None:
+            self._failed = RankFailed(
+                f"{self._blamed(error)} while {when}; all ranks end, and begin again from storage"
+            )
+            self.end()
+        return self._failed
+
+    def _blamed(self, error: Exception) -> str:
+        """What is wrong with which rank. Those that lost another end by themselves in a moment."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and any(process.is_alive() for process in self._processes.values()):
+            time.sleep(POLL_SECONDS)
+        for rank, process in self._processes.items():
+            if process.exitcode not in (None, LOST):
+                return self._ended(rank, process.exitcode)
+        alive = [rank for rank, process in self._processes.items() if process.is_alive()]
+        if self._ranks and (late := self._ranks.behind() or alive):
+            return f"{self._name(late[0])} did not come to the others within {self._config.rank_seconds:g} s"
+        return str(error).partition("\n")[0]
+
+    def end(self) -> None:
+        """End all of them."""
+        for process in self._processes.values():
+            process.kill()
+        for orders in self._orders.values():
+            orders.close()
+
+    def _check(self) -> None:
+        if ended := [rank for rank, process in self._processes.items() if not process.is_alive()]:
+            raise Lost(f"{self._name(ended[0])} ended")
+
+    def _ended(self, rank: int, code: int) -> str:
+        """What a process's exit code says."""
+        if code == FAILED:
+            return f"{self._name(rank)} failed ({self._store.get(failed(rank)).decode()})"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"{self._name(rank)} {how}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self._config.ranks}"
+
+
+def _size(data: Data) -> int:
+    """Bytes of a file."""
+    return sum(len(piece) for piece in pieces(data))

@@ -1,0 +1,134 @@
+"""Ranks in processes of their own: how one that dies, hangs or fails is named, and that none outlives its owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rollflow.storage.errors import ConfigError, RankFailed
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.rank_process import Load
+from rollflow.tasks.learners.ranked import RankedLearner
+from tests.contracts.test_learners import batch
+from tests.support.tiny_policy import make_policy, make_weights
+
+pytestmark = pytest.mark.long
+
+ENDS_SECONDS = 60.0  # a bound for what should take a moment
+OWNER = """
+import sys
+from pathlib import Path
+from tests.faults.test_rank_deaths import pids, ranked
+if __name__ == "__main__":
+    made = ranked(Path(sys.argv[1]), 3, 60.0)
+    print(*pids(made), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def ranked(folder: Path, ranks: int, seconds: float) -> RankedLearner:
+    return RankedLearner(TorchTrain(ranks=ranks, rank_seconds=seconds), LearnerStart(folder, trained=True, versions=10))
+
+
+def pids(made: RankedLearner) -> list[int]:
+    """Of the ranks behind the first."""
+    found = [process.pid for process in made._others._processes.values()]
+    return [pid for pid in found if pid is not None]
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for_ends(of: list[int]) -> None:
+    deadline = time.monotonic() + ENDS_SECONDS
+    while not all(map(ended, of)):
+        assert time.monotonic() < deadline, of
+        time.sleep(0.05)
+
+
+def steps(made: RankedLearner, versions: range) -> None:
+    for version in versions:
+        made.step(batch(version), version)
+
+
+TROUBLE: dict[str, tuple[Callable[[RankedLearner], None], float, str]] = {
+    "killed": (lambda made: os.kill(pids(made)[1], signal.SIGKILL), 60.0, "rank 2 of 3 was killed by SIGKILL"),
+    "stopped": (
+        lambda made: os.kill(pids(made)[0], signal.SIGSTOP),
+        3.0,
+        "rank 1 of 3 did not come to the others within 3 s",
+    ),
+    "failing": (
+        lambda made: made._others._orders[2].send(Load({}, {})),
+        60.0,
+        "rank 2 of 3 failed (Corrupt: weights do not fit the model: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_the_rank_that_is_to_blame_is_named_and_all_end(folder: Path, trouble: str) -> None:
+    cause, seconds, why = TROUBLE[trouble]
+    made = ranked(folder, 3, seconds)
+    made.step(batch(0), 0)
+    cause(made)
+    with pytest.raises(RankFailed) as caught:
+        steps(made, range(1, 9))
+    assert str(caught.value).startswith(why)
+    assert len(str(caught.value).splitlines()) == 1
+    wait_for_ends(pids(made))
+    with pytest.raises(RankFailed):  # it stays so
+        made.step(batch(9), 9)
+
+
+def _exit(*_: object) -> None:
+    os._exit(7)
+
+
+def test_a_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _exit)
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with code 7 while the ranks started"):
+        ranked(folder, 2, 60.0)
+
+
+def test_ranks_beside_a_gpu_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"^train.ranks = 2: .*; set it to 1$"):
+        ranked(folder, 2, 60.0)
+
+
+def test_ranks_end_with_a_learner_that_nobody_has(folder: Path) -> None:
+    made = ranked(folder, 2, 60.0)
+    found = pids(made)
+    del made
+    wait_for_ends(found)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_rank_outlives_its_owner(folder: Path, stopped: bool) -> None:
+    """One that is stopped neither."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdin=pipe, stdout=pipe, text=True) as owner:
+        assert owner.stdout is not None
+        found = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(found) == 2
+        if stopped:
+            os.kill(found[0], signal.SIGSTOP)
+        owner.kill()
+        wait_for_ends(found)
