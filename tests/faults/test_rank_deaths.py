@@ -11,15 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pytest
 import torch
 
 from rollflow.storage.errors import ConfigError, RankFailed
+from rollflow.storage.log.audit import audit
+from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.rank_process import Load
 from rollflow.tasks.learners.ranked import RankedLearner
 from tests.contracts.test_learners import batch
+from tests.support.small_run import StoreFeed, prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights
 
 pytestmark = pytest.mark.long
@@ -99,6 +103,36 @@ def test_the_rank_that_is_to_blame_is_named_and_all_end(folder: Path, trouble: s
 
 def _exit(*_: object) -> None:
     os._exit(7)
+
+
+class Killing(StoreFeed):
+    """Kills a rank of its learner when batch 1 is asked for."""
+
+    actor: LearnerActor
+
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+        """See `StoreFeed`."""
+        if number == 1:
+            assert isinstance(self.actor.learner, RankedLearner)
+            os.kill(pids(self.actor.learner)[0], signal.SIGKILL)
+        return super().lease(number, deadline, afresh=afresh)
+
+
+def test_a_run_goes_on_to_the_same_bits_where_a_rank_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's actor raises, and its keeper starts another one."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    whole, broken = (prepare_small(tmp_path, name, versions=2, train={"ranks": 2}) for name in ("whole", "broken"))
+    train_small(whole)
+    feed = Killing(broken)
+    feed.actor = LearnerActor(broken, channel=feed)
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL while version 2 was trained"):
+        feed.actor.run()
+    assert train_small(broken).version == 2
+    shas = [{o.path.rpartition("/")[2]: o.sha256 for o in run.policies.find(2).objects} for run in (whole, broken)]
+    assert shas[0] == shas[1]
+    assert audit(broken.store).clean
 
 
 def test_a_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
