@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# A forked child has none of its parent's threads: if it collected what belongs to them (gloo's groups, say), it would
+# wait for them for ever.
+os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 
 @pytest.hookimpl(trylast=True)
