@@ -59,8 +59,8 @@ def found(made: TorchLearner, data: Rows, micro_tokens: int, width: int | None) 
     made.width = width
     made.model.zero_grad()
     logp_B = torch.zeros(len(data.chosen), dtype=torch.float64)
-    for micro in made._micros(data, range(len(data.rewards))):
-        logp_M = made._own_logprobs(micro)
+    for micro in made.micros(data, range(len(data.rewards))):
+        logp_M = made.own_logprobs(micro)
         logp_B[micro.among] = logp_M.detach().double()
         (logp_M * (1.0 + micro.among)).sum().backward()
     grads = [
