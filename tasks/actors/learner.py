@@ -36,7 +36,7 @@ from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.cpu import CpuClock
-from rollflow.tasks.learners.base import Learner
+from rollflow.tasks.learners.base import AGAIN, Learner
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.run_context import RunContext, claim
@@ -189,6 +189,7 @@ class LearnerActor:
         another run.
         """
         for name, data in self.learner.weights().items():
+            self.writer.check()  # another learner may have completed it since, with its own
             self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
 
     def _restore(self, newest: int) -> None:
@@ -253,7 +254,7 @@ class LearnerActor:
         number, why = self.version, str(error).partition("; ")[0]  # without the cure of a run that stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
-            cure = "mend the engine or the verifier and resume, or begin another run with a lower train.learning_rate"
+            cure = f"mend the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
             raise NotFinite(f"batch {number} was quarantined {times} times: {why}; {cure}") from error
         self._restore(number)
         self.note = f"batch {number} is quarantined and formed anew: {why}"
@@ -271,11 +272,13 @@ class LearnerActor:
         weights = self.policies.stage(self.writer, version, self.learner.weights())
         state = self.policies.stage(self.writer, version, self.learner.state() if stateful else {})
         found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
+        untold = sorted(metrics.keys() - found.keys())
         found |= {"publish_seconds": time.monotonic() - began}
         code = package_version("rollflow")
         made = VersionPublished(version, batch_entry, weights, state, tuple(probe), found, code)
         self.policies.publish(self.writer, made)
-        self.version, self.phase, self.note = version, LearnerPhase.TRAINING, "training"
+        self.version, self.phase = version, LearnerPhase.TRAINING
+        self.note = f"version {version} is told without {', '.join(untold)}: not finite" if untold else "training"
         self.trained += 1
 
     def _prune(self) -> None:
@@ -289,7 +292,14 @@ class LearnerActor:
         if broken is None and all(np.isfinite(probe)):
             return probe
         what = f"{broken} has a NaN or an infinity" if broken else "the probe's log-probs are not finite"
-        raise NotFinite(f"version {version} is not published: {what}; lower train.learning_rate")
+        raise NotFinite(f"version {version} is not published: {what}; {self._cure(version)}")
+
+    def _cure(self, version: int) -> str:
+        """What a person can do about a version that is not finite."""
+        if version:
+            return f"{AGAIN}, and a lower train.learning_rate"
+        cold = self.config.policy.cold_start is not None
+        return f"begin another run with {'a lower policy.cold_start.learning_rate' if cold else 'another policy.path'}"
 
 
 def batch_metrics(

@@ -27,6 +27,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
 
 WEIGHTS = "weights/"  # what names of weight files begin with
+AGAIN = "begin another run with what `rollflow export` gives"  # the cure of what stands in a run's config, which stays
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import NotFinite
+from rollflow.tasks.learners.base import AGAIN
 from rollflow.tasks.objectives.rows import Rows
 
 
@@ -20,15 +21,16 @@ def check_batch(data: Rows, version: int) -> None:
         if len(wrong):
             raise NotFinite(
                 f"version {version + 1} is not trained: {name} of batch {version} is {wrong[0]}; "
-                f"mend the {maker}, and begin another run with what `rollflow export` gives"
+                f"mend the {maker}, and {AGAIN}"
             )
 
 
-def check_figures(figures: Mapping[str, float], version: int, cure: str = "train.learning_rate") -> None:
+def check_figures(figures: Mapping[str, float], version: int, key: str = "train.learning_rate") -> None:
     """`NotFinite` if a figure of an update is not; asked before the optimizer takes its gradient."""
     for name, value in figures.items():
         if not np.isfinite(value):
-            raise NotFinite(f"version {version + 1} is not trained: {name} of batch {version} is {value}; lower {cure}")
+            cure = f"{AGAIN}, and a lower {key}"
+            raise NotFinite(f"version {version + 1} is not trained: {name} of batch {version} is {value}; {cure}")
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -86,7 +86,8 @@ def test_a_gradient_that_is_not_finite_is_not_taken(loss: Callable[[Tensor], Ten
     made.step(two_groups(), 4)
     before = saved(made)
     made.objective = Broken()
-    with pytest.raises(NotFinite, match=rf"^version 6 is not trained: {figure} of batch 5 is -?(nan|inf); lower train"):
+    cure = "begin another run with what `rollflow export` gives, and a lower train.learning_rate$"
+    with pytest.raises(NotFinite, match=rf"^version 6 is not trained: {figure} of batch 5 is -?(nan|inf); {cure}"):
         made.step(two_groups(), 5)
     assert saved(made) == before
     assert made.broken() is None

@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollflow.flows.config import parse
+from rollflow.flows.prepare import prepare
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, NotFinite, Unreachable
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, VersionPublished
+from rollflow.storage.log.log import Log
 from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import GroupKey, StoredObject
@@ -330,7 +333,8 @@ def test_a_version_that_is_not_finite_leaves_nothing(
     before = objects(context)
     with monkeypatch.context() as patch:
         patch.setattr(TorchLearner, "step", breaking(where, value))
-        with pytest.raises(NotFinite, match=r"version 3 is not published: .* NaN or an infinity; lower train"):
+        why = "version 3 is not published: .* NaN or an infinity; begin another run .* lower train"
+        with pytest.raises(NotFinite, match=why):
             train_small(context, 3)
     assert objects(context) == before
     train_small(context, 3)
@@ -363,3 +367,35 @@ def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare) -> None
     with pytest.raises(NotFinite, match=r"version 0 is not published: model\.embed_tokens\.weight has a NaN"):
         train_small(context, 1)
     assert list(context.store.list("policies")) == []
+
+
+def test_a_figure_that_is_not_finite_is_left_out_and_said(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, context = TorchLearner.step, small()
+
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
+        return {**sound(self, batch, version), "kl_of_mine": float("inf"), "gap_of_mine": float("nan")}
+
+    monkeypatch.setattr(TorchLearner, "step", step)
+    actor = train_small(context, 1)
+    assert actor.status().note == "version 1 is told without gap_of_mine, kl_of_mine: not finite"
+    [version] = [e.body for e in of_kind(context.store, VersionPublished) if getattr(e.body, "number", 0)]
+    assert isinstance(version, VersionPublished)
+    assert not any("mine" in name for name in version.metrics)
+    assert "loss" in version.metrics
+
+
+def test_a_cold_start_that_another_learner_overtook_leaves_the_policy_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has completed it, perhaps on another kind of machine, and an adapter begins from what is there."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    questions = tmp_path / "sums.jsonl"
+    questions.write_text("".join(f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(40)))
+    prompts = [{"kind": "jsonl", "path": str(questions)}]
+    engine = {"kind": "transformers", "max_new_tokens": 8}
+    tree = {"policy": {"cold_start": {"hidden_size": 32, "heads": 2}}, "prompts": prompts, "engine": engine}
+    context = prepare(parse({**tree, "reward": {"kind": "exact"}, "evaluation": {"prompts": 4}}), "cold")
+    monkeypatch.setattr(LearnerActor, "_supervise", lambda actor: Log(context.store).claim("learner"))
+    with pytest.raises(Deposed):
+        LearnerActor(context, channel=StoreFeed(context)).run()
+    assert not any(path.endswith(".safetensors") for path in context.store.list())
