@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--figure", type=Path, help="where to draw the curves")
     options = parser.parse_args()
+    options.trainings.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for seed, recipe, alpha, objective in product(options.seeds, options.recipes, options.alphas, options.objectives):
         if (recipe, objective, alpha, seed) not in {(*one.case, one.seed) for one in made(options.trainings)}:
