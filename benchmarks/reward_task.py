@@ -1,8 +1,9 @@
 """What both sides of `benchmarks.time_to_reward` learn: a recipe's prompts and reward, from the same weights.
 
 - `python -m benchmarks.reward_task start RECIPE FOLDER SEED` makes a policy by the recipe's cold start.
-- `python -m benchmarks.reward_task points RECIPE FOLDER SEED RUN` prints, for each version that a run has kept, when it
-  was published and how many of the held-out prompts it answers right. Both sides are judged by the same function.
+- `python -m benchmarks.reward_task points RECIPE FOLDER SEED RUN` prints when a run began to sample, and for each
+  version that it has kept, when that was published and how many of the held-out prompts it answers right. Both sides
+  are judged by the same function.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from benchmarks.recipe_task import RecipeTask, start_policy
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import Missing
+from rollflow.storage.log.entries import Claimed
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.reading import written
 from rollflow.tasks.learners.torch_learner import load_model
 
 THREADS = 2
@@ -27,8 +31,14 @@ def task_of(recipe: str, folder: Path, seed: str) -> RecipeTask:
     return RecipeTask(load_recipe(Path(recipe), [f"seed={seed}"]), folder)
 
 
-def points(task: RecipeTask, folder: Path, run: str) -> list[tuple[int, float, float]]:
-    """(version, seconds since the epoch, accuracy) of each version whose weights are kept."""
+def sampling_began(log: Log) -> float:
+    """Seconds since the epoch: the scheduler takes its role when its engines are ready."""
+    told = (one.entry for one in written(log, 0, log.state.n))
+    return next(entry.at for entry in told if isinstance(entry.body, Claimed) and entry.role == "scheduler")
+
+
+def points(task: RecipeTask, folder: Path, run: str) -> tuple[float, list[tuple[int, float, float]]]:
+    """When sampling began, and (version, seconds since the epoch, accuracy) of each version whose weights are kept."""
     from safetensors.torch import load_file
 
     context = attach_run(run)
@@ -42,7 +52,7 @@ def points(task: RecipeTask, folder: Path, run: str) -> list[tuple[int, float, f
         for file in context.weights(version.number).glob("*.safetensors"):
             model.load_state_dict(load_file(file), strict=False)  # a tensor that is tied is stored once
         found.append((version.number, version.at, task.accuracy(model)))
-    return found
+    return sampling_began(context.policies.log), found
 
 
 def main() -> None:

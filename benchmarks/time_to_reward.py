@@ -2,9 +2,9 @@
 
 A recipe's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a seed.
 TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two threads.
-Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from version 0 to the version that has
-the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy is that of greedy
-answers to the held-out prompts, by one function for both, and costs neither of them time.
+Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from when its engines are ready to
+the version that has the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy
+is that of greedy answers to the held-out prompts, by one function for both, and costs neither of them time.
 
 Each run is kept as a file in `--runs`; one that is there is not made again, so a campaign can be made in parts:
 `python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table is over all runs in the folder.
@@ -99,9 +99,8 @@ class Plan:
         _child(*command, log=self.runs / f"{run_id}.log", home=home)
         place = home / "store/runs" / run_id
         words = map(str, (self.recipe, folder, seed, place))
-        told = json.loads(_child("benchmarks.reward_task", "points", *words, home=home))
-        first = told[0][1]
-        looks = [(version, at - first, found) for version, at, found in told if version % self.every == 0]
+        first, told = json.loads(_child("benchmarks.reward_task", "points", *words, home=home))
+        looks = [(version, max(at - first, 0.0), found) for version, at, found in told if version % self.every == 0]
         return Run(system, seed, looks, first - began)
 
 
