@@ -140,6 +140,8 @@ class LearnerActor:
 
     def _begin(self) -> None:
         self.config, self.policies, self.batches = self.context.config, self.context.policies, self.context.batches
+        if self.config.train.ranks > 1:
+            self.cpu = CpuClock(LEARNER, "learner ranks")
         self.writer = claim(self.context, "learner", self._address)
         self.version = self.policies.newest()
         if self.version < 0:

@@ -32,7 +32,7 @@ from rollflow.tasks.learners.ranks import Lost
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Step:
 def run_rank(rank: int, port: int, orders: Connection, config: TorchTrain, start: LearnerStart) -> None:
     """Until the owner ends. `port` is where the owner has the ranks' store."""
     _end_with_owner()
+    _be_named(f"rank {rank} of {config.ranks}")
     store = store_at(port)
     try:
         learner = TorchLearner.begun(config, start)
@@ -113,6 +114,16 @@ def _end_with_owner() -> None:
     """See the module's docstring; an interrupt is the owner's to act on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The process that this one was forked from lives while anybody holds this pipe: only the owner is to.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+
+
+def _be_named(name: str) -> None:
+    """What `top` shows, for whoever looks; its first 15 bytes."""
+    if sys.platform.startswith("linux"):
+        _prctl(PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -124,7 +124,8 @@ def test_a_run_goes_on_to_the_same_bits_where_a_rank_was_killed(
     """The learner's actor raises, and its keeper starts another one."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     whole, broken = (prepare_small(tmp_path, name, versions=2, train={"ranks": 2}) for name in ("whole", "broken"))
-    train_small(whole)
+    costs = {cost.role: cost.seconds for cost in train_small(whole).status().costs}
+    assert costs["learner ranks"] > 0  # what only the owner can count
     feed = Killing(broken)
     feed.actor = LearnerActor(broken, channel=feed)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL while version 2 was trained"):
@@ -150,6 +151,7 @@ def test_ranks_beside_a_gpu_are_refused(folder: Path, monkeypatch: pytest.Monkey
 def test_ranks_end_with_a_learner_that_nobody_has(folder: Path) -> None:
     made = ranked(folder, 2, 60.0)
     found = pids(made)
+    assert [psutil.Process(pid).name() for pid in found] == ["rank 1 of 2"]  # so whoever looks can tell
     del made
     wait_for_ends(found)
 
