@@ -27,6 +27,7 @@ RECORDED_AS = {  # how the run names a role's recovery; a reward worker's end is
     "vllm core": "engine-",
     "scheduler": "rollout",
     "learner": "learner",
+    "rank": "learner",
     "channel": "channel",
     "reward actor": "reward",
     "runner": "runner",
@@ -144,6 +145,8 @@ def _is(process: psutil.Process, role: str) -> bool:
     if role in MODULES:
         return f"-m {MODULES[role]}" in line
     match role:
+        case "rank":  # of a learner with several; not the first, which is the learner
+            return str(process.name()).startswith("rank ")
         case "vllm core":
             return line.startswith("VLLM::EngineCore")
         case "prefect server":

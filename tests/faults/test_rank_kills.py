@@ -1,0 +1,84 @@
+"""SIGKILL of ranks and of the learner that they are of, on a whole run: it goes on by itself, to the same bits."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.chaos import Victim
+from benchmarks.victims import find, kill_everything
+from rollflow.flows.commands.cli import main
+from rollflow.storage.journal.recoveries import RecoveryLog
+from rollflow.storage.objects import open_store
+from tests.faults.test_kills import SYNCHRONOUS, sampled
+from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+VERSIONS = 200  # some four pass from one kill to the next
+RANKS, RANK_SECONDS = 3, 20.0
+# Of so many deaths of one role, pauses that double would come to an hour: after a calm moment they begin again.
+RECIPE = (
+    SYNCHRONOUS.replace("versions = 100", f"versions = {VERSIONS}")
+    + f"""window_seconds = 20.0
+
+[train]
+ranks = {RANKS}
+rank_seconds = {RANK_SECONDS}
+"""
+)
+KILLED = Counter({"rank": 20, "learner": 5})
+STOPPED = f"did not come to the others within {RANK_SECONDS:g} s"
+
+
+def test_a_run_of_which_ranks_and_learner_are_killed_is_bit_identical(tmp_path: Path) -> None:
+    draw, killed = random.Random(), Victim(tmp_path / "killed", RECIPE)
+    try:
+        killed.wait_version(1, RUN_SECONDS)
+        for role in draw.sample([*KILLED], k=KILLED.total(), counts=[*KILLED.values()]):
+            time.sleep(draw.uniform(0.0, 0.5))
+            strike(killed, role, draw)
+        stop(killed, draw)
+        assert killed.finish([], RUN_SECONDS).right, killed.tail()
+    finally:
+        kill_everything(killed.home)
+    quiet = Victim(tmp_path / "quiet", RECIPE)
+    assert quiet.finish([], RUN_SECONDS).right, quiet.tail()
+    runs = [tmp_path / name / "store/runs/chaos" for name in ("killed", "quiet")]
+    assert causes(runs[0]) == KILLED + Counter({"stopped": 1})
+    assert sampled(runs[0], VERSIONS) == sampled(runs[1], VERSIONS)
+    assert main(["replay", str(runs[0]), "--all"]) == 0
+
+
+def strike(victim: Victim, role: str, draw: random.Random) -> None:
+    """Kill one process of a role; all ranks that were there end with it."""
+    ranks = find(victim.home, "rank")
+    kill = victim.strike(role, draw)
+    print(f"at version {victim.newest}: {kill}")
+    assert kill.recorded
+    assert psutil.wait_procs(ranks, HANG_SECONDS)[1] == []
+
+
+def stop(victim: Victim, draw: random.Random) -> None:
+    """Stop a rank as SIGSTOP does, and wait until the run has gone on from that."""
+    ranks = until(lambda: len(found := find(victim.home, "rank")) == RANKS - 1 and found)
+    draw.choice(ranks).suspend()
+    until(lambda: any(STOPPED in one.reason for one in victim.recoveries.read()))
+    assert psutil.wait_procs(ranks, HANG_SECONDS)[1] == []
+
+
+def causes(run: Path) -> Counter[str]:
+    """How often the learner's recoveries name whom."""
+
+    def cause(reason: str) -> str:
+        if STOPPED in reason:
+            return "stopped"
+        return "rank" if re.match(r"rank [12] of 3 was killed by SIGKILL while", reason) else "learner"
+
+    return Counter(cause(one.reason) for one in RecoveryLog(open_store(str(run))).read())
