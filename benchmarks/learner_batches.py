@@ -50,10 +50,12 @@ class Workload:
     correlation: float = 0.7
 
 
+_DEEP = ColdStart(hidden_size=192, layers=4, heads=4, context=1024)
 _WIDE = ColdStart(hidden_size=128, layers=2, heads=4, context=1024)
 WORKLOADS = {
     "quick-start": Workload(256, 4),
     "wide": Workload(8, 4, _WIDE, vocabulary=151_936, median=64.0, cap=512),
+    "ragged": Workload(16, 4, _DEEP, vocabulary=8_000, median=64.0, cap=512),
     "tiny": Workload(4, 4, _WIDE, vocabulary=20_000, median=16.0, cap=64),
 }
 

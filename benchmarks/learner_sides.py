@@ -128,7 +128,7 @@ def plain(folder: Path, setting: str, turns: Turns) -> None:
     """transformers and AdamW."""
     model = load_model(folder, "float32", trained=True).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
-    rows = _rows(_groups(folder))
+    rows = rows_of(groups_of(folder))
     tokens = sum(int(mask.sum()) for _, mask, _, _ in rows)
     turns.ready()
     while turns.wait():
@@ -146,7 +146,7 @@ def plain(folder: Path, setting: str, turns: Turns) -> None:
 Row = tuple[Tensor, Tensor, Tensor, float]  # tokens, which of them are the response's, their log-probs, the advantage
 
 
-def _rows(groups: Sequence[TrajectoryGroup]) -> list[Row]:
+def rows_of(groups: Sequence[TrajectoryGroup]) -> list[Row]:
     found: list[Row] = []
     for group in groups:
         rewards = torch.tensor([t.reward for t in group.trajectories])
@@ -173,7 +173,7 @@ def trl(folder: Path, setting: str, turns: Turns) -> None:
     """TRL's trainer."""
     rows, checkpointing = int(setting.removesuffix("c")), setting.endswith("c")
     trl, datasets, transformers = map(importlib.import_module, ("trl", "datasets", "transformers"))
-    groups = _groups(folder)
+    groups = groups_of(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with tempfile.TemporaryDirectory() as place:
         trainer = trl.GRPOTrainer(
@@ -261,7 +261,7 @@ def _take_turns(trainer: Any, turns: Turns, callback: Any) -> None:
     trainer.add_callback(Told())
 
 
-def _groups(folder: Path) -> list[TrajectoryGroup]:
+def groups_of(folder: Path) -> list[TrajectoryGroup]:
     return TrajectoryBatch.from_bytes((folder / BATCH).read_bytes()).groups()
 
 

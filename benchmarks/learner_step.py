@@ -51,14 +51,17 @@ SETTINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
 class Side:
     """One of them, in a process that is up; used as a context."""
 
-    def __init__(self, name: str, setting: str, folder: Path, threads: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.learner_sides", name, setting, str(folder), str(threads)]
-        self._errors = folder / f"{name}-{setting}.log"
+    module = "benchmarks.learner_sides"
+
+    def __init__(self, name: str, setting: str, folder: Path, count: int) -> None:
+        """`count` of threads."""
+        command = [sys.executable, "-m", self.module, name, setting, str(folder), str(count)]
+        self._errors = folder / f"{name}-{setting}-{count}.log"
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
-        self.name, self.setting = name, setting
+        self.name, self.setting, self.count = name, setting, count
         self._level = self._heard()["peak"]
 
     def __enter__(self) -> Side:

@@ -1,0 +1,276 @@
+"""The learners of `benchmarks.ranks`, each a process that takes a step whenever it is told to, with its other ranks.
+
+All minimise GRPO's clipped surrogate as in `learner_sides`, in float32: one optimizer step over the batch, with a
+fused AdamW, one thread a rank. All but the first run each response behind its own prompt.
+
+- `rollflow` is `build_learner(...).step(batch, version)`, from the stored Arrow batch on: it is sent to the ranks, read
+  and dealt in the step that is timed.
+- `rollflow-rows` is the same with `share_prompts = false`: the work of the others.
+- `ddp` is torch's DistributedDataParallel as its user writes it. Each rank has every n-th row, as torch's
+  DistributedSampler gives them; it sorts its own by length, and runs them in padded micro-batches of as many tokens as
+  rollflow's. Gradients are added up once, beside the backward pass of the last micro-batch (`no_sync` before). The head
+  is run on the responses' tokens only, and there is no attention mask, as padding on the right needs none. Rows are
+  tensors before the clock runs.
+- `ddp-dealt` is the same, with the rows dealt by their tokens as rollflow deals them.
+- `ddp-same` is `ddp-dealt` with rollflow's own log-softmax: only the ranks differ.
+- `deepspeed` has ddp-dealt's rows and module in DeepSpeed's engine, ZeRO 2. It was never run.
+
+With one rank there is no wrapper: plain torch.
+
+Run as `python -m benchmarks.rank_sides SIDE TOKENS FOLDER RANKS`; see `learner_sides.Turns` for what it reads and
+writes. When its input ends, the first rank writes its weights into the folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.learner_batches import BATCH
+from benchmarks.learner_sides import BETAS, HIGH, LONGEST_GRADIENT, LOW, Row, Turns, groups_of, rows_of
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.chosen_tokens import chosen_tokens
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.dealing import deal
+from rollflow.tasks.learners.reference import named_tensors
+from rollflow.tasks.learners.shards import from_files
+from rollflow.tasks.learners.torch_learner import load_model
+
+RATE = 1e-4  # so high that after some steps weights differ by far more than rounding where steps do
+MEAN = "exp_avg/"
+Micros = Sequence[Sequence[Row]]
+
+
+class Clock:
+    """Seconds of a step: of the clock, and of the processors that this process and those below it used."""
+
+    def __init__(self) -> None:
+        self._below = psutil.Process().children(recursive=True)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._now()
+
+    def read(self) -> tuple[float, float]:
+        """Since it began."""
+        clock, processors = self._now()
+        return clock - self._began[0], processors - self._began[1]
+
+    def _now(self) -> tuple[float, float]:
+        below = sum(sum(process.cpu_times()[:2]) for process in self._below)
+        return time.perf_counter(), time.process_time() + below
+
+
+def rollflow(folder: Path, ranks: int, tokens: int, turns: Turns, name: str = "rollflow") -> None:
+    """rollflow's learner, by its public functions."""
+    config = TorchTrain(
+        learning_rate=RATE,
+        warmup_versions=0,
+        betas=BETAS,
+        max_grad_norm=LONGEST_GRADIENT,
+        micro_tokens=tokens,
+        share_prompts=name == "rollflow",
+        ranks=ranks,
+    )
+    learner = build_learner(config, LearnerStart(folder, trained=True))
+    batch = TrajectoryBatch.from_bytes((folder / BATCH).read_bytes())
+    turns.ready()
+    version, clock = 0, Clock()
+    while turns.wait():
+        clock.begin()
+        found = learner.step(batch, version)
+        turns.tell(clock.read(), found["loss"], found["grad_norm"])
+        version += 1
+    _write(folder, f"{name}-{ranks}", learner.model, from_files(learner.state()))
+
+
+class GroupLoss(nn.Module):
+    """The sum of the loss over the response tokens of some rows; `same`: by rollflow's own log-softmax."""
+
+    def __init__(self, model: Any, *, same: bool = False) -> None:
+        super().__init__()
+        self.model, self.same = model, same
+
+    def forward(self, rows: Sequence[Row]) -> Tensor:
+        """() of rows that are padded here."""
+        parts = [row[:3] for row in rows]
+        tokens_RT, mask_RT, old_RT = (pad_sequence([part[n] for part in parts], batch_first=True) for n in range(3))
+        row_M, place_M = mask_RT[:, 1:].nonzero(as_tuple=True)
+        hidden_MH = self.model.model(input_ids=tokens_RT, use_cache=False).last_hidden_state[row_M, place_M]
+        targets_M = tokens_RT[row_M, place_M + 1]
+        logits_MV = self.model.lm_head(hidden_MH)
+        if self.same:
+            logp_M, _ = chosen_tokens(logits_MV, targets_M, temperature=1.0, entropy=False)
+        else:
+            logp_M = -nn.functional.cross_entropy(logits_MV, targets_M, reduction="none")
+        ratio_M = (logp_M - old_RT[row_M, place_M + 1]).exp()
+        advantage_M = torch.tensor([row[3] for row in rows])[row_M]
+        return -torch.minimum(ratio_M * advantage_M, ratio_M.clamp(1 - LOW, 1 + HIGH) * advantage_M).sum()
+
+
+def ddp(folder: Path, ranks: int, tokens: int, turns: Turns | None, name: str = "ddp") -> None:
+    """torch's DistributedDataParallel; of one rank, plain torch. `turns` are the first rank's."""
+    inner = GroupLoss(load_model(folder, "float32", trained=True).eval(), same=name == "ddp-same")
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
+    module: Any = DistributedDataParallel(inner, gradient_as_bucket_view=True) if ranks > 1 else inner
+    rows = rows_of(groups_of(folder))
+    weight = ranks / sum(int(row[1].sum()) for row in rows)  # it gives the mean over ranks
+    micros = micro_batches(own_rows(rows, ranks, dealt=name != "ddp"), tokens)
+    for clock in steps(ranks, turns):
+        total = torch.zeros(())
+        for number, micro in enumerate(micros):
+            last = ranks == 1 or number == len(micros) - 1
+            with nullcontext() if last else module.no_sync():
+                loss = module(micro) * weight
+                loss.backward()
+            total += loss.detach() / ranks
+        norm = nn.utils.clip_grad_norm_(inner.parameters(), LONGEST_GRADIENT)
+        optimizer.step()
+        optimizer.zero_grad()
+        _tell(ranks, turns, clock, total, float(norm))
+    if turns:
+        _write(folder, f"{name}-{ranks}", inner.model, means_of(inner.model, optimizer))
+
+
+def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
+    """ZeRO 2, which adds up in each backward pass: so every rank has as many of them as the one that has most."""
+    inner = GroupLoss(load_model(folder, "float32", trained=True).eval())
+    rows = rows_of(groups_of(folder))
+    weight = ranks / sum(int(row[1].sum()) for row in rows)
+    micros = micro_batches(own_rows(rows, ranks, dealt=True), tokens)
+    count = torch.tensor(len(micros))
+    if ranks > 1:
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    parts = [[micro, weight] for micro in micros] + [[micros[-1], 0.0]] * (int(count) - len(micros))
+    engine, *_ = importlib.import_module("deepspeed").initialize(
+        model=inner,
+        optimizer=torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": int(count),
+            "gradient_clipping": LONGEST_GRADIENT,
+            "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    for clock in steps(ranks, turns):
+        total = torch.zeros(())
+        for micro, share in parts:
+            loss = engine(micro) * share
+            engine.backward(loss * int(count))  # it gives the mean over them, too
+            engine.step()
+            total += loss.detach() / ranks
+        _tell(ranks, turns, clock, total, float(engine.get_global_grad_norm()))
+    if turns:
+        _write(folder, f"deepspeed-{ranks}", inner.model, {})
+
+
+def own_rows(rows: Sequence[Row], ranks: int, *, dealt: bool) -> list[Row]:
+    """Those of this rank, the longest first."""
+    lengths, rank = [len(row[0]) for row in rows], int(os.environ.get("RANK", 0))
+    own = deal(lengths, ranks)[rank] if dealt else range(rank, len(rows), ranks)
+    return [rows[number] for number in sorted(own, key=lambda number: -lengths[number])]
+
+
+def micro_batches(rows: Sequence[Row], tokens: int) -> Micros:
+    """Of at most so many padded tokens, but of one row at least; `rows` come with the longest first."""
+    found, begin = [], 0
+    while begin < len(rows):
+        end = begin + max(1, tokens // len(rows[begin][0]))
+        found.append(rows[begin:end])
+        begin = end
+    return found
+
+
+def steps(ranks: int, turns: Turns | None) -> Iterator[Clock]:
+    """One for each step that the first rank is told to take."""
+    if turns:
+        turns.ready()
+    go, clock = torch.zeros(1), Clock()
+    while True:
+        go[0] = float(turns.wait()) if turns else 0.0
+        if ranks > 1:
+            dist.broadcast(go, 0)
+        if not go:
+            return
+        clock.begin()
+        yield clock
+
+
+def _tell(ranks: int, turns: Turns | None, clock: Clock, loss: Tensor, norm: float) -> None:
+    times = clock.read()
+    if ranks > 1:
+        dist.all_reduce(loss)  # only told, so it is not timed
+    if turns:
+        turns.tell(times, float(loss), norm)
+
+
+def means_of(model: Any, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """AdamW's running mean of each parameter's gradient, named as rollflow's state has it."""
+    return {f"{MEAN}{name}": optimizer.state[given]["exp_avg"] for name, given in model.named_parameters()}
+
+
+def _write(folder: Path, name: str, model: Any, state: Mapping[str, Tensor]) -> None:
+    """The weights, and of the state the gradients' running means."""
+    means = {key: tensor for key, tensor in state.items() if key.startswith(MEAN)}
+    save_file({**named_tensors(model), **means}, folder / f"{name}.weights")
+
+
+SIDES: dict[str, Callable[[Path, int, int, Any], None]] = {
+    "rollflow": rollflow,
+    "rollflow-rows": partial(rollflow, name="rollflow-rows"),
+    "ddp": ddp,
+    "ddp-dealt": partial(ddp, name="ddp-dealt"),
+    "ddp-same": partial(ddp, name="ddp-same"),
+    "deepspeed": deepspeed,
+}
+
+
+def main() -> None:
+    side, tokens, folder, ranks = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    if side.startswith("rollflow"):
+        SIDES[side](folder, ranks, tokens, Turns())
+        return
+    first = "RANK" not in os.environ
+    with ExitStack() as stack:
+        if first:
+            _start_others(ranks, stack)
+        if ranks > 1 or side == "deepspeed":
+            dist.init_process_group("gloo")
+            stack.callback(dist.destroy_process_group)
+        SIDES[side](folder, ranks, tokens, Turns() if first else None)
+
+
+def _start_others(ranks: int, stack: ExitStack) -> None:
+    """This process is the first rank from now on; those behind it end with their group."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    for rank in range(1, ranks):
+        command = [sys.executable, "-m", "benchmarks.rank_sides", *sys.argv[1:]]
+        stack.enter_context(subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL))
+    os.environ |= {"RANK": "0"}
+
+
+if __name__ == "__main__":
+    main()

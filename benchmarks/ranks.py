@@ -1,0 +1,153 @@
+"""A learner of several ranks beside torch's DistributedDataParallel: trained tokens per second on 1 and 2 ranks.
+
+The same policy, the same ragged batch, the same loss (see `rank_sides`), one thread a rank. All sides step in turns,
+every second time in the other order; a ratio is that of two steps of one turn. Losses and gradient norms must agree in
+every step, and gradients after the last; weights are told, too (AdamW makes much of the rounding of a gradient that is
+nearly zero). Beside the clock there is the processors' time, of all ranks together, which other work on the machine
+changes less.
+
+What is compared with the target is `rollflow-rows`: it has the rows of `ddp-dealt` on the same ranks, in the same
+micro-batches, and beside `ddp-same` nothing else differs than what the ranks do together. `rollflow` has what it has by
+itself: responses behind one copy of their prompt. Tokens are those of the responses. DeepSpeed is measured where it is
+installed. Run it as `python -m benchmarks.ranks`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import combinations
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.learner_batches import BATCH
+from benchmarks.learner_step import Case, Side, Step, told, written
+from benchmarks.rank_sides import MEAN
+from benchmarks.report import Row, arguments, at_least, at_most, publish
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.tasks.learners.dealing import deal, imbalance
+from rollflow.tasks.objectives.rows import Rows
+
+AS_FAST, NEAR = 0.95, 1e-5
+OURS, THEIRS = ("rollflow-rows", "rollflow"), ("ddp-dealt", "ddp-same", "ddp", "deepspeed")
+NO_DEEPSPEED = "DeepSpeed is not measured: it is not installed."
+Key = tuple[str, int]  # a side, and how many ranks it has
+
+
+class RanksSide(Side):
+    """Its `count` is of ranks."""
+
+    module = "benchmarks.rank_sides"
+
+
+def in_turns(case: Case, keys: Sequence[Key], tokens: int, turns: int) -> dict[Key, list[Step]]:
+    """The steps of each side; the first of each warms up."""
+    found: dict[Key, list[Step]] = {key: [] for key in keys}
+    with ExitStack() as stack:
+        sides = [stack.enter_context(RanksSide(name, str(tokens), case.folder, ranks)) for name, ranks in keys]
+        for turn in range(turns + 1):
+            for side in sides if turn % 2 else reversed(sides):
+                found[side.name, side.count].append(side.step())
+    return found
+
+
+def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
+    """Speed of each side; ours over theirs, on as many ranks; each side's own gain by ranks."""
+    for (name, ranks), steps in found.items():
+        side = f"{name}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+        yield Row(case, f"{side}: tokens/s", statistics.median(case_tokens / step.seconds for step in steps[1:]))
+        per_processor = statistics.median(case_tokens / step.cpu for step in steps[1:])
+        yield Row(case, f"{side}: tokens/s of a processor", per_processor)
+    for ours, theirs in ((ours, theirs) for ours in found for theirs in found):
+        if ours[0] in OURS and theirs[0] in THEIRS and ours[1] == theirs[1]:
+            what = f"{ours[0]} over {theirs[0]}, ranks {ours[1]}"
+            yield from _ratios(case, what, found[theirs], found[ours], AS_FAST)
+    for name, ranks in found:
+        if ranks > 1 and (name, 1) in found:
+            what = f"{name}, {ranks} ranks over 1"
+            yield from _ratios(case, what, found[name, 1], found[name, ranks])
+
+
+def _ratios(case: str, what: str, slow: Sequence[Step], fast: Sequence[Step], target: float = 0.0) -> Iterator[Row]:
+    """How often as fast the second is, by pairs."""
+    pairs = list(zip(slow[1:], fast[1:], strict=True))
+    ratios = [one.seconds / other.seconds for one, other in pairs]
+    middle = statistics.median(ratios)
+    yield at_least(case, f"{what}: median", middle, target) if target else Row(case, f"{what}: median", middle)
+    yield Row(case, f"{what}: least", min(ratios))
+    yield Row(case, f"{what}: most", max(ratios))
+    yield Row(case, f"{what}: by processor time", statistics.median(one.cpu / other.cpu for one, other in pairs))
+
+
+def agreement(case: str, folder: Path, found: Mapping[Key, list[Step]]) -> Iterator[Row]:
+    """How far any two sides are apart; the gradients are AdamW's running means of them."""
+    pairs = [pair for one, other in combinations(found, 2) for pair in zip(found[one], found[other], strict=True)]
+    written = [load_file(folder / f"{name}-{ranks}.weights") for name, ranks in found]
+    apart = {
+        "losses": max(abs(one.loss - other.loss) for one, other in pairs),
+        "gradient norms, as a share": max(abs(one.norm / other.norm - 1) for one, other in pairs),
+        "gradients": _farthest(written, lambda name: name.startswith(MEAN)),
+    }
+    for what, most in apart.items():
+        yield at_most(case, f"{what}, most apart: 1e-6", 1e6 * most, 1e6 * NEAR)
+    weights = _farthest(written, lambda name: not name.startswith(MEAN))
+    yield Row(case, "weights, most apart: 1e-6", 1e6 * weights)
+
+
+def _farthest(written: Sequence[Mapping[str, Tensor]], which: Callable[[str], bool]) -> float:
+    """The most that any two sides' tensors differ in."""
+    names = [name for name in written[0] if which(name)]
+    return max(
+        float((one[name] - other[name]).abs().max())
+        for one, other in combinations(written, 2)
+        for name in names
+        if name in one and name in other
+    )
+
+
+def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
+    """Tokens of the fullest rank above the mean, of the batch's rows."""
+    data = Rows.of(TrajectoryBatch.from_bytes((case.folder / BATCH).read_bytes()))
+    lengths = [int(length) for length in data.lengths]
+    for ranks in counts:
+        turn = [sum(lengths[rank::ranks]) for rank in range(ranks)]
+        dealt = [sum(lengths[row] for row in own) for own in deal(lengths, ranks)]
+        for how, loads in (("every n-th row", turn), ("dealt", dealt)):
+            yield Row(case.name, f"{ranks} ranks, {how}: fullest above the mean, %", 100 * imbalance(loads))
+
+
+def sides_of(counts: Sequence[int], *, deepspeed: bool) -> list[Key]:
+    """All there are; on one rank nothing is dealt. Those that are compared stand beside each other."""
+    found = []
+    for ranks in counts:
+        names = ["rollflow", "rollflow-rows", "ddp-same", *(["ddp-dealt"] if ranks > 1 else []), "ddp"]
+        found += [(name, ranks) for name in [*names, *(["deepspeed"] if deepspeed else [])]]
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="ragged", help="the workload; tiny shows that it runs")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--tokens", type=int, default=512, help="padded tokens of a micro-batch, on all sides")
+    parser.add_argument("--turns", type=int, default=9)
+    options = parser.parse_args()
+    deepspeed = importlib.util.find_spec("deepspeed") is not None
+    with tempfile.TemporaryDirectory() as place:
+        case = written(options.only, 0.0, Path(place))
+        found = in_turns(case, sides_of(options.ranks, deepspeed=deepspeed), options.tokens, options.turns)
+        rows = told(iter([*dealing(case, [2, 4]), *rows_of(case.name, case.tokens, found)]))
+        rows += told(agreement(case.name, case.folder, found))
+    if not deepspeed:
+        print(NO_DEEPSPEED, file=sys.stderr)
+    publish(rows, "a learner of several ranks: rollflow beside torch", options.json)
+
+
+if __name__ == "__main__":
+    main()
