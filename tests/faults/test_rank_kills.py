@@ -68,8 +68,10 @@ def strike(victim: Victim, role: str, draw: random.Random) -> None:
 def stop(victim: Victim, draw: random.Random) -> None:
     """Stop a rank as SIGSTOP does, and wait until the run has gone on from that."""
     ranks = until(lambda: len(found := find(victim.home, "rank")) == RANKS - 1 and found)
+    began = time.time()
     draw.choice(ranks).suspend()
-    until(lambda: any(STOPPED in one.reason for one in victim.recoveries.read()))
+    [found] = until(lambda: [one for one in victim.recoveries.read() if STOPPED in one.reason])
+    print(f"stopped: seen after {found.noticed_at - began:.1f} s, {found.sentence()}")
     assert psutil.wait_procs(ranks, HANG_SECONDS)[1] == []
 
 
