@@ -161,12 +161,13 @@ class RayChannel:
     @property
     def actor(self) -> Any:
         """The actor that has the channel's name now."""
-        if self._actor is None:
+        actor = self._actor  # another thread may lose it
+        if actor is None:
             try:
-                self._actor = ray.get_actor(CHANNEL)
+                actor = self._actor = ray.get_actor(CHANNEL)
             except ValueError as error:
                 raise _Nobody(str(error)) from error
-        return self._actor
+        return actor
 
     async def _wait(self, call: Callable[[Any, float], Any], deadline: float, what: str) -> Any:
         patience = _Patience(deadline, what)

@@ -1,11 +1,17 @@
 """The learner's actor: follows the chain of versions, one batch at a time.
 
-    restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> lease ...
+    restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> prune
+                       ^                                  |
+                       +--- v + 1, beside the publishing -+
 
 It begins from storage alone: it restores the newest published version, or makes version 0. A version is committed
 together with the batch it was trained on. Once another learner has claimed the run, this one is `Deposed` and stops. A
 batch that is not what was committed is voided and formed anew, never trained on; so is one that is not finite, where
 `train.not_finite = "next"`.
+
+While version v + 1 is published (see `publishing`), batch v + 1 may be leased and trained on, if alpha is 1 or more.
+Versions are committed in their order: batch v + 1 waits, as it was, until v + 2 is. Where v + 1 fails or its learner
+dies, what was trained on top of it is lost, and batch v + 1 is trained on again.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard
 from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.cpu import CpuClock
@@ -88,7 +95,8 @@ class LearnerActor:
         """
         self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
-        self.version = -1
+        self.version = -1  # the newest that is committed
+        self.reached = -1  # the version that the learner's tensors are: `version`, or the one on its way there
         self.trained = 0  # versions, by this actor
         self.phase, self.note = LearnerPhase.STARTING, "starting"
         self.steps = 0  # done on the way to a version
@@ -96,6 +104,7 @@ class LearnerActor:
         self.meter = Meter()
         self.cpu = CpuClock(LEARNER)
         self._worker = ThreadPoolExecutor(1, "learner")
+        self._publishing = Publishing()
         self._work: Future[int] | None = None
         self._starting = threading.Lock()
 
@@ -125,18 +134,40 @@ class LearnerActor:
     def _train_all(self) -> int:
         self._begin()
         self.meter.begin()
-        while self.version < self.config.versions:
-            waited = time.monotonic()
-            batch, entry = self._next_batch(self.version)
-            told = batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), self.version)
-            told |= domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
-            with self.meter.busy():
-                if not self._train(batch, entry, told):
-                    continue
-            self.channel.finish(self.version - 1, self.version)
-            self._prune()
+        try:
+            while self.version < self.config.versions:
+                self._go_on()
+        finally:
+            self._settle()  # what ended the training is no reason to lose the version before it
         self.phase, self.note = LearnerPhase.DONE, "done"
         return self.version
+
+    def _go_on(self) -> None:
+        """Train one version more, or wait for the last one; go back to before a batch that was voided meanwhile."""
+        try:
+            if self.reached < self.config.versions:
+                self._train_next(self.reached)
+            else:
+                self._settle()
+        except Deposed:
+            raise
+        except Refused:
+            self._publishing.forget()
+            self._restore(self.version)
+
+    def _train_next(self, number: int) -> None:
+        waited = time.monotonic()
+        batch, entry = self._next_batch(number)
+        told = batch_metrics(batch, self.batches.committed(entry), self.batches.discards(entry), number)
+        told |= domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
+        with self.meter.busy():
+            self._train(number, batch, entry, told)
+            if self.config.async_ratio < 1:
+                self._settle()  # the next batch begins under this version
+
+    def _settle(self) -> None:
+        """Wait for the version that is being published; raises what that failed with."""
+        self._publishing.settle()
 
     def _begin(self) -> None:
         self.config, self.policies, self.batches = self.context.config, self.context.policies, self.context.batches
@@ -163,6 +194,7 @@ class LearnerActor:
             self._check_finite(0)
             self._keep_weights()
         self._publish(0, None, {})
+        self._settle()
 
     def _supervise(self) -> None:
         from rollflow.tasks.policies.cold_start import answers, cold_start
@@ -197,6 +229,7 @@ class LearnerActor:
     def _restore(self, newest: int) -> None:
         self.phase = LearnerPhase.RESTORING
         self.restored = restore(self.policies, self.batches, self.learner, newest, heal=True, note=self._step)
+        self.reached = newest
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
@@ -212,6 +245,7 @@ class LearnerActor:
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
+                self._settle()  # it may be the log that is damaged
                 reason = str(error)
                 self._step(f"batch {number} is made again: {reason}")
                 self.batches.void(self.writer, number, reason)  # nothing, if only the channel's copy was damaged
@@ -227,33 +261,30 @@ class LearnerActor:
                 return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
+            self._settle()  # what is waited for may begin only then
             self.writer.check()  # returns once storage answers: the deadline does not count that time
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
-    def _train(self, batch: TrajectoryBatch, entry: int, told: Mapping[str, float]) -> bool:
-        """Train on a batch and publish; False if the batch was voided meanwhile: then the learner is as before it."""
+    def _train(self, number: int, batch: TrajectoryBatch, entry: int, told: Mapping[str, float]) -> None:
+        """Train on batch `number` and begin to publish what comes of it; one that is not finite is voided, where it may
+        be.
+        """
         began = time.monotonic()
-        self._check_fresh(batch)
+        self._check_fresh(number, batch)
         try:
-            metrics = {**self.learner.step(batch, self.version), **told}
+            metrics = {**self.learner.step(batch, number, self._settle), **told}
             metrics["step_seconds"] = time.monotonic() - began
-            self._publish(self.version + 1, entry, metrics)
-        except Deposed:
-            raise
-        except Refused:
-            self._restore(self.version)
-            return False
+            self._publish(number + 1, entry, metrics)
         except NotFinite as error:
+            self._settle()  # of two versions that fail, the earlier one is told
             if self.config.train.not_finite == "stop":
                 raise
-            self._quarantine(entry, error)
-            return False
-        return True
+            self._quarantine(number, entry, error)
 
-    def _quarantine(self, entry: int, error: NotFinite) -> None:
-        """Void the present batch, and be as before it; from storage, as some of its minibatches may have been taken."""
-        number, why = self.version, str(error).partition("; ")[0]  # without the cure of a run that stops
+    def _quarantine(self, number: int, entry: int, error: NotFinite) -> None:
+        """Void batch `number`, and be as before it; from storage, as some of its minibatches may have been taken."""
+        why = str(error).partition("; ")[0]  # without the cure of a run that stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"mend the engine or the verifier and resume, or {AGAIN}, and a lower train.learning_rate"
@@ -261,27 +292,41 @@ class LearnerActor:
         self._restore(number)
         self.note = f"batch {number} is quarantined and formed anew: {why}"
 
-    def _check_fresh(self, batch: TrajectoryBatch) -> None:
+    def _check_fresh(self, number: int, batch: TrajectoryBatch) -> None:
         """The bound, checked once more on the rows themselves before they are trained on."""
         oldest = min(batch.table["started_version"].to_pylist())
-        if oldest < self.version - self.config.async_ratio:
-            raise Stale(f"batch {self.version} holds a trajectory started under version {oldest}")
+        if oldest < number - self.config.async_ratio:
+            raise Stale(f"batch {number} holds a trajectory started under version {oldest}")
 
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
+        """Begin to publish what the learner is now; it is committed by the next `_settle`."""
         began = time.monotonic()
         probe = self._check_finite(version)
         stateful = self.policies.retention.stores_state(version) or version == self.config.versions
-        weights = self.policies.stage(self.writer, version, self.learner.weights())
-        state = self.policies.stage(self.writer, version, self.learner.state() if stateful else {})
+        weights, state = self.learner.weights(), self.learner.state() if stateful else {}
         found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
+
+        def publish() -> None:
+            staged = (
+                self.policies.stage(self.writer, version, weights),
+                self.policies.stage(self.writer, version, state),
+            )
+            told, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
+            self.policies.publish(self.writer, VersionPublished(version, batch_entry, *staged, probe, told, code))
+            self._published(version)
+
+        self._publishing.begin(publish)
+        self.reached, self.phase = version, LearnerPhase.TRAINING
         untold = sorted(metrics.keys() - found.keys())
-        found |= {"publish_seconds": time.monotonic() - began}
-        code = package_version("rollflow")
-        made = VersionPublished(version, batch_entry, weights, state, tuple(probe), found, code)
-        self.policies.publish(self.writer, made)
-        self.version, self.phase = version, LearnerPhase.TRAINING
         self.note = f"version {version} is told without {', '.join(untold)}: not finite" if untold else "training"
+
+    def _published(self, version: int) -> None:
+        """It is committed."""
+        self.version = version
         self.trained += 1
+        if version:
+            self.channel.finish(version - 1, version)
+            self._prune()
 
     def _prune(self) -> None:
         """Prune what retention releases; what a failure leaves is removed the next time, or by `rollflow gc`."""

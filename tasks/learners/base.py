@@ -11,7 +11,8 @@
   it was.
 
 A file is given as bytes, or as a sequence of buffers that are its bytes one after the other. The buffers are views of
-the tensors, valid until the next `step` or `load`.
+the tensors, valid until the next `load`, or until the next `step` calls its `settle`: before that it changes nothing
+that is stored, so that a version can be stored while the next one is computed.
 
 Each is tested once for all learners in `tests/contracts/test_learners.py`.
 """
@@ -28,6 +29,13 @@ from rollflow.storage.objects import Data
 
 WEIGHTS = "weights/"  # what names of weight files begin with
 AGAIN = "begin another run with what `rollflow export` gives"  # the cure of what stands in a run's config, which stays
+
+
+Settle = Callable[[], None]
+
+
+def at_once() -> None:
+    """The `Settle` of a step that nothing has to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +60,12 @@ class Learner(Protocol):
     def model(self) -> Any:
         """The policy as a transformers model in this process; a cold start trains it in place, before any `step`."""
 
-    def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
         """Train `version` into `version + 1`; returns metrics.
+
+        Args:
+            settle: called before anything is changed that is stored, and perhaps again; returns once it may be. What it
+                raises ends the step, and nothing stored is changed.
 
         Raises:
             NotFinite: of the batch, the loss or the gradient; the message names the version, the batch and the figure.

@@ -28,7 +28,7 @@ import torch
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
 from rollflow.storage.objects.base import Data, pieces
-from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
 from rollflow.tasks.learners.rank_process import (
@@ -68,12 +68,13 @@ class RankedLearner:
         """See `Learner`; the first rank's."""
         return self._own.model
 
-    def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
         """See `Learner`.
 
         Raises:
             RankFailed: a rank ended, or hangs; this learner is of no more use.
         """
+        settle()  # first: the others would wait for this rank, and a slow store is no hang
         try:
             if not self._alike:
                 self._share()

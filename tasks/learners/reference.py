@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollflow.tasks.learners.base import Settle, at_once
 from rollflow.tasks.learners.optimized import check_fit
 from rollflow.tasks.learners.token_logprobs import Pass, TokenLogprobs
 
@@ -28,9 +29,10 @@ class Reference:
         self.token_logprobs: Pass = TokenLogprobs(self._model)
         self.version = -1  # none yet
 
-    def follow(self, version: int) -> None:
+    def follow(self, version: int, settle: Settle = at_once) -> None:
         """Before `version` is trained: where it is due, become what the policy is."""
         if self.version < 0 or (self._every and version % self._every == 0):
+            settle()
             self._take(self._now())
             self.version = version
 

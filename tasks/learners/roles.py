@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollflow.tasks.learners.base import Settle, at_once
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.ranks import Ranks
@@ -91,11 +92,13 @@ class Roles:
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
         return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
 
-    def begin(self, version: int) -> None:
-        """Before a version's first update."""
+    def begin(self, version: int, settle: Settle = at_once) -> None:
+        """Before a version's first update. Of what is stored only a reference changes here: a critic that begins was
+        not stored yet.
+        """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
-            self.reference.follow(version)
+            self.reference.follow(version, settle)
         if self.critic is not None:
             self.critic.begin()
             self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))

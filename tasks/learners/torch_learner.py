@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects.base import Data
-from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
 from rollflow.tasks.learners.before import known_before
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.critic import Critic
@@ -72,13 +72,13 @@ class TorchLearner(Roles):
 
     # --- a version ----------------------------------------------------------------------------------------------
 
-    def step(self, batch: TrajectoryBatch, version: int) -> Mapping[str, float]:
+    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
         """See `Learner`."""
         data = Rows.of(batch)
         check_batch(data, version)
-        self.begin(version)
+        self.begin(version, settle)
         before = known_before(self, data)
-        updates = Updates(self, data, before, version)
+        updates = Updates(self, data, before, version, settle)
         metrics = [updates.of(part) for part in self._minibatches(data)]
         found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
         updates.seen.gather(self.ranks)

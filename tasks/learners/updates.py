@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from rollflow.tasks.learners.base import Settle
 from rollflow.tasks.learners.before import Before
 from rollflow.tasks.learners.diagnostics import Diagnostics
 from rollflow.tasks.learners.finite import check_figures
@@ -25,9 +26,10 @@ from rollflow.tasks.objectives.rows import Rows
 class Updates:
     """See the module's docstring. `seen` gathers what they tell."""
 
-    def __init__(self, roles: Roles, data: Rows, before: Before, version: int) -> None:
+    def __init__(self, roles: Roles, data: Rows, before: Before, version: int, settle: Settle) -> None:
         self.device, self.model, self.token_logprobs = roles.device, roles.model, roles.token_logprobs
         self.roles, self.data, self.before, self.seen = roles, data, before, Diagnostics(version)
+        self.settle = settle
 
     def of(self, part: list[int]) -> dict[str, float]:
         """One optimizer step over the rows of one minibatch, and one of the critic."""
@@ -54,6 +56,7 @@ class Updates:
         total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), total)
         found = {"loss": total, "grad_norm": roles.policy.clip()}
         check_figures(found, seen.version)
+        self.settle()
         roles.policy.apply()
         seen.updates += 1
         return found

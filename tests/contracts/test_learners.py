@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollflow.flows.config import sections_of
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import Corrupt
+from rollflow.storage.errors import Corrupt, StoreFailed
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import pieces
 from rollflow.tasks.learners import build_learner
@@ -181,6 +181,27 @@ def test_it_can_go_back_to_where_it_was(learner: Learner) -> None:
     assert saved(learner) == before
     learner.step(batch(1), 1)
     assert saved(learner) == once
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_a_step_changes_nothing_that_is_stored_until_it_has_settled(learner: Learner, versions: int) -> None:
+    """So a version can be stored while the next one is computed. Where that fails, the learner stays as it is."""
+    before = saved(trained(learner, versions))
+    given, seen = (learner.weights(), learner.state()), list[tuple[Files, Files]]()
+
+    def settle() -> None:
+        if not seen:
+            seen.append((joined(given[0]), joined(given[1])))
+
+    def full() -> None:
+        raise StoreFailed("the store is full")
+
+    with pytest.raises(StoreFailed):
+        learner.step(batch(versions), versions, full)
+    assert saved(learner) == before
+    learner.step(batch(versions), versions, settle)
+    assert seen == [before]
+    assert saved(learner) != before
 
 
 def test_another_batch_gives_other_weights(learner: Learner) -> None:

@@ -1,6 +1,7 @@
 """A small real run without Ray: its own policy folder, made-up batches, the real learner's actor in this process.
 
 A batch is made up when the learner asks for it: its newest tokens are of the version that the learner has published.
+Until that is committed the feed has nothing to give.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class StoreFeed:
     That batch is committed, and waits. It takes the run as its supervisor, if nobody has, and as its scheduler.
     """
 
-    def __init__(self, context: RunContext, until: int | None = None) -> None:
+    def __init__(self, context: RunContext, until: int | None = None, *, ahead: bool = False) -> None:
+        """`ahead`: no token of a batch is newer than the version before its own, which may still be on its way."""
+        self.ahead = ahead
         self.context, self.log, self.batches = context, context.log, context.batches
         self.until = context.config.versions if until is None else until
         if self.log.state.newest_claim("supervisor") == NOBODY:
@@ -51,13 +54,20 @@ class StoreFeed:
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
         """The committed batch."""
+        self.await_version(number)
         waiting = self.batches.waiting(number)
         if waiting is None:
-            self.batches.commit(self.writer, batch(self.context, number))
+            self.batches.commit(self.writer, batch(self.context, number, ahead=self.ahead))
             waiting = self.log.state.waiting[number]
         if number >= self.until:
             raise Halt
         return self.batches.read(waiting.file)
+
+    def await_version(self, number: int) -> None:
+        """`TimeoutError` as long as batch `number` cannot be formed: the version of its newest tokens is not there."""
+        self.log.follow()
+        if (newest := max(number - self.ahead, 0)) > self.log.state.version:
+            raise TimeoutError(f"no batch {number} before version {newest}")
 
     def finish(self, number: int, version: int) -> None:
         """Nothing to do."""
@@ -74,6 +84,7 @@ def prepare_small(
     train: Mapping[str, object] | None = None,
     reward: Mapping[str, object] | None = None,
     dtype: str = "float32",
+    async_ratio: float = 1,
     **store: object,
 ) -> RunContext:
     """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
@@ -86,7 +97,7 @@ def prepare_small(
             "versions": versions,
             "groups": GROUPS,
             "group_size": SIZE,
-            "async_ratio": 1,
+            "async_ratio": async_ratio,
             "engine": {"kind": "transformers", "max_new_tokens": 8},
             "train": {"warmup_versions": 0, "learning_rate": 1e-3, **(train or {})},
             "evaluation": {"prompts": 4},
@@ -108,11 +119,14 @@ def make_policy(folder: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
 
 
-def batch(context: RunContext, number: int) -> StagedBatch:
+def batch(context: RunContext, number: int, *, ahead: bool = False) -> StagedBatch:
     """Made-up answers to the run's own prompts; in batch 2 one was discarded as stale and issued again.
 
-    One prompt more is in flight than batches have used. A batch that was voided is made again of the next attempts.
+    Answers begin alpha versions before the batch, where there are such, and end under its own if not `ahead` of it. One
+    prompt more is in flight than batches have used. A batch that was voided is made again of the next attempts.
     """
+    started = max(number - int(context.config.async_ratio), 0)
+    newest = started if ahead else number
     order, draw, state = context.prompts(), random.Random(number), context.log.state
     again, first = number in state.holes, number * GROUPS
     gone = (Discard(GroupKey(first, 0), DiscardReason.STALE, 0, 21),) if number == 2 and not again else ()
@@ -120,17 +134,17 @@ def batch(context: RunContext, number: int) -> StagedBatch:
     groups = []
     for index in range(first, first + GROUPS):
         prompt = order.prompt(index)
-        samples = (trajectory(prompt.tokens, sample, number, draw) for sample in range(SIZE))
+        samples = (trajectory(prompt.tokens, sample, started, newest, draw) for sample in range(SIZE))
         key = GroupKey(index, attempts.get(index, 0))
         groups.append(TrajectoryGroup(key, prompt.id, prompt.domain, tuple(samples)))
     issued = range(first + 1 if number else 0, first + GROUPS + 1)
     return StagedBatch(number, tuple(groups), () if again else tuple(issued), gone)
 
 
-def trajectory(prompt: tuple[int, ...], sample: int, number: int, draw: random.Random) -> Trajectory:
-    """A made-up answer: begun a version before its batch where there is one, ended under the batch's own."""
-    started, length = max(number - 1, 0), draw.randint(2, 8)
-    versions = tuple(started if t < length // 2 else number for t in range(length))
+def trajectory(prompt: tuple[int, ...], sample: int, started: int, newest: int, draw: random.Random) -> Trajectory:
+    """A made-up answer, begun and ended under these versions."""
+    length = draw.randint(2, 8)
+    versions = tuple(started if t < length // 2 else newest for t in range(length))
     response = tuple(draw.randint(3, 250) for _ in range(length))
     quiet = len(prompt)
     return Trajectory(

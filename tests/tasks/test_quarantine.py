@@ -23,6 +23,7 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.learners.base import Settle, at_once
 from rollflow.tasks.learners.restore import train_again
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
@@ -53,16 +54,19 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
 class Poisoned(StoreFeed):
     """The first `makings` times that batch `number` is formed, one log-prob in it is -inf."""
 
-    def __init__(self, context: RunContext, number: int = 3, makings: int = 1, *, dies: bool = False) -> None:
-        super().__init__(context)
+    def __init__(
+        self, context: RunContext, number: int = 3, makings: int = 1, *, dies: bool = False, ahead: bool = False
+    ) -> None:
+        super().__init__(context, ahead=ahead)
         self.poisoned, self.makings, self.dies = number, makings, dies
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+        self.await_version(number)
         voids = self.context.log.state.voids
         if self.dies and voids and number == self.poisoned:
             raise Halt
         if number == self.poisoned and self.batches.waiting(number) is None and voids < self.makings:
-            staged = batch(self.context, number)
+            staged = batch(self.context, number, ahead=self.ahead)
             first = staged.groups[0].trajectories[-1]  # type: ignore[union-attr]
             bad = replace(first, logprobs=(*first.logprobs[:-1], -math.inf))
             group = replace(staged.groups[0], trajectories=(*staged.groups[0].trajectories[:-1], bad))  # type: ignore[union-attr,call-arg]
@@ -124,9 +128,9 @@ def test_so_it_is_for_a_version_that_is_not_finite(
     train_small(context, 3)
     sound, broken = TorchLearner.step, breaking(where, math.nan)
 
-    def once(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
+    def once(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
         step = broken if version == 3 and not context.log.state.voids else sound
-        return step(self, batch, version)
+        return step(self, batch, version, settle)
 
     with monkeypatch.context() as patch:
         patch.setattr(TorchLearner, "step", once)
@@ -169,12 +173,12 @@ def test_minibatches_before_the_one_that_is_not_finite_are_taken_back(
     train_small(context, 3)
     whole_step = TorchLearner.step
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
         own = self.objective
         if version == 3 and not context.log.state.voids:
             self.objective = SecondIsNaN(own)
         try:
-            return whole_step(self, batch, version)
+            return whole_step(self, batch, version, settle)
         finally:
             self.objective = own
 

@@ -23,7 +23,7 @@ from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import GroupKey, StoredObject
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.learners.base import Learner
+from rollflow.tasks.learners.base import Learner, Settle, at_once
 from rollflow.tasks.learners.restore import Restored, files, new_learner, restore, train_again
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.run_context import RunContext
@@ -171,6 +171,7 @@ def test_a_learner_that_another_one_followed_stops_and_names_it(small: Prepare) 
 
     class Followed(StoreFeed):
         def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+            self.await_version(number)
             if number == 2:
                 replace(self.context).log.claim("learner", who="the second one", host="elsewhere", process=7)
             return super().lease(number, deadline, afresh=afresh)
@@ -258,8 +259,8 @@ def test_what_is_voided_by_another_is_not_published(
                 lost(self, number)
             return data
 
-    def voiding(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
-        metrics = step(self, batch, version)
+    def voiding(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+        metrics = step(self, batch, version, settle)
         if late:
             lost(feed, version)
         return metrics
@@ -349,8 +350,8 @@ def objects(context: RunContext) -> list[str]:
 def breaking(where: Callable[[Learner], torch.Tensor], value: float) -> Callable[..., object]:
     whole = TorchLearner.step
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
-        metrics = whole(self, batch, version)
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+        metrics = whole(self, batch, version, settle)
         with torch.no_grad():
             where(self).view(-1)[-1] = value
         return metrics
@@ -372,8 +373,8 @@ def test_a_policy_that_is_not_finite_is_no_first_version(small: Prepare) -> None
 def test_a_figure_that_is_not_finite_is_left_out_and_said(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     sound, context = TorchLearner.step, small()
 
-    def step(self: TorchLearner, batch: TrajectoryBatch, version: int) -> object:
-        return {**sound(self, batch, version), "kl_of_mine": float("inf"), "gap_of_mine": float("nan")}
+    def step(self: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+        return {**sound(self, batch, version, settle), "kl_of_mine": float("inf"), "gap_of_mine": float("nan")}
 
     monkeypatch.setattr(TorchLearner, "step", step)
     actor = train_small(context, 1)

@@ -1,0 +1,73 @@
+"""SIGKILL around every store write of a learner that publishes beside training: the next one ends at the same bits.
+
+Each batch is there while the version that it trains is still on its way. What lies between two writes is what the step
+did meanwhile: a child dies with its next step anywhere between its beginning and its optimizer's step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import VersionPublished
+from rollflow.tasks.run_context import RunContext
+from tests.faults.test_failpoints import FORK, KillingStore
+from tests.support.log_runs import of_kind
+from tests.support.small_run import StoreFeed, prepare_small
+from tests.tasks.test_publishing import train
+
+pytestmark = pytest.mark.slow
+
+VERSIONS = 3
+
+
+def run_once(context: RunContext, store: KillingStore) -> None:
+    """The run, on that store, or what is left of it."""
+    vars(context)["store"] = store
+    train(context, StoreFeed(context, ahead=True))
+
+
+def killed(run: tuple[Path, str], at: int, *, after: bool) -> bool:
+    """Whether a child process died at its `at`-th write (else it ended well)."""
+    uri, cache = run[0], run[1]
+    context = RunContext(str(uri), Path(cache))
+    child = FORK.Process(target=run_once, args=(context, KillingStore(uri, at=at, after=after)))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
+def shas(context: RunContext) -> list[list[str]]:
+    """Of every version's objects."""
+    return [[stored.sha256 for stored in context.policies.find(v).objects] for v in range(VERSIONS + 1)]
+
+
+def test_killed_around_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+    def prepared(name: str) -> RunContext:
+        return prepare_small(tmp_path, name, versions=VERSIONS, keep_last=10)
+
+    quiet, at, met = prepared("quiet"), 0, True
+    killed((Path(quiet.uri), str(quiet.cache)), 0, after=False)
+    wanted = shas(quiet)
+    while met:
+        at += 1
+        for after in (False, True):
+            context = prepared(f"{at}-{after}")
+            run = Path(context.uri), str(context.cache)
+            met = killed(run, at, after=after)
+            killed(run, 1 + at * 7 % 11, after=not after)
+            killed(run, 0, after=False)
+            found = RunContext(context.uri, context.cache)
+            assert shas(found) == wanted, (at, after)
+            assert audit(found.store, deep=True).violations == []
+            published = [entry.body for entry in of_kind(found.store, VersionPublished)]
+            assert len(published) == VERSIONS + 1
+    assert at > 5 * VERSIONS

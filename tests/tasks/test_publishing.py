@@ -1,0 +1,215 @@
+"""A version is published while the next step runs: in order, whole, to the same bits; what fails is told and made good.
+
+The batches are `ahead`: each may be trained on while the version that it trains is still on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import NotFinite, StoreFailed
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import BatchVoided, VersionPublished
+from rollflow.storage.log.state import Deposed
+from rollflow.storage.objects.base import Data
+from rollflow.storage.objects.local import LocalStore
+from rollflow.tasks.actors.learner import LearnerActor
+from rollflow.tasks.actors.publishing import Publishing
+from rollflow.tasks.learners.base import Settle, at_once
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.run_context import RunContext
+from tests.support.log_runs import of_kind
+from tests.support.small_run import ALL_ROLES, StoreFeed, prepare_small
+from tests.support.waiting import HANG_SECONDS
+from tests.tasks.test_quarantine import Poisoned
+from tests.tasks.test_restore import consumed, hashes, restored
+
+Prepare = Callable[..., RunContext]
+SLOW = 4  # the version whose upload is slow: it ends once something has come of the step behind it
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+
+    def prepared(run_id: str = "small", async_ratio: float = 1, **train: object) -> RunContext:
+        return prepare_small(tmp_path, run_id, train=train, async_ratio=async_ratio, keep_last=10, state_every=2)
+
+    return prepared
+
+
+class Slow:
+    """Holds up what a store is given of version `SLOW` until its actor trains on the batch behind it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, context: RunContext) -> None:
+        self.context, self.begun = context, threading.Event()
+        self.meanwhile: Callable[[], object] = lambda: None  # done in the step behind it, before it is let go on
+        self.failure: Exception | None = None  # what its upload then fails with
+        self.committed: list[int] = []  # the newest version when the step behind it began
+        self._put, self._step = LocalStore.put, TorchLearner.step
+        slow = self
+        monkeypatch.setattr(LocalStore, "put", lambda store, path, data: slow.put(store, path, data))
+        monkeypatch.setattr(TorchLearner, "step", lambda *given: slow.step(*given))
+
+    def put(self, store: LocalStore, path: str, data: Data) -> str:
+        """As `LocalStore`."""
+        if path.startswith(f"policies/{SLOW:08d}/"):
+            assert self.begun.wait(HANG_SECONDS), "the next step was not begun"
+            if self.failure is not None:
+                raise self.failure
+        return self._put(store, path, data)
+
+    def step(self, learner: TorchLearner, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> object:
+        """As `TorchLearner`."""
+        if version != SLOW or self.begun.is_set():
+            return self._step(learner, batch, version, settle)
+        self.committed.append(self.context.policies.newest())
+        self.meanwhile()
+
+        def settled() -> None:
+            self.begun.set()
+            settle()
+
+        try:
+            return self._step(learner, batch, version, settled)
+        finally:
+            self.begun.set()
+
+
+def train(context: RunContext, feed: StoreFeed | None = None) -> LearnerActor:
+    """To the end, or to what ends it."""
+    actor = LearnerActor(context, channel=feed or StoreFeed(context, ahead=True))
+    actor.run()
+    return actor
+
+
+def whole(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """The same run with every version published in line."""
+
+    def in_line(publishing: Publishing, job: Callable[[], None]) -> None:
+        job()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publishing, "begin", in_line)
+        train(context)
+    return context
+
+
+def assert_same(context: RunContext, other: RunContext) -> None:
+    """Every version, and a clean ledger."""
+    found = [[[o.sha256 for o in run.policies.find(v).objects] for v in range(7)] for run in (context, other)]
+    assert found[0] == found[1]
+    assert hashes(restored(context, 5)[0]) == hashes(restored(other, 5)[0])
+    report = audit(context.store, deep=True)
+    assert report.violations == []
+    published = [e.body.number for e in of_kind(context.store, VersionPublished)]  # type: ignore[union-attr]
+    assert published == list(range(7))
+
+
+@pytest.mark.parametrize("train_keys", [{}, ALL_ROLES], ids=["plain", "roles"])
+def test_the_next_step_begins_before_the_commit(
+    small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: dict[str, object]
+) -> None:
+    """And every version has the bits that it has where nothing runs beside it."""
+    quiet, context = whole(small("quiet", **train_keys), monkeypatch), small(**train_keys)
+    slow = Slow(monkeypatch, context)
+    assert train(context).version == 6
+    assert slow.committed == [SLOW - 1]
+    assert_same(context, quiet)
+
+
+@pytest.mark.parametrize("async_ratio", [0, 0.5])
+def test_without_staleness_it_waits_for_the_commit(small: Prepare, async_ratio: float) -> None:
+    """So it asks for each batch once: when it does, the version that the batch begins under is there."""
+    context, asked = small(async_ratio=async_ratio), list[int]()
+
+    class Looking(StoreFeed):
+        def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+            asked.append(number)
+            assert self.context.log.state.version == number
+            return super().lease(number, deadline, afresh=afresh)
+
+    assert train(context, Looking(context)).version == 6
+    assert asked == list(range(6))
+
+
+@pytest.mark.parametrize("train_keys", [{}, ALL_ROLES], ids=["plain", "roles"])
+def test_an_upload_that_fails_is_told_by_the_next_step(
+    small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: dict[str, object]
+) -> None:
+    """Nothing is committed behind it. The batch of that step waits, and the learner that follows trains on it once."""
+    quiet, context = whole(small("quiet", **train_keys), monkeypatch), small(**train_keys)
+    with monkeypatch.context() as patch:
+        slow = Slow(patch, context)
+        slow.failure = StoreFailed("the store is full")
+        with pytest.raises(StoreFailed, match=r"^the store is full$"):
+            train(context)
+    assert context.policies.newest() == SLOW - 1
+    assert sorted(context.log.state.waiting) == [SLOW - 1, SLOW]
+    assert train(context).version == 6
+    assert_same(context, quiet)
+
+
+def test_a_learner_that_is_deposed_meanwhile_stops(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, context = whole(small("quiet"), monkeypatch), small()
+    with monkeypatch.context() as patch:
+        slow = Slow(patch, context)
+        slow.meanwhile = lambda: replace(context).log.claim("learner", who="the second one")
+        with pytest.raises(Deposed, match="the second one"):
+            train(context)
+    assert context.policies.newest() == SLOW - 1
+    assert train(context).version == 6
+    assert_same(context, quiet)
+
+
+def test_a_batch_that_is_voided_meanwhile_is_made_again(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step behind it is lost; its batch is trained on after the new one."""
+    context = small()
+    slow, feed, behind = Slow(monkeypatch, context), StoreFeed(context, ahead=True), list[int]()
+
+    def void() -> None:
+        state = context.log.state
+        behind.append(state.waiting[SLOW].entry)
+        assert feed.batches.reject(feed.writer, SLOW - 1, state.waiting[SLOW - 1].entry, "of no use")
+
+    slow.meanwhile = void
+    assert train(context, feed).version == 6
+    assert [key.attempt for key in consumed(context, SLOW)] == [1, 1]
+    assert [context.policies.find(SLOW + 1).batch_entry] == behind
+    report = audit(context.store, deep=True)
+    assert report.violations == []
+    assert context.log.state.voids == 1
+
+
+def test_what_is_not_finite_in_the_next_step_leaves_the_version_before_it(
+    small: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, stopped = small(not_finite="next"), small("stopped")
+    with monkeypatch.context() as patch:
+        slow = Slow(patch, context)
+        assert train(context, Poisoned(context, SLOW, ahead=True)).version == 6
+        assert slow.committed == [SLOW - 1]
+    [void] = of_kind(context.store, BatchVoided)
+    assert getattr(void.body, "number", None) == SLOW
+    assert [key.attempt for key in consumed(context, SLOW + 1)] == [1, 1]
+    assert audit(context.store, deep=True).violations == []
+    with monkeypatch.context() as patch:
+        Slow(patch, stopped)
+        with pytest.raises(NotFinite, match=f"a log-prob of batch {SLOW} is -inf"):
+            train(stopped, Poisoned(stopped, SLOW, ahead=True))
+    assert stopped.policies.newest() == SLOW
+
+
+def test_of_two_versions_that_fail_the_earlier_one_is_told(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = small()
+    slow = Slow(monkeypatch, context)
+    slow.failure = StoreFailed("the store is full")
+    with pytest.raises(StoreFailed, match=r"^the store is full$"):
+        train(context, Poisoned(context, SLOW, ahead=True))
