@@ -58,6 +58,7 @@ LIBRARIES: dict[str, set[str]] = {
     "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies"},
     "transformers": {"tasks/engines", "tasks/learners", "tasks/policies"},
     "peft": {"tasks/learners/lora"},
+    "deepspeed": {"tasks/learners/deepspeed_engine"},
 }
 # Single arrows that point the wrong way until somebody turns them.
 EXCEPTIONS: set[tuple[str, str]] = set()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rollflow.tasks.learners.config import TorchTrain, TrainConfig
+from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 
 if TYPE_CHECKING:
     from rollflow.tasks.learners.base import Learner, LearnerStart
@@ -21,11 +21,11 @@ def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
     """The learner that `[train]` asks for, before its first step."""
     with quick_imports():
         match config:
-            case TorchTrain() if config.ranks > 1:
+            case DeepSpeedTrain() | TorchTrain() if config.ranks > 1:
                 from rollflow.tasks.learners.ranked import RankedLearner
 
                 return RankedLearner(config, start)
-            case TorchTrain():
+            case _:
                 from rollflow.tasks.learners.torch_learner import TorchLearner
 
                 return TorchLearner.begun(config, start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -91,14 +91,59 @@ class TrainBase(Section):
         return self
 
 
-class TorchTrain(TrainBase):
-    learner: Literal["torch"] = Field("torch", description="torch, on one device")
+class Ranked(TrainBase):
+    """What learners of several processes share."""
+
     threads: int = Field(1, gt=0, description="CPU threads of the learner, or of each of its ranks")
     ranks: int = Field(1, gt=0, description="processes that train together, each on its part of a batch; on a CPU only")
     rank_seconds: float = Field(
         600.0, gt=0, description="longest time that a rank waits for another; then that one is named, and all end"
     )
 
+
+class TorchTrain(Ranked):
+    learner: Literal["torch"] = Field("torch", description="torch, on one device")
+
+
+class DeepSpeedTrain(Ranked):
+    learner: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed: its ZeRO optimizers, over ranks")
+    ranks: int = Field(2, gt=1, description="processes that train together, each on its part of a batch; on a CPU only")
+    zero: Literal[1, 2, 3] = Field(2, description="what ranks share: moments (1), gradients too (2), weights too (3)")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="of DeepSpeed's own config; what this section sets is refused there"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.lora:
+            refuse("train.learner", "deepspeed", 'it trains whole models; take [train.lora] away, or choose "torch"')
+        if self.objective.advantage.baseline == "critic" and self.critic.model == "head":
+            refuse("train.critic.model", "head", 'with learner = "deepspeed" a critic has an engine; choose "own"')
+        if self.master_dtype == "policy":
+            refuse("train.master_dtype", "policy", 'DeepSpeed keeps float32; choose "float32"')
+        for name, own in OURS.items():
+            outer, _, inner = name.partition(".")
+            given = self.options.get(outer)
+            if given is not None and (not inner or (isinstance(given, Mapping) and inner in given)):
+                refuse(f"train.options.{name}", given if not inner else given[inner], f"take it away; set {own}")
+        return self
+
+
+# Keys of DeepSpeed's config that the learner sets, and by what.
+OURS = {
+    "train_batch_size": "train.ranks",
+    "train_micro_batch_size_per_gpu": "train.micro_tokens",
+    "gradient_accumulation_steps": "train.micro_tokens",
+    "gradient_clipping": "train.max_grad_norm",
+    "optimizer": "train.learning_rate, train.betas and train.weight_decay",
+    "scheduler": "train.schedule",
+    "bf16": "policy.dtype",
+    "fp16": "policy.dtype",
+    "data_types": "train.master_dtype",
+    "zero_optimization.stage": "train.zero",
+    "zero_optimization.offload_optimizer": "nothing: all is in the memory of the processor",
+    "zero_optimization.offload_param": "nothing: all is in the memory of the processor",
+}
 
 EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")
 
@@ -123,5 +168,4 @@ def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rest, "objective": {**moved, **objective}}
 
 
-# Of two kinds it is Annotated[TorchTrain | Other, Field(discriminator="learner")]; of one, pydantic refuses that.
-TrainConfig = TorchTrain
+TrainConfig = Annotated[TorchTrain | DeepSpeedTrain, Field(discriminator="learner")]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.optimized import Optimized, check_fit
 from rollflow.tasks.objectives.packing import MicroBatch
 
@@ -35,7 +35,7 @@ class Values(nn.Module):
 class Critic:
     """See the module's docstring."""
 
-    def __init__(self, policy: Any, config: TorchTrain) -> None:
+    def __init__(self, policy: Any, config: Ranked) -> None:
         self._policy, self._config = policy, config.critic
         own = copy.deepcopy(policy.get_decoder()) if config.critic.model == "own" else None
         embeddings = policy.get_output_embeddings().weight
@@ -81,7 +81,7 @@ class Critic:
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """`Corrupt` if it is not what `tensors` gave."""
         if saved:
-            check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(_others(saved))})
+            check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(others(saved))})
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` gave."""
@@ -89,7 +89,7 @@ class Critic:
         with torch.no_grad():
             for name, weight in self._weights().items() if saved else ():
                 weight.copy_(saved[name])
-        self.optimized.load(_others(saved))
+        self.optimized.load(others(saved))
 
     def _weights(self) -> dict[str, Tensor]:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -120,5 +120,6 @@ def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
     return 1 - float((returns_B.double() - values_B.double()).var(correction=0)) / spread
 
 
-def _others(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def others(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is no weight."""
     return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

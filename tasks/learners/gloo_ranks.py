@@ -34,9 +34,10 @@ class GlooRanks(Ranks):
     ) -> None:
         """All ranks of a group come here at about the same time; `seconds` bound what they do together from then on."""
         self.rank, self.count, self._check = rank, count, check
-        self._store = store
+        self.store = store
         self._group: Any = ProcessGroupGloo(PrefixStore("group", store), rank, count, _options())
         self._bound = timedelta(seconds=seconds)
+        self.seconds = seconds
         self._done = 0
         self._loads = np.zeros(count)
 
@@ -94,7 +95,7 @@ class GlooRanks(Ranks):
 
     def _came(self, rank: int) -> int:
         """How often a rank has come to do something together."""
-        return int(self._store.get(_at(rank))) if self._store.check([_at(rank)]) else 0
+        return int(self.store.get(_at(rank))) if self.store.check([_at(rank)]) else 0
 
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
         """In float32, whatever type they have; a rank without a gradient adds zeros."""
@@ -107,7 +108,7 @@ class GlooRanks(Ranks):
     def _together(self, begin: Callable[[], Any]) -> None:
         self._done += 1
         try:
-            self._store.set(_at(self.rank), str(self._done))
+            self.store.set(_at(self.rank), str(self._done))
             begin().wait()
         except RuntimeError as error:
             raise Lost(str(error)) from error

@@ -24,7 +24,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.learners.config import Lora, TorchTrain
+from rollflow.tasks.learners.config import Lora, Ranked
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.trained_policy import TrainedPolicy
@@ -36,7 +36,7 @@ ADAPTER = "adapter/"  # what names of its weights begin with in the learner's st
 class LoraPolicy(TrainedPolicy):
     """See the module's docstring. `first` gives the weights that the run began with, by Hugging Face name."""
 
-    def __init__(self, model: Any, config: TorchTrain, first: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(self, model: Any, config: Ranked, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
         self._first = first
         kind = torch.float32 if config.master_dtype == "float32" else model.dtype
@@ -139,14 +139,14 @@ class AdapterReference(Reference):
     def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
         self._parameters, self._every, self._own_pass = policy.trained.parameters, every, token_logprobs
         self._adapter = {name: torch.zeros_like(p, requires_grad=False) for name, p in self._parameters.items()}
-        self.token_logprobs = self._pass
+        self.token_logprobs, self.now = self._pass, self._of_policy
         self.version = -1
 
     def _pass(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         with swapped((parameter, self._adapter[name]) for name, parameter in self._parameters.items()):
             return self._own_pass(*given, **options)
 
-    def _now(self) -> dict[str, Tensor]:
+    def _of_policy(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def _kept(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rollflow.storage.errors import Corrupt
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.masters import Trained
 
 MASTER = "master"  # what is saved of a parameter with a master
@@ -24,7 +24,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter t
 class Optimized:
     """See the module's docstring. Names are those that the parameters are given with."""
 
-    def __init__(self, given: Mapping[str, nn.Parameter], config: TorchTrain, learning_rate: float) -> None:
+    def __init__(self, given: Mapping[str, nn.Parameter], config: Ranked, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
         self.trained = Trained(given, wide=config.master_dtype == "float32")
         self.adamw = torch.optim.AdamW(

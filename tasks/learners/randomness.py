@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import Ranked
 
 RNG, DEVICE_RNG = "rng", "device_rng"  # in a learner's state
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read by cuBLAS at its first use in a process
 
 
-def begin_process(config: TorchTrain, seed: int) -> None:
+def begin_process(config: Ranked, seed: int) -> None:
     """Threads, seed and algorithms of this process; to be called before it uses a device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
@@ -29,7 +29,7 @@ def begin_process(config: TorchTrain, seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow; nobody reads such
 
 
-def random_state(config: TorchTrain, device: torch.device) -> dict[str, Tensor]:
+def random_state(config: Ranked, device: torch.device) -> dict[str, Tensor]:
     """The processor's generator; that of the device, too, where it is to be deterministic and is another one."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":

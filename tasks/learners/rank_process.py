@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -26,9 +27,9 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
-from rollflow.tasks.learners.ranks import Lost
+from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
@@ -51,17 +52,36 @@ class Step:
     size: int
 
 
-def run_rank(rank: int, port: int, orders: Connection, config: TorchTrain, start: LearnerStart) -> None:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Do your part of what a method of the learner does."""
+
+    name: str
+    given: tuple[Any, ...] = ()
+
+
+def learner_of(config: Ranked) -> type[TorchLearner]:
+    """What each rank runs."""
+    if isinstance(config, DeepSpeedTrain):
+        from rollflow.tasks.learners.sharded import ShardedLearner
+
+        return ShardedLearner
+    return TorchLearner
+
+
+def run_rank(rank: int, port: int, orders: Connection, config: Ranked, start: LearnerStart) -> None:
     """Until the owner ends. `port` is where the owner has the ranks' store."""
     _end_with_owner()
     _be_named(f"rank {rank} of {config.ranks}")
     store = store_at(port)
     try:
-        learner = TorchLearner.begun(config, start)
+        learner = learner_of(config).begun(config, start)
         store.set(ready(rank), "")
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds)
         while True:
-            _obey(learner, ranks, orders.recv())
+            order = orders.recv()
+            with lost():
+                _obey(learner, ranks, order)
     except EOFError:
         return
     except Lost:
@@ -71,8 +91,10 @@ def run_rank(rank: int, port: int, orders: Connection, config: TorchTrain, start
         os._exit(FAILED)
 
 
-def _obey(learner: TorchLearner, ranks: GlooRanks, order: Load | Step) -> None:
+def _obey(learner: TorchLearner, ranks: GlooRanks, order: Call | Load | Step) -> None:
     match order:
+        case Call():
+            getattr(learner, order.name)(*order.given)
         case Load():
             weights, state = (
                 {name: received(ranks, n) for name, n in part.items()} for part in (order.weights, order.state)

@@ -18,7 +18,8 @@ import multiprocessing
 import signal
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -29,20 +30,21 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
 from rollflow.tasks.learners.rank_process import (
     FAILED,
     LOST,
+    Call,
     Load,
     Step,
     failed,
+    learner_of,
     ready,
     run_rank,
     sent,
 )
-from rollflow.tasks.learners.ranks import Lost
-from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.learners.ranks import Lost, lost
 
 IMPORTS = "rollflow.tasks.learners.rank_imports"  # done once, in the process that ranks are forked from
 READY_SECONDS = 300.0  # for a rank to import, and to read the model
@@ -53,13 +55,13 @@ POLL_SECONDS = 0.05
 class RankedLearner:
     """See the module's docstring."""
 
-    def __init__(self, config: TorchTrain, start: LearnerStart) -> None:
+    def __init__(self, config: Ranked, start: LearnerStart) -> None:
         """Raises `ConfigError` where there is a GPU, besides what a learner of one rank raises."""
         if torch.cuda.is_available():
             raise ConfigError(f"train.ranks = {config.ranks}: ranks run on CPUs only, and here is a GPU; set it to 1")
         self._others = Others(config, start)
         weakref.finalize(self, self._others.end)
-        self._own = TorchLearner.begun(config, start)
+        self._own = learner_of(config).begun(config, start)
         self._ranks = self._own.ranks = self._others.meet()
         self._alike = False  # whether the others are what this rank is
 
@@ -72,59 +74,94 @@ class RankedLearner:
         """See `Learner`.
 
         Raises:
-            RankFailed: a rank ended, or hangs; this learner is of no more use.
+            RankFailed: a rank ended, or hangs; this learner is of no more use. So do all others of a sharded learner.
         """
         settle()  # first: the others would wait for this rank, and a slow store is no hang
-        try:
+        with self._together(f"version {version + 1} was trained"):
             if not self._alike:
                 self._share()
             data = batch.to_pieces()
             self._others.order(Step(version, _size(data)))
             sent(self._ranks, data)
             return self._own.step(batch, version)
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        found: tuple[float, ...] = self._asked("logprobs", tuple(tokens))
+        return found
+
+    def broken(self) -> str | None:
+        """See `Learner`."""
+        found: str | None = self._asked("broken")
+        return found
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        found: Mapping[str, Data] = self._asked("weights")
+        return found
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        found: Mapping[str, Data] = self._asked("state")
+        return found
+
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """See `Learner`."""
+        if not self._sharded:
+            self._own.load(weights, state)
+            self._alike = False
+            return
+        self._own.check(weights, state)
+        with self._together("a version was loaded"):
+            self._send(weights, state)
+            self._own.load(weights, state)
+
+    @property
+    def _sharded(self) -> bool:
+        return self._own.sharded
+
+    def _asked(self, name: str, *given: Any) -> Any:
+        """What the first rank's method gives; of a sharded learner it is work of all ranks."""
+        if not self._sharded:
+            return getattr(self._own, name)(*given)
+        with self._together(f"{name} were asked for"):
+            self._others.order(Call(name, given))
+            return getattr(self._own, name)(*given)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Work of all ranks; whatever goes wrong ends them, but what is not finite."""
+        try:
+            with lost():
+                yield
         except NotFinite:
             raise  # of all ranks alike
         except Lost as error:
-            raise self._others.failed(f"version {version + 1} was trained", error) from error
+            raise self._others.failed(what, error) from error
         except BaseException:
             self._others.end()
             raise
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """See `Learner`."""
-        return self._own.logprobs(tokens)
-
-    def broken(self) -> str | None:
-        """See `Learner`."""
-        return self._own.broken()
-
-    def weights(self) -> Mapping[str, Data]:
-        """See `Learner`."""
-        return self._own.weights()
-
-    def state(self) -> Mapping[str, Data]:
-        """See `Learner`."""
-        return self._own.state()
-
-    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """See `Learner`."""
-        self._own.load(weights, state)
-        self._alike = False
-
     def _share(self) -> None:
         """Make the others what this rank is."""
-        parts = self._own.weights(), self._own.state()
+        self._send(self._own.weights(), self._own.state())
+        if self._own.can_shard:
+            self._others.order(Call("shard"))
+            self._own.shard()
+        self._alike = True
+
+    def _send(self, *parts: Mapping[str, Data]) -> None:
+        """Have the others load these files."""
         self._others.order(Load(*({name: _size(data) for name, data in part.items()} for part in parts)))
         for part in parts:
             for data in part.values():
                 sent(self._ranks, data)
-        self._alike = True
 
 
 class Others:
     """The processes of the other ranks: started, given orders, and ended together."""
 
-    def __init__(self, config: TorchTrain, start: LearnerStart) -> None:
+    def __init__(self, config: Ranked, start: LearnerStart) -> None:
         self._config = config
         self._store = first_store()
         self._processes: dict[int, BaseProcess] = {}
@@ -154,7 +191,7 @@ class Others:
         except (Lost, RuntimeError) as error:
             raise self.failed("the ranks started", error) from error
 
-    def order(self, order: Load | Step) -> None:
+    def order(self, order: Call | Load | Step) -> None:
         """Tell all of them what to do."""
         try:
             for orders in self._orders.values():

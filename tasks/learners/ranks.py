@@ -16,13 +16,16 @@ batch, whoever has how much of it, and all ranks take the same optimizer step to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
+GROUP_SIGNS = "gloo", "connection", "timed out"  # in what torch says of a group that failed
 
 
 class Lost(Exception):
@@ -55,3 +58,14 @@ class Ranks:
     def told(self) -> dict[str, float]:
         """Metrics since they were asked for last."""
         return {}
+
+
+@contextmanager
+def lost() -> Iterator[None]:
+    """What torch says of a group that failed becomes `Lost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.distributed.DistError) or any(sign in str(error).lower() for sign in GROUP_SIGNS):
+            raise Lost(str(error)) from error
+        raise

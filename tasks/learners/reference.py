@@ -7,7 +7,8 @@ part of the learner's state, so that any train step can be replayed whatever was
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class Reference:
     """See the module's docstring."""
 
     def __init__(self, policy: Any, every: int) -> None:
-        self._policy, self._every = policy, every
+        self._every = every
+        self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # what the policy is
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
         self.token_logprobs: Pass = TokenLogprobs(self._model)
         self.version = -1  # none yet
@@ -33,7 +35,7 @@ class Reference:
         """Before `version` is trained: where it is due, become what the policy is."""
         if self.version < 0 or (self._every and version % self._every == 0):
             settle()
-            self._take(self._now())
+            self._take(self.now())
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
@@ -55,10 +57,6 @@ class Reference:
     def _take(self, weights: Mapping[str, Tensor]) -> None:
         for name, tensor in self._kept().items():
             tensor.copy_(weights[name])
-
-    def _now(self) -> dict[str, Tensor]:
-        """What the policy is."""
-        return named_tensors(self._policy)
 
     def _kept(self) -> dict[str, Tensor]:
         """Where the reference's own are."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollflow.tasks.learners.base import Settle, at_once
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.ranks import Ranks
 from rollflow.tasks.learners.recomputed import recompute_layers
@@ -30,7 +30,7 @@ from rollflow.tasks.objectives.penalties import adapted
 from rollflow.tasks.objectives.rows import Rows
 
 
-def _trained_policy(model: Any, config: TorchTrain, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
+def _trained_policy(model: Any, config: Ranked, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
     """All of the policy, or an adapter, whose library is loaded only then."""
     if config.lora is None:
         return TrainedPolicy(model, config)
@@ -45,7 +45,7 @@ class Roles:
     def __init__(
         self,
         model: Any,
-        config: TorchTrain,
+        config: Ranked,
         *,
         temperature: float,
         versions: int,

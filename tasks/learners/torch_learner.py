@@ -21,7 +21,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
 from rollflow.tasks.learners.before import known_before
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.finite import all_finite, check_batch
 from rollflow.tasks.learners.optimized import check_fit, check_parts
@@ -55,8 +55,14 @@ def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
 class TorchLearner(Roles):
     """`Learner` on one device. See the module's docstring."""
 
+    updates: type[Updates] = Updates
+    can_shard = sharded = False
+
+    def shard(self) -> None:
+        """Begin to be in parts, one on each rank; only where it can."""
+
     @classmethod
-    def begun(cls, config: TorchTrain, start: LearnerStart) -> Self:
+    def begun(cls, config: Ranked, start: LearnerStart) -> Self:
         """The learner before its first step."""
         begin_process(config, start.seed)
         return cls(
@@ -78,7 +84,7 @@ class TorchLearner(Roles):
         check_batch(data, version)
         self.begin(version, settle)
         before = known_before(self, data)
-        updates = Updates(self, data, before, version, settle)
+        updates = self.updates(self, data, before, version, settle)
         metrics = [updates.of(part) for part in self._minibatches(data)]
         found = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
         updates.seen.gather(self.ranks)
@@ -125,21 +131,28 @@ class TorchLearner(Roles):
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
-        loaded, saved = from_files(weights), _of_stem(STATE, state)
+        self.check(weights, state)
+        self.take(from_files(weights), state)
+
+    def check(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """`Corrupt` if they are not what this learner may load."""
+        saved = _of_stem(STATE, state)
         own = {**random_like(saved), **self._weight_of_kl()}
-        check_fit("weights do", loaded, self.policy.weights())
+        check_fit("weights do", from_files(weights), self.policy.weights_like())
         check_fit("the learner state does", saved, {**own, **self.policy.like(saved)})
-        roles = [(role, _of_stem(stem, state)) for stem, role in self._roles()]
-        stems = [stem for stem, _ in self._roles()]
-        check_parts(state, [STATE, *stems], saved)
-        for role, tensors in roles:
-            role.check(tensors)
+        check_parts(state, [STATE, *(stem for stem, _ in self._roles())], saved)
+        for stem, role in self._roles():
+            role.check(_of_stem(stem, state))
+
+    def take(self, weights: Mapping[str, Tensor], state: Mapping[str, Data]) -> None:
+        """Become what has been checked."""
+        saved = _of_stem(STATE, state)
         drawn = pop_random(saved)
         self.kl_weight = float(saved.pop(KL_WEIGHT, self.kl_weight))
-        self.policy.take(loaded)
+        self.policy.take(weights)
         self.policy.load(saved)
-        for role, tensors in roles:
-            role.load(tensors)
+        for stem, role in self._roles():
+            role.load(_of_stem(stem, state))
         take_random(drawn, self.device)  # last: to read a model may draw
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:

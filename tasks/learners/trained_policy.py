@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.optimized import Optimized
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
@@ -18,7 +18,7 @@ from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 class TrainedPolicy(Optimized):
     """A policy whose parameters are all trained."""
 
-    def __init__(self, model: Any, config: TorchTrain, given: Mapping[str, nn.Parameter] | None = None) -> None:
+    def __init__(self, model: Any, config: Ranked, given: Mapping[str, nn.Parameter] | None = None) -> None:
         """`given`: what is trained, by name; else all of the model's parameters."""
         self.model = model
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
@@ -36,6 +36,10 @@ class TrainedPolicy(Optimized):
         """What is published, by Hugging Face name."""
         with self.published():
             return self._named()
+
+    def weights_like(self) -> dict[str, Tensor]:
+        """Tensors with the names, shapes and types of `weights`."""
+        return self.weights()
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:

@@ -37,21 +37,11 @@ class Updates:
 
     def _update(self, part: list[int]) -> dict[str, float]:
         roles, data, seen = self.roles, self.data, self.seen
-        weight_R = torch.zeros(len(data.rewards))
-        tokens_R = torch.from_numpy(data.masked_tokens[part])
-        weight_R[part] = row_weights(tokens_R, roles.config.objective.aggregation, roles.longest).float()
+        weight_R = self.weights_of(part)
         roles.policy.clear()
         total = 0.0
-        versions_B = torch.from_numpy(data.versions)
-
-        def loss_of(some: slice, hidden_MH: Tensor, micro: MicroBatch) -> Tensor:
-            tokens = self._masked_tokens(micro, some, hidden_MH)
-            result = roles.objective.loss(tokens)
-            seen.add(tokens, result, versions_B[micro.among[some]].to(self.device))
-            return (result.loss_M * weight_R[micro.row_M[some]].to(self.device)).sum()
-
         for micro in roles.micros(data, roles.to_run(part, self.before.signal_R)):
-            total += self._backward(micro, partial(loss_of, micro=micro))
+            total += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
             roles.policy.trained.take_gradients()
         total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), total)
         found = {"loss": total, "grad_norm": roles.policy.clip()}
@@ -60,6 +50,21 @@ class Updates:
         roles.policy.apply()
         seen.updates += 1
         return found
+
+    def weights_of(self, part: list[int]) -> Tensor:
+        """(R,) what a token of each row of a minibatch weighs in its loss; zero of other rows."""
+        weight_R = torch.zeros(len(self.data.rewards))
+        tokens_R = torch.from_numpy(self.data.masked_tokens[part])
+        weight_R[part] = row_weights(tokens_R, self.roles.config.objective.aggregation, self.roles.longest).float()
+        return weight_R
+
+    def loss_of(self, some: slice, hidden_MH: Tensor, micro: MicroBatch, weight_R: Tensor) -> Tensor:
+        """The loss of some rows of a micro-batch; `seen` takes in what they tell."""
+        tokens = self._masked_tokens(micro, some, hidden_MH)
+        result = self.roles.objective.loss(tokens)
+        versions_M = torch.from_numpy(self.data.versions)[micro.among[some]]
+        self.seen.add(tokens, result, versions_M.to(self.device))
+        return (result.loss_M * weight_R[micro.row_M[some]].to(self.device)).sum()
 
     def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> float:
         """Add up the gradient of a micro-batch's loss, and return the loss.

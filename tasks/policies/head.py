@@ -92,9 +92,10 @@ def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
 
 
 def _shallow(module: nn.Module) -> Any:
-    """A module with the same tensors and the same modules in it."""
+    """A module with the same tensors and the same modules in it. Hooks that the other gets later are not its own."""
     made = copy.copy(module)
-    made.__dict__["_modules"] = dict(module._modules)
+    held = {name: copy.copy(value) for name, value in vars(module).items() if "hooks" in name}
+    vars(made).update(held, _modules=dict(module._modules))
     return made
 
 

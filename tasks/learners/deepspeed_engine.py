@@ -1,0 +1,254 @@
+"""DeepSpeed: it shards moments (ZeRO 1), gradients too (2), weights too (3), adds up gradients, clips, and steps.
+
+Nothing of its own is stored: each rank's part of a tensor is put in its place, and the sum over ranks is the whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from rollflow.tasks.learners.config import DeepSpeedTrain
+from rollflow.tasks.learners.gloo_ranks import HOST, GlooRanks
+from rollflow.tasks.learners.optimized import MASTER, MOMENTS, Optimized
+
+SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's own sums between processes; compiled at their first use
+
+
+def begin_group(ranks: GlooRanks) -> None:
+    """The group of all ranks that DeepSpeed uses; one a process, so an earlier one is forgotten."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": HOST, "MASTER_PORT": "0"}
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
+    import deepspeed
+    from deepspeed.utils import groups, logger
+
+    logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
+    store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
+    torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=bound)
+
+
+class Whole(nn.Module):
+    """What the engine runs: whatever it is given, so that decoder, head and loss are one forward pass to it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, of: Callable[[], Tensor]) -> Tensor:
+        """What `of` gives."""
+        return of()
+
+
+class DeepSpeedOptimized(Optimized):
+    """Parameters of `model`, by the names that `given` has, behind an engine. All ranks call everything here."""
+
+    def __init__(  # what it does otherwise than `Optimized`, it does from the beginning
+        self, model: nn.Module, given: Mapping[str, nn.Parameter], config: DeepSpeedTrain, ranks: GlooRanks
+    ) -> None:
+        import deepspeed
+
+        self.ranks, self.zero, self.given = ranks, config.zero, dict(given)
+        self.types = {name: parameter.dtype for name, parameter in given.items()}
+        self.shapes = {name: parameter.shape for name, parameter in given.items()}
+        self.wide = any(kind != torch.float32 for kind in self.types.values())
+        adamw = torch.optim.AdamW(
+            self.given.values(), betas=config.betas, weight_decay=config.weight_decay, fused=config.fused_adamw
+        )
+        options = engine_options(config, short=self.wide)
+        self.engine, *_ = deepspeed.initialize(model=Whole(model).eval(), optimizer=adamw, config=options)
+        self.zeroed: Any = self.engine.optimizer
+        self.step = 0.0  # steps taken
+        self._dirty = False  # whether there is a gradient
+
+    def run(self, of: Callable[[], Tensor]) -> Tensor:
+        """What `of` gives, with the weights where it needs them."""
+        if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
+            order._invalidate_trace()  # it would hold each pass of each rank to the order of modules of the one before
+        found: Tensor = self.engine(of)
+        return found
+
+    def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
+        """Add up the gradients of the losses that `passes` give, over all ranks; returns the losses.
+
+        DeepSpeed adds up over ranks once, behind the last pass: of several, its ZeRO 2 in float32 keeps only the last
+        one's gradient (0.19.8). It gives the mean over ranks, where a loss here is weighed over the whole minibatch.
+        """
+        found = list[float]()
+        with self.engine.coalesce_grad_reduction():
+            for of in passes:
+                self._dirty = True
+                loss = self.run(of)
+                self.engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
+                found.append(float(loss.detach()))
+        return found
+
+    def begin(self, rate: float) -> None:
+        """See `Optimized`."""
+        for group in self.zeroed.param_groups:
+            group["lr"] = rate
+
+    def clear(self) -> None:
+        """See `Optimized`."""
+        if not self._dirty:
+            return
+        self.zeroed.zero_grad()
+        if self.zero < 3:
+            self.zeroed.micro_step_id = -1
+            self.zeroed._release_preflattened_grad_buffers()
+            for part in self.zeroed.averaged_gradients:
+                self.zeroed.averaged_gradients[part] = self.zeroed.all_grad_tensors[part] = None
+        self._dirty = False
+
+    def clip(self) -> float:
+        """How long the gradient is; `apply` scales it."""
+        if not self._dirty:
+            return 0.0
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        zeroed = self.zeroed
+        norm = zeroed.scaled_global_norm() if self.zero < 3 else combine_grad_norm_groups(zeroed._get_norm_groups())
+        return float(norm) if norm >= 0 else float("nan")  # it says -1 of what is not finite
+
+    def apply(self) -> None:
+        """See `Optimized`. Without a gradient on any rank nothing is done."""
+        if self._dirty:
+            self.engine.step()
+            self.step += 1
+            self._dirty = False
+
+    def whole(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """The parameters, on the first rank; on the others empty, unless `everywhere`."""
+        return {name: self._whole(name, None, everywhere).to(kind) for name, kind in self.types.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Optimized`; where they are, see `whole`."""
+        if not self.step:
+            return {}
+        found = {f"step/{name}": torch.tensor(self.step) for name in self.given}
+        for name in self.given:
+            found |= {f"{key}/{name}": self._whole(name, key, everywhere=False) for key in MOMENTS[1:]}
+            if self.wide:
+                found[f"{MASTER}/{name}"] = self._whole(name, None, everywhere=False)
+        return found
+
+    def like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Optimized`."""
+        named, one = {name.partition("/")[2] for name in saved}, torch.zeros(())
+        wide = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items() if name in named}
+        keys = (*MOMENTS, *([MASTER] if self.wide else []))
+        return {f"{key}/{name}": one if key == "step" else wide[name] for name in wide for key in keys}
+
+    def alike(self) -> dict[str, Tensor]:
+        """Tensors with the names, shapes and types of `whole`, and no values."""
+        return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """The parameters become these."""
+        for name, parameter in self.given.items():
+            self._put(name, None, weights[name])
+            self._put_policy(parameter, weights[name])
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """See `Optimized`; after `put`."""
+        self.clear()
+        self.zeroed.optimizer.state.clear()
+        self.step = next((float(value) for name, value in saved.items() if name.startswith("step/")), 0.0)
+        if not self.step:
+            return
+        for flat in self._flats():
+            kept = self.zeroed.optimizer.state[flat] = {key: torch.zeros_like(flat) for key in MOMENTS[1:]}
+            kept["step"] = torch.tensor(self.step)
+        for key in (*MOMENTS[1:], *([MASTER] if self.wide else [])):
+            for name in self.given:
+                self._put(name, None if key == MASTER else key, saved[f"{key}/{name}"])
+
+    def _flats(self) -> list[Tensor]:
+        """What this rank's AdamW changes."""
+        found: list[Tensor] = (
+            self.zeroed.single_partition_of_fp32_groups if self.zero < 3 else self.zeroed.fp32_partitioned_groups_flat
+        )
+        return found
+
+    def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
+        """Of a parameter this rank's part: in which of `_flats`, where it begins there and in the parameter, and its
+        numbers."""
+        parameter: Any = self.given[name]
+        if self.zero < 3:
+            part = parameter._hp_mapping
+            if part is None:
+                return None
+            begins = part.hp_fragment_address.start, part.lp_fragment_address.start
+            return self._flats()[part.param_group_index], *begins, part.lp_fragment_address.numel
+        group, begin, size = self.zeroed.grad_position[self.zeroed.get_param_id(parameter)]
+        first = self.ranks.rank * size
+        numbers = min(size, parameter.ds_numel - first)
+        return (self._flats()[group], begin, first, numbers) if numbers > 0 else None
+
+    def _whole(self, name: str, key: str | None, everywhere: bool) -> Tensor:
+        """float32; without `key` the parameter as it is trained."""
+        found = torch.zeros(self.shapes[name])
+        if part := self._part(name):
+            flat, begin, first, numbers = part
+            source = flat if key is None else self.zeroed.optimizer.state[flat][key]
+            found.view(-1)[first : first + numbers] = source.detach()[begin : begin + numbers]
+        self.ranks.add(found)
+        return found if everywhere or not self.ranks.rank else torch.empty(0)
+
+    @torch.no_grad()
+    def _put(self, name: str, key: str | None, value: Tensor) -> None:
+        if part := self._part(name):
+            flat, begin, first, numbers = part
+            target = flat if key is None else self.zeroed.optimizer.state[flat][key]
+            target[begin : begin + numbers] = value.reshape(-1)[first : first + numbers]
+
+    @torch.no_grad()
+    def _put_policy(self, parameter: Any, value: Tensor) -> None:
+        """The weights that are run: with ZeRO 3 a part of them, and the small ones whole."""
+        if self.zero < 3:
+            parameter.copy_(value)
+            return
+        first = self.ranks.rank * parameter.ds_tensor.ds_numel
+        own = value.reshape(-1)[first : first + parameter.ds_tensor.ds_numel]
+        parameter.ds_tensor.data[: len(own)] = own
+        if parameter.numel() == parameter.ds_numel:
+            parameter.data.copy_(value)
+
+
+def engine_options(config: DeepSpeedTrain, *, short: bool) -> dict[str, Any]:
+    """What the engine is told: `train.options`, and what we set."""
+    return merged(config.options, set_options(config, short=short))
+
+
+def set_options(config: DeepSpeedTrain, *, short: bool) -> dict[str, Any]:
+    """What we set."""
+    return {
+        "train_batch_size": config.ranks,
+        "train_micro_batch_size_per_gpu": 1,  # counted by itself, and by us
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_optimization": {"stage": config.zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": short},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 2**31,
+    }
+
+
+def merged(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Both; what we set is ours."""
+    inner = {n: merged(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
+    return {**given, **own, **inner}

@@ -1,0 +1,230 @@
+"""A learner whose weights, gradients and moments are in parts on its ranks. What it trains is what `TorchLearner` does.
+
+    torch learner, whole on each rank --shard--> engines, with what it had --> step, load, weights, state: of all ranks
+
+- All ranks take as many passes as the one that has the most, since in each they meet: one with fewer runs a row whose
+  loss counts nothing.
+- It begins whole, so that a cold start trains the whole model; it is sharded before the first step or load.
+- What is stored has the names and shapes of the torch learner's, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects.base import pieces
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked
+from rollflow.tasks.learners.critic import WEIGHT, Critic, others, value_loss
+from rollflow.tasks.learners.deepspeed_engine import DeepSpeedOptimized, begin_group
+from rollflow.tasks.learners.finite import check_figures
+from rollflow.tasks.learners.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.optimized import check_fit
+from rollflow.tasks.learners.reference import named_tensors
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.learners.trained_policy import TrainedPolicy
+from rollflow.tasks.learners.updates import Updates
+from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
+from rollflow.tasks.objectives.rows import Rows
+
+
+class ShardedPolicy(DeepSpeedOptimized, TrainedPolicy):
+    """A policy behind an engine."""
+
+    def __init__(self, model: Any, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
+        self.model = model
+        given = dict(model.named_parameters())
+        self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}
+        DeepSpeedOptimized.__init__(self, model, given, config, ranks)
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `TrainedPolicy`; where they are, see `whole`."""
+        return {**self.whole(), **self.rest}
+
+    def everywhere(self) -> dict[str, Tensor]:
+        """The weights, on each rank."""
+        return {**self.whole(everywhere=True), **self.rest}
+
+    def weights_like(self) -> dict[str, Tensor]:
+        """See `TrainedPolicy`."""
+        return {**self.alike(), **self.rest}
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """See `TrainedPolicy`."""
+        self.put(weights)
+        for name, tensor in self.rest.items():
+            tensor.copy_(weights[name])
+
+
+class ShardedCritic(Critic):
+    """A critic behind an engine of its own."""
+
+    optimized: DeepSpeedOptimized
+
+    def shard(self, policy: ShardedPolicy, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
+        """From here on; it has been made beside a policy that was whole."""
+        self._policy_weights = policy.everywhere
+        self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
+        self.optimized = DeepSpeedOptimized(self.model, dict(self.model.named_parameters()), config, ranks)
+
+    def begin(self) -> None:
+        """See `Critic`."""
+        if not self.begun:
+            own = {f"decoder{name.removeprefix(self._decoder)}": t for name, t in self._policy_weights().items()}
+            shapes = self.optimized.shapes
+            self.optimized.put({**own, **{n: torch.zeros(shapes[n]) for n in shapes if n.startswith("head.")}})
+            self.optimized.load({})
+            self.begun = True
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        """See `Critic`."""
+        if torch.is_grad_enabled():
+            return super().values(micro)  # within a pass of the engine
+        return self.optimized.run(lambda: Critic.values(self, micro))
+
+    def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
+        """The sum of `value_loss` over a micro-batch's tokens, times `share`."""
+        found_M = self.values(micro)
+        old_M, return_M = (known_B[micro.among].to(found_M) for known_B in (values_B, returns_B))
+        return value_loss(found_M, old_M, return_M, self._config.value_clip).sum() * share
+
+    def check(self, saved: Mapping[str, Tensor]) -> None:
+        """See `Critic`."""
+        if saved:
+            own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
+            check_fit("the critic's state does", saved, {**own, **self.optimized.like(others(saved))})
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """See `Critic`."""
+        self.begun = bool(saved)
+        if saved:
+            self.optimized.put({name: saved[f"{WEIGHT}{name}"] for name in self.optimized.given})
+        self.optimized.load(others(saved))
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.whole().items()}
+
+
+class ShardedLearner(TorchLearner):
+    """See the module's docstring."""
+
+    config: DeepSpeedTrain
+    policy: ShardedPolicy
+    critic: ShardedCritic | None
+    ranks: GlooRanks
+    can_shard = True
+
+    @classmethod
+    def begun(cls, config: Ranked, start: LearnerStart) -> Self:
+        """See `TorchLearner`; raises `ConfigError` where the policy is not in float32."""
+        if start.dtype != "float32":
+            cure = 'with train.learner = "deepspeed" it is float32 only; choose that, or train.learner = "torch"'
+            raise ConfigError(f"policy.dtype = {start.dtype}: {cure}")
+        return super().begun(config, start)
+
+    def shard(self) -> None:
+        """Begin to be in parts. Work of all ranks, as all that follows it."""
+        config = self.config
+        files = {name: b"".join(pieces(data)) for name, data in self.state().items()}
+        weights = {name: tensor.clone() for name, tensor in self.policy.weights().items()}
+        critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
+        begin_group(self.ranks)
+        self.policy = ShardedPolicy(self.model, config, self.ranks)
+        if critic is not None:
+            critic.shard(self.policy, config, self.ranks)
+        if self.reference is not None:
+            self.reference.now = self.policy.everywhere
+        self.critic, self.updates, self.sharded = critic, ShardedUpdates, True
+        self.take(weights, files)
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        if not self.sharded:
+            return super().logprobs(tokens)
+        found = self.policy.run(lambda: torch.tensor(TorchLearner.logprobs(self, tokens), dtype=torch.float64))
+        return tuple(found.tolist())
+
+    def own_logprobs(self, micro: MicroBatch) -> Tensor:
+        """See `Roles`."""
+        return self.policy.run(lambda: TorchLearner.own_logprobs(self, micro))
+
+    @torch.no_grad()
+    def asked(self, data: Rows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """See `Roles`."""
+        found_B = torch.zeros(len(data.chosen))
+        for micro, counts in self.together(data, rows):
+            said = of(micro)
+            if counts:
+                found_B[micro.among] = said.float()
+        self.ranks.add(found_B)
+        return found_B
+
+    def together(self, data: Rows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
+        """As many micro-batches as on every other rank: each, and whether it counts."""
+        own = list(self.micros(data, rows))
+        counts = torch.zeros(self.ranks.count)
+        counts[self.ranks.rank] = len(own)
+        self.ranks.add(counts)
+        passes = int(counts.max())
+        for number in range(passes):
+            micro = own[number] if number < len(own) else self._any(data)
+            yield micro, number < len(own)
+
+    def _any(self, data: Rows) -> MicroBatch:
+        """A micro-batch of the shortest row."""
+        row = min(
+            range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
+        )
+        return next(micro_batches(data, [row], self.config.micro_tokens))
+
+
+class ShardedUpdates(Updates):
+    """Updates by engines: each pass is a forward and a backward of the whole, with logits made again where they are
+    many."""
+
+    roles: ShardedLearner
+
+    def _update(self, part: list[int]) -> dict[str, float]:
+        roles, policy = self.roles, self.roles.policy
+        weight_R = self.weights_of(part)
+        policy.clear()
+        micros = roles.together(self.data, roles.to_run(part, self.before.signal_R))
+        losses = policy.added(partial(self._pass, micro, weight_R, counts) for micro, counts in micros)
+        total = torch.tensor(sum(losses), dtype=torch.float64)
+        roles.ranks.add(total)
+        figures = {"loss": float(total), "grad_norm": policy.clip()}
+        check_figures(figures, self.seen.version)
+        policy.apply()
+        self.seen.updates += 1
+        return figures
+
+    def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
+        """The loss of a micro-batch."""
+        hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.model.dtype), micro.where)
+        if counts:
+            return self.loss_of(slice(None), hidden_MH, micro, weight_R)
+        return self.token_logprobs.of(hidden_MH, micro.targets)[0].sum() * 0.0
+
+    def _update_critic(self, part: list[int]) -> dict[str, float]:
+        roles, critic, before = self.roles, self.roles.critic, self.before
+        if critic is None:
+            return {}
+        assert before.values_B is not None
+        assert before.judged.returns_B is not None
+        tokens = max(int(self.data.masked_tokens[part].sum()), 1)
+        critic.optimized.clear()
+        of = partial(critic.loss, values_B=before.values_B, returns_B=before.judged.returns_B)
+        passes = (partial(of, micro, share=counts / tokens) for micro, counts in roles.together(self.data, part))
+        total = torch.tensor(sum(critic.optimized.added(passes)), dtype=torch.float64)
+        roles.ranks.add(total)
+        figures = {"value_loss": float(total), "critic_grad_norm": critic.optimized.clip()}
+        check_figures(figures, self.seen.version, "train.critic.learning_rate")
+        critic.optimized.apply()
+        return figures

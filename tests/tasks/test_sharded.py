@@ -1,0 +1,152 @@
+"""DeepSpeed's ranks beside one torch rank: the same steps, and what one stores goes on in the other."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from torch import Tensor
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.shards import from_files
+from rollflow.tasks.learners.updates import Updates
+from rollflow.tasks.objectives.config import PartsObjective
+from tests.contracts.test_learners import batch, saved
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_ranks import one_with_signal
+
+NEAR = 1e-5
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "GRPO": {},
+    "decoupled PPO": {"minibatches": 2, "objective": PartsObjective(kind="decoupled-ppo")},
+    "PPO with a critic": {
+        "minibatches": 2,
+        "objective": PartsObjective(kind="ppo"),
+        "critic": Critic(learning_rate=1e-4),  # at a higher one AdamW makes more of what differs in rounding
+    },
+}
+Batches = Callable[[int], TrajectoryBatch]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def begun(folder: Path, config: TrainConfig, dtype: str = "float32") -> Any:
+    return build_learner(config, LearnerStart(folder, trained=True, versions=12, dtype=dtype))
+
+
+def sharded(folder: Path, zero: int, dtype: str = "float32", seconds: float = 60.0, **given: Any) -> RankedLearner:
+    config = DeepSpeedTrain.model_validate({"zero": zero, "rank_seconds": seconds, "learning_rate": 1e-4, **given})
+    made: RankedLearner = begun(folder, config)
+    return made
+
+
+@cache
+def alone(folder: Path, kind: str, batches: Batches = batch) -> tuple[Any, list[Mapping[str, float]]]:
+    """One torch rank after ten steps, and what each told."""
+    made = begun(folder, TorchTrain(learning_rate=1e-4, **KINDS[kind]))
+    return made, [made.step(batches(version), version) for version in range(10)]
+
+
+def farthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The most that any two numbers differ in."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def tensors(made: Any) -> Mapping[str, Tensor]:
+    """All that a learner stores."""
+    return from_files({**made.weights(), **made.state()})
+
+
+def test_what_the_section_sets_is_refused_in_the_options() -> None:
+    for options in ({"gradient_clipping": 2.0}, {"zero_optimization": {"stage": 3}}):
+        with pytest.raises(ValidationError, match=r"train\.options\..*: take it away; set train\."):
+            DeepSpeedTrain(options=options)
+    assert DeepSpeedTrain(options={"zero_optimization": {"reduce_bucket_size": 1000}}).zero == 2
+
+
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("zero", "kind"),
+    [
+        (2, "PPO with a critic"),
+        (3, "PPO with a critic"),
+        pytest.param(1, "PPO with a critic", marks=SOAK),
+        *(pytest.param(z, kind, marks=SOAK) for z in (1, 2, 3) for kind in ("GRPO", "decoupled PPO")),
+    ],
+)
+def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(folder: Path, zero: int, kind: str) -> None:
+    torch_one, expected = alone(folder, kind)
+    made = sharded(folder, zero, **KINDS[kind])
+    for version, one in enumerate(expected):
+        told = made.step(batch(version), version)
+        assert {name: told[name] for name in one} == pytest.approx(one, abs=NEAR, rel=1e-4)
+    assert farthest(tensors(made), tensors(torch_one)) < NEAR
+    assert made.logprobs((3, 4, 5)) == pytest.approx(torch_one.logprobs((3, 4, 5)), abs=NEAR * 10)
+    stored = saved(made)
+    again = begun(folder, TorchTrain(learning_rate=1e-4, **KINDS[kind]))
+    again.load(*stored)
+    assert saved(again) == stored
+    again.step(batch(10), 10)
+    made.load(*saved(again))
+    assert saved(made) == saved(again)
+    made.step(batch(11), 11)
+    again.step(batch(11), 11)
+    assert farthest(tensors(made), tensors(again)) < NEAR
+    made._others.end()
+
+
+@pytest.mark.long
+def test_a_rank_without_rows_takes_part_and_one_that_is_stopped_is_named(folder: Path) -> None:
+    torch_one, _ = alone(folder, "GRPO", one_with_signal)
+    made = sharded(folder, 2, seconds=3.0)
+    for version in range(10):
+        made.step(one_with_signal(version), version)
+    assert farthest(tensors(made), tensors(torch_one)) < NEAR
+    pid = made._others._processes[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 did not come to the others within 3 s"):
+        made.step(one_with_signal(10), 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=SOAK), pytest.param(3, marks=SOAK)])
+def test_what_is_not_finite_changes_nothing(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on the first rank alone; the others say so, too, and the next step is what it would have been."""
+    made, quiet = sharded(folder, zero), begun(folder, TorchTrain(learning_rate=1e-4))
+    for one in (made, quiet):
+        one.step(batch(0), 0)
+    before, loss_of = saved(made), Updates.loss_of
+    with monkeypatch.context() as patched:
+        patched.setattr(Updates, "loss_of", lambda *given: loss_of(*given) * math.nan)
+        with pytest.raises(NotFinite):
+            made.step(batch(1), 1)
+    assert saved(made) == before
+    for one in (made, quiet):
+        one.step(batch(1), 1)
+    assert farthest(tensors(made), tensors(quiet)) < NEAR
+    made._others.end()
+
+
+def test_a_policy_in_a_short_type_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^policy.dtype = bfloat16: .*; choose that, or train.learner = \"torch\"$"):
+        begun(folder, DeepSpeedTrain(), "bfloat16")
