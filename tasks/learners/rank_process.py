@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import NotFinite
+from rollflow.storage.errors import ConfigError, NotFinite
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked
@@ -61,8 +62,11 @@ class Call:
 
 
 def learner_of(config: Ranked) -> type[TorchLearner]:
-    """What each rank runs."""
+    """What each rank runs; raises `ConfigError` where its library is not installed."""
     if isinstance(config, DeepSpeedTrain):
+        if find_spec("deepspeed") is None:
+            cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
+            raise ConfigError(f"train.learner = deepspeed: DeepSpeed is not installed here; {cure}")
         from rollflow.tasks.learners.sharded import ShardedLearner
 
         return ShardedLearner

@@ -56,12 +56,13 @@ class RankedLearner:
     """See the module's docstring."""
 
     def __init__(self, config: Ranked, start: LearnerStart) -> None:
-        """Raises `ConfigError` where there is a GPU, besides what a learner of one rank raises."""
+        """Raises `ConfigError` where there is a GPU or no DeepSpeed, besides what a learner of one rank raises."""
         if torch.cuda.is_available():
             raise ConfigError(f"train.ranks = {config.ranks}: ranks run on CPUs only, and here is a GPU; set it to 1")
+        kind = learner_of(config)
         self._others = Others(config, start)
         weakref.finalize(self, self._others.end)
-        self._own = learner_of(config).begun(config, start)
+        self._own = kind.begun(config, start)
         self._ranks = self._own.ranks = self._others.meet()
         self._alike = False  # whether the others are what this rank is
 
