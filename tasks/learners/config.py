@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
 from rollflow.tasks.sections import Section, refuse, with_kinds
@@ -106,6 +106,9 @@ class TorchTrain(Ranked):
 
 
 class DeepSpeedTrain(Ranked):
+    # A form's values that name no learner are torch's: by the schema they fit one section, not both.
+    model_config = ConfigDict(json_schema_extra={"required": ["learner"]})
+
     learner: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed: its ZeRO optimizers, over ranks")
     ranks: int = Field(2, gt=1, description="processes that train together, each on its part of a batch; on a CPU only")
     zero: Literal[1, 2, 3] = Field(2, description="what ranks share: moments (1), gradients too (2), weights too (3)")

@@ -177,8 +177,6 @@ def test_the_learner_refuses_a_stale_batch_whatever_was_committed() -> None:
     """The bound is checked once more on the rows: batches started under version 0, alpha 2."""
     actor = LearnerActor.__new__(LearnerActor)
     actor.config = RunConfig(async_ratio=2.0)
-    actor.version = 2
-    actor._check_fresh(some_batch())
-    actor.version = 3
+    actor._check_fresh(2, some_batch())
     with pytest.raises(Stale, match="batch 3 holds a trajectory started under version 0"):
-        actor._check_fresh(some_batch())
+        actor._check_fresh(3, some_batch())
