@@ -61,6 +61,8 @@ class DeepSpeedOptimized(Optimized):
         import deepspeed
 
         self.ranks, self.zero, self.given = ranks, config.zero, dict(given)
+        for parameter in self.given.values():
+            parameter.grad = None  # a cold start has left it
         self.types = {name: parameter.dtype for name, parameter in given.items()}
         self.shapes = {name: parameter.shape for name, parameter in given.items()}
         self.wide = any(kind != torch.float32 for kind in self.types.values())
