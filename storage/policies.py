@@ -26,7 +26,7 @@ from rollflow.storage.log.reading import written
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import Data, pieces
-from rollflow.storage.objects.disk import mapped
+from rollflow.storage.objects.disk import mapped, sha256_of
 from rollflow.storage.objects.node_cache import Held, NodeCache
 from rollflow.storage.records import StoredObject
 
@@ -168,6 +168,24 @@ class PolicyStore:
             raise Corrupt(f"{stored.path} is missing") from error
         _check(stored, len(data), hashlib.sha256(data).hexdigest())
         return data
+
+    def file(self, stored: StoredObject, folder: Path) -> Path:
+        """A local file with an object, checked against its entry: the store's own, or a copy in `folder`.
+
+        Raises:
+            Corrupt: it is missing or differs.
+        """
+        path = self.store.local_path(stored.path)
+        try:
+            if path is not None:
+                sha256 = sha256_of(path)
+            else:
+                path = folder / stored.path.replace("/", "-")
+                sha256 = self.store.fetch(stored.path, path)
+        except Missing as error:
+            raise Corrupt(f"{stored.path} is missing") from error
+        _check(stored, path.stat().st_size, sha256)
+        return path
 
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
         """A local folder with the version's safetensors files, checked once on each node: the store's own folder, or a

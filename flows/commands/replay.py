@@ -33,7 +33,7 @@ def replay(context: RunContext, version: int | None, every: bool, say: Callable[
     """
     policies, batches = context.policies, context.batches
     first, last = _span(context, version, policies.newest(), every)
-    learner = new_learner(context)
+    learner = new_learner(context, blank=True)
     restored = restore(policies, batches, learner, first - 1, note=say)
     if restored.differed:
         say(f"{restored.sentence()}; {CAUSE}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +81,12 @@ def mapped(path: Path) -> memoryview:
         if os.fstat(file.fileno()).st_size == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
+def sha256_of(path: Path) -> str:
+    """Of the bytes of a file, few of which are in memory at a time. Raises as `found`."""
+    with found(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_out(file: int, parts: Sequence[memoryview]) -> None:

@@ -180,7 +180,7 @@ class LearnerActor:
             self.learner = new_learner(self.context, None if cold else self.context.first_weights)
             self._make_first()
         else:
-            self.learner = new_learner(self.context)
+            self.learner = new_learner(self.context, blank=True)
             self._restore(self.version)
         self.channel.announce(self.version)
 

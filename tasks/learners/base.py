@@ -10,6 +10,8 @@
 - `load` refuses, with `Corrupt` and one sentence, what another learner or another model gave. The learner is then as
   it was.
 
+- `load` reads one file after the other, and holds nothing of those before: a mapping may read them when asked.
+
 A file is given as bytes, or as a sequence of buffers that are its bytes one after the other. The buffers are views of
 the tensors, valid until the next `load`, or until the next `step` calls its `settle`: before that it changes nothing
 that is stored, so that a version can be stored while the next one is computed.
@@ -44,6 +46,7 @@ class LearnerStart:
 
     folder: Path  # a Hugging Face folder
     trained: bool  # whether it begins with the folder's weights; else untrained, of the folder's architecture
+    blank: bool = False  # without any weights: whoever has it calls `load` before anything else
     dtype: str = "float32"  # of the weights that are run and published; or bfloat16
     temperature: float = 1.0  # that tokens are sampled at
     versions: int = 1  # that the run trains, for schedules

@@ -10,7 +10,7 @@ Shapes: M masked tokens of a micro-batch, B of a batch, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.optimized import Optimized, check_fit
+from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.objectives.packing import MicroBatch
 
 WEIGHT = "weight/"  # what names of its weights begin with in its state
@@ -50,7 +51,7 @@ class Critic:
                 self.model.decoder.load_state_dict(self._policy.get_decoder().state_dict())
             for parameter in self.model.head.parameters():
                 nn.init.zeros_(parameter)
-            self.optimized.load({})
+            self.optimized.load(())
             self.begun = True
 
     def values(self, micro: MicroBatch) -> Tensor:
@@ -83,13 +84,20 @@ class Critic:
         if saved:
             check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(others(saved))})
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    @torch.no_grad()
+    def load(self, saved: Named) -> None:
         """Take over what `tensors` gave."""
-        self.begun = bool(saved)
-        with torch.no_grad():
-            for name, weight in self._weights().items() if saved else ():
-                weight.copy_(saved[name])
-        self.optimized.load(others(saved))
+        self.begun = False
+        self.optimized.load(self._without_weights(saved))
+
+    def _without_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
+        """Its weights are taken on the way."""
+        for name, tensor in saved:
+            self.begun = True
+            if name.startswith(WEIGHT):
+                self.model.get_parameter(name.removeprefix(WEIGHT)).copy_(tensor)
+            else:
+                yield name, tensor
 
     def _weights(self) -> dict[str, Tensor]:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.learners.gloo_ranks import HOST, GlooRanks
 from rollflow.tasks.learners.optimized import MASTER, MOMENTS, Optimized
+from rollflow.tasks.learners.shards import Named
 
 SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's own sums between processes; compiled at their first use
 
@@ -163,8 +164,9 @@ class DeepSpeedOptimized(Optimized):
             self._put(name, None, weights[name])
             self._put_policy(parameter, weights[name])
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    def load(self, given: Named) -> None:
         """See `Optimized`; after `put`."""
+        saved = dict(given)
         self.clear()
         self.zeroed.optimizer.state.clear()
         self.step = next((float(value) for name, value in saved.items() if name.startswith("step/")), 0.0)

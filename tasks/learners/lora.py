@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.config import Lora, Ranked
 from rollflow.tasks.learners.reference import Reference, named_tensors
+from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.trained_policy import TrainedPolicy
 
@@ -80,18 +81,25 @@ class LoraPolicy(TrainedPolicy):
         return {**self._adapter(), **super().like(_others(saved))}
 
     @torch.no_grad()
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    def load(self, given: Named) -> None:
         """See `Optimized`; the model has the weights that were published with it.
 
         W is that of the run's first weights where these and the adapter give the published weight. Where they do not
         (another kind of machine published it), W is the published weight less the adapter's part: the log decides what
         a version is. What is published next then has that difference, too.
         """
-        super().load(_others(saved))
-        for name, tensor in self._adapter().items():
-            tensor.copy_(saved[name])
+        super().load(self._without_adapter(given))
         self._begin()
         self._find_base()
+
+    def _without_adapter(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's tensors are taken on the way."""
+        own = self._adapter()
+        for name, tensor in saved:
+            if name in own:
+                own[name].copy_(tensor)
+            else:
+                yield name, tensor
 
     def _find_base(self) -> None:
         first = self._first()

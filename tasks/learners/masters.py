@@ -13,7 +13,7 @@ these, rounded:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -32,10 +32,10 @@ class Trained:
         }
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """The masters become the policy's weights, and nothing is left of what they were."""
-        for parameter, master in self._pairs():
-            master.copy_(parameter)
+    def begin(self, but: Collection[str] = ()) -> None:
+        """The masters become the policy's weights, and nothing is left of what they were; those in `but` stay."""
+        for name in self._policy.keys() - set(but) if self.wide else ():
+            self.parameters[name].copy_(self._policy[name])
 
     @torch.no_grad()
     def follow(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rollflow.storage.errors import Corrupt
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.masters import Trained
+from rollflow.tasks.learners.shards import Named
 
 MASTER = "master"  # what is saved of a parameter with a master
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that it has changed
@@ -74,18 +75,20 @@ class Optimized:
             if name in named
         }
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    def load(self, given: Named) -> None:
         """Take over what `tensors` gave; the model has the weights that it had then."""
-        self.trained.begin()
         self.adamw.state.clear()
-        for name, value in saved.items():
+        mastered = []
+        for name, value in given:
             key, _, parameter = name.partition("/")
             trained = self.trained.parameters[parameter]
             if key == MASTER:
                 trained.detach().copy_(value)
+                mastered.append(parameter)
                 continue
             device = "cpu" if key == "step" and not self.fused else trained.device
             self.adamw.state[trained][key] = value.to(device, copy=True)
+        self.trained.begin(mastered)
 
 
 def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

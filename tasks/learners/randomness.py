@@ -43,11 +43,6 @@ def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 
 
-def pop_random(saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take the generators out of a state, as tensors of their own."""
-    return {name: saved.pop(name).clone() for name in (RNG, DEVICE_RNG) if name in saved}
-
-
 def take_random(drawn: Mapping[str, Tensor], device: torch.device) -> None:
     """Go on drawing where `random_state` was; a device's generator is left alone where there is no such device."""
     torch.set_rng_state(drawn[RNG])

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -39,10 +39,14 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Become what these files say; by name, their sizes in bytes. Their contents follow."""
+    """Become what these files say; by name, their sizes in bytes. Their contents follow.
+
+    `width` is what the first rank found when it tried the model: all have to make the same lines of a batch.
+    """
 
     weights: Mapping[str, int]
     state: Mapping[str, int]
+    width: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,7 @@ def run_rank(rank: int, port: int, orders: Connection, config: Ranked, start: Le
     _be_named(f"rank {rank} of {config.ranks}")
     store = store_at(port)
     try:
-        learner = learner_of(config).begun(config, start)
+        learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends all
         store.set(ready(rank), "")
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds)
         while True:
@@ -101,9 +105,10 @@ def _obey(learner: TorchLearner, ranks: GlooRanks, order: Call | Load | Step) ->
             getattr(learner, order.name)(*order.given)
         case Load():
             weights, state = (
-                {name: received(ranks, n) for name, n in part.items()} for part in (order.weights, order.state)
+                ((name, received(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
             )
-            learner.load(weights, state)
+            learner.take(weights, state)  # each file as it comes
+            learner.width, learner.blank = order.width, False
         case Step():
             with contextlib.suppress(NotFinite):  # the first rank says it
                 learner.step(TrajectoryBatch.from_bytes(bytes(received(ranks, order.size))), order.version)

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -115,7 +116,7 @@ class RankedLearner:
         self._own.check(weights, state)
         with self._together("a version was loaded"):
             self._send(weights, state)
-            self._own.load(weights, state)
+            self._own.take(weights.items(), state.items())
 
     @property
     def _sharded(self) -> bool:
@@ -151,12 +152,12 @@ class RankedLearner:
             self._own.shard()
         self._alike = True
 
-    def _send(self, *parts: Mapping[str, Data]) -> None:
-        """Have the others load these files."""
-        self._others.order(Load(*({name: _size(data) for name, data in part.items()} for part in parts)))
-        for part in parts:
-            for data in part.values():
-                sent(self._ranks, data)
+    def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """Have the others become what these files say."""
+        sizes, rest = ({name: _size(data) for name, data in part.items()} for part in (weights, state))
+        self._others.order(Load(sizes, rest, self._own.width))
+        for data in chain(weights.values(), state.values()):
+            sent(self._ranks, data)
 
 
 class Others:

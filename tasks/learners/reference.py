@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollflow.tasks.learners.base import Settle, at_once
 from rollflow.tasks.learners.optimized import check_fit
+from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.learners.token_logprobs import Pass, TokenLogprobs
 
 VERSION = "version"  # in its state: which version's weights it has
@@ -28,7 +29,7 @@ class Reference:
         self._every = every
         self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # what the policy is
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
-        self.token_logprobs: Pass = TokenLogprobs(self._model)
+        self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy was
         self.version = -1  # none yet
 
     def follow(self, version: int, settle: Settle = at_once) -> None:
@@ -47,11 +48,15 @@ class Reference:
         if saved:
             check_fit("the reference does", saved, {**self._kept(), VERSION: torch.tensor(0)})
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    @torch.no_grad()
+    def load(self, saved: Named) -> None:
         """Take over what `tensors` gave."""
-        self.version = int(saved[VERSION]) if saved else -1
-        if saved:
-            self._take(saved)
+        self.version, own = -1, self._kept()
+        for name, tensor in saved:
+            if name == VERSION:
+                self.version = int(tensor)
+            else:
+                own[name].copy_(tensor)
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:

@@ -6,27 +6,34 @@ If a version's state was not stored, or its objects are damaged, it is trained a
 batches that followed. The result is compared with what was published. Equal bytes replace damaged objects under the
 names in their entry, so that a restored run has everything its log names.
 
+Objects are checked first, and fetched where they are far. The learner then maps one file after the other: beside what
+it becomes, no more than that is in memory.
+
 Imports no torch, so that a process that only starts the learner's actor, or prints a replay, does not wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import digest, pieces
+from rollflow.storage.objects.disk import mapped
 from rollflow.storage.policies import MOVERS, PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
+from rollflow.tasks.node import node_cache
 from rollflow.tasks.run_context import RunContext
 
 
@@ -63,12 +70,31 @@ class Restored:
         return ", ".join(said)
 
 
-def new_learner(context: RunContext, folder: Path | None = None) -> Learner:
-    """The run's learner before its first step: with the weights in `folder`; without a folder, an untrained policy."""
+class MappedFiles(Mapping[str, Data]):
+    """Files of this machine by name, each mapped whenever it is asked for."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, name: str) -> Data:
+        return mapped(self._paths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+def new_learner(context: RunContext, folder: Path | None = None, *, blank: bool = False) -> Learner:
+    """The run's learner before its first step: with the weights in `folder`; without a folder, an untrained policy, or
+    a `blank` one for `restore`.
+    """
     config = context.config
     start = LearnerStart(
         folder or context.policy_folder,
         trained=folder is not None,
+        blank=blank,
         dtype=config.policy.dtype,
         temperature=config.engine.temperature,
         versions=config.versions,
@@ -148,11 +174,13 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
         found = policies.find(base)
         if not found.state and base < version:
             continue
-        weights, bad_weights = _read(policies, found.weights)
-        state, bad_state = _read(policies, found.state)
-        if found.state and not bad_weights and not bad_state:
-            learner.load(weights, state)
-            return base, damaged
+        with (
+            _local(policies, found.weights) as (weights, bad_weights),
+            _local(policies, found.state) as (state, bad_state),
+        ):
+            if found.state and not bad_weights and not bad_state:
+                learner.load(weights, state)
+                return base, damaged
         is_newest, needed = base == version, policies.retention.needed
         damaged[base] = bad_weights if is_newest or needed("weights", base, version) else []
         damaged[base] += bad_state if is_newest or needed("state", base, version) else []
@@ -163,30 +191,34 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
     )
 
 
-def _read(policies: PolicyStore, objects: Sequence[StoredObject]) -> tuple[dict[str, Data], list[StoredObject]]:
-    """Read these objects: the intact ones by name, and the damaged or missing ones."""
+@contextmanager
+def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[tuple[MappedFiles, list[StoredObject]]]:
+    """While it lasts, the intact ones of these objects as files of this machine, by name; and the others."""
+    (cache := node_cache()).mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="restore-", dir=cache) as folder:
 
-    def content(stored: StoredObject) -> Data | None:
-        try:
-            return policies.read(stored)
-        except Corrupt:
-            return None
+        def path(stored: StoredObject) -> Path | None:
+            try:
+                return policies.file(stored, Path(folder))
+            except Corrupt:
+                return None
 
-    with ThreadPoolExecutor(MOVERS) as pool:
-        found = list(zip(objects, pool.map(content, objects), strict=True))
-    intact = {name_of(stored): data for stored, data in found if data is not None}
-    return intact, [stored for stored, data in found if data is None]
+        with ThreadPoolExecutor(MOVERS) as pool:
+            found = list(zip(objects, pool.map(path, objects), strict=True))
+        intact = {name_of(stored): file for stored, file in found if file is not None}
+        yield MappedFiles(intact), [stored for stored, file in found if file is None]
 
 
 def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVersion) -> None:
     """The log decides what a version is: its weights, with the optimizer state of the replay."""
-    weights, damaged = _read(policies, version.weights)
-    if damaged:
-        raise Corrupt(
-            f"version {version.number} cannot be restored: {damaged[0].path} is damaged or missing, and its replay "
-            "gives other weights; was it trained on another kind of machine, with other threads or another torch build?"
-        )
-    learner.load(weights, learner.state())
+    with _local(policies, version.weights) as (weights, damaged):
+        if damaged:
+            raise Corrupt(
+                f"version {version.number} cannot be restored: {damaged[0].path} is damaged or missing, and its replay "
+                "gives other weights; was it trained on another kind of machine, with other threads or another torch "
+                "build?"
+            )
+        learner.load(weights, learner.state())
 
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:

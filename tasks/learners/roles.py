@@ -53,12 +53,13 @@ class Roles:
         seed: int,
         shard_bytes: int = SHARD_BYTES,
         first: Callable[[], Mapping[str, Tensor]] = dict,
+        blank: bool = False,
     ) -> None:
         """`first` gives the weights that the run began with, for an adapter; else see `LearnerStart`."""
         torch.manual_seed(seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
-        self.token_logprobs = TokenLogprobs(self.model)
+        self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
         self.config = config
         self.ranks = Ranks()
         self.objective = build_objective(config.objective)
@@ -67,8 +68,23 @@ class Roles:
         self.longest = longest
         self.shard_bytes = shard_bytes
         self.policy = _trained_policy(self.model, config, first)
-        self.width = shared_width(self.model, self.token_logprobs) if config.share_prompts else None
+        self.width: int | None = None
+        self.blank = blank
+        if not blank:
+            self.width = self._shared_width()
         self._add_roles()
+
+    def try_model(self) -> None:
+        """What is tried of a model at the start, of one that was blank; its weights are there now.
+
+        Raises:
+            ConfigError: as the start of any learner.
+        """
+        TokenLogprobs(self.model)
+        self.width, self.blank = self._shared_width(), False
+
+    def _shared_width(self) -> int | None:
+        return shared_width(self.model, self.token_logprobs) if self.config.share_prompts else None
 
     def _add_roles(self) -> None:
         """What the objective needs beside the policy."""

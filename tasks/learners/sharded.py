@@ -27,6 +27,7 @@ from rollflow.tasks.learners.finite import check_figures
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import check_fit
 from rollflow.tasks.learners.reference import named_tensors
+from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.learners.trained_policy import TrainedPolicy
 from rollflow.tasks.learners.updates import Updates
@@ -56,11 +57,12 @@ class ShardedPolicy(DeepSpeedOptimized, TrainedPolicy):
         return {**self.alike(), **self.rest}
 
     @torch.no_grad()
-    def take(self, weights: Mapping[str, Tensor]) -> None:
+    def take(self, weights: Named) -> None:
         """See `TrainedPolicy`."""
-        self.put(weights)
+        given = dict(weights)
+        self.put(given)
         for name, tensor in self.rest.items():
-            tensor.copy_(weights[name])
+            tensor.copy_(given[name])
 
 
 class ShardedCritic(Critic):
@@ -80,7 +82,7 @@ class ShardedCritic(Critic):
             own = {f"decoder{name.removeprefix(self._decoder)}": t for name, t in self._policy_weights().items()}
             shapes = self.optimized.shapes
             self.optimized.put({**own, **{n: torch.zeros(shapes[n]) for n in shapes if n.startswith("head.")}})
-            self.optimized.load({})
+            self.optimized.load(())
             self.begun = True
 
     def values(self, micro: MicroBatch) -> Tensor:
@@ -101,12 +103,13 @@ class ShardedCritic(Critic):
             own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
             check_fit("the critic's state does", saved, {**own, **self.optimized.like(others(saved))})
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
+    def load(self, saved: Named) -> None:
         """See `Critic`."""
-        self.begun = bool(saved)
-        if saved:
-            self.optimized.put({name: saved[f"{WEIGHT}{name}"] for name in self.optimized.given})
-        self.optimized.load(others(saved))
+        given = dict(saved)
+        self.begun = bool(given)
+        if given:
+            self.optimized.put({name: given[f"{WEIGHT}{name}"] for name in self.optimized.given})
+        self.optimized.load(others(given).items())
 
     def _weights(self) -> dict[str, Tensor]:
         return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.whole().items()}
@@ -133,7 +136,7 @@ class ShardedLearner(TorchLearner):
         """Begin to be in parts. Work of all ranks, as all that follows it."""
         config = self.config
         files = {name: b"".join(pieces(data)) for name, data in self.state().items()}
-        weights = {name: tensor.clone() for name, tensor in self.policy.weights().items()}
+        weights = {name: b"".join(pieces(data)) for name, data in self.weights().items()}
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         begin_group(self.ranks)
         self.policy = ShardedPolicy(self.model, config, self.ranks)
@@ -142,7 +145,7 @@ class ShardedLearner(TorchLearner):
         if self.reference is not None:
             self.reference.now = self.policy.everywhere
         self.critic, self.updates, self.sharded = critic, ShardedUpdates, True
-        self.take(weights, files)
+        self.take(weights.items(), files.items())
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""

@@ -3,12 +3,14 @@
 A file holds at most `shard_bytes` of tensors (a larger tensor has a file of its own). Names are those of Hugging Face:
 `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The same
 tensors give the same bytes. Pieces of tensors on the CPU are views of them: valid until the tensors change.
+
+What is read is read one file after the other, and nothing is held of those before.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data, pieces
+
+Files = Iterable[tuple[str, Data]]  # each file's name and content; some can be gone through only once
+Named = Iterable[tuple[str, Tensor]]  # tensors by name, likewise
 
 INDEX = ".index.json"
 SHARD_BYTES = 2**28
@@ -50,13 +55,21 @@ def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_
 
 
 def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
+    """The tensors of safetensors files by name, all of them; else as `tensors_of`."""
+    return dict(tensors_of(files.items()))
+
+
+def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
     """The tensors of safetensors files by name, views of a file of one buffer; `Corrupt` if one is no such file."""
-    return {
-        name: tensor
-        for file, data in files.items()
-        if not file.endswith(INDEX)
-        for name, tensor in _tensors(file, _whole(data)).items()
-    }
+    for file, data in files:
+        if not file.endswith(INDEX):
+            yield from _tensors(file, _whole(data))
+        del data  # before the next one is read
+
+
+def shapes_of(files: Files) -> dict[str, Tensor]:
+    """Tensors with the names, shapes and types of those in safetensors files, and no values; `Corrupt` likewise."""
+    return {name: tensor.to("meta") for name, tensor in tensors_of(files)}
 
 
 def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
@@ -95,11 +108,13 @@ def _whole(data: Data) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
 
 
-def _tensors(file: str, data: memoryview) -> dict[str, Tensor]:
+def _tensors(file: str, data: memoryview) -> Iterator[tuple[str, Tensor]]:
     try:
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(bytes(data[8:start]))
-        return {name: _tensor(data[start:], entry) for name, entry in header.items() if name != "__metadata__"}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, _tensor(data[start:], entry)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Corrupt(f"{file} is not a safetensors file: {error}") from error
 

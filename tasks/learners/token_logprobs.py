@@ -31,13 +31,9 @@ Pass = Callable[..., tuple[Tensor, Tensor | None]]  # what a `TokenLogprobs` is 
 class TokenLogprobs:
     """Log-probs of tokens under `model`, whose parameters it reads where they are. See the module's docstring."""
 
-    def __init__(self, model: Any) -> None:
-        """Tries the model with a few tokens.
-
-        Raises:
-            ConfigError: its log-probs come out otherwise than its own forward gives them.
-        """
-        self._head = OwnHead(model)
+    def __init__(self, model: Any, *, judged: bool = True) -> None:
+        """See `OwnHead`."""
+        self._head = OwnHead(model, judged=judged)
         self._decoder = model.get_decoder()
 
     def __call__(

@@ -9,7 +9,9 @@ Rows of advantage zero have exactly zero gradient and are not run, unless the ob
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,10 +27,17 @@ from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.finite import all_finite, check_batch
 from rollflow.tasks.learners.optimized import check_fit, check_parts
-from rollflow.tasks.learners.randomness import begin_process, pop_random, random_like, random_state, take_random
+from rollflow.tasks.learners.randomness import (
+    DEVICE_RNG,
+    RNG,
+    begin_process,
+    random_like,
+    random_state,
+    take_random,
+)
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.roles import Roles
-from rollflow.tasks.learners.shards import from_files, to_files
+from rollflow.tasks.learners.shards import Files, Named, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.rows import Rows
 
@@ -37,14 +46,21 @@ STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference
 KL_WEIGHT = "kl_weight"  # in the state, where it is adapted
 
 
-def load_model(folder: Path, dtype: str, *, trained: bool) -> Any:
-    """A causal language model from a Hugging Face folder: with its weights, or only its architecture."""
+def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False) -> Any:
+    """A causal language model from a Hugging Face folder: with its weights, or only its architecture.
+
+    The weights of a `blank` one are whatever lay in memory; most of that is taken only when it is written.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     kind = getattr(torch, dtype)
-    if trained:
+    if trained and not blank:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
+    with no_init_weights() if blank else nullcontext():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
+    model.tie_weights()  # a part of the initialisation
+    return model
 
 
 def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
@@ -66,7 +82,7 @@ class TorchLearner(Roles):
         """The learner before its first step."""
         begin_process(config, start.seed)
         return cls(
-            load_model(start.folder, start.dtype, trained=start.trained),
+            load_model(start.folder, start.dtype, trained=start.trained, blank=start.blank),
             config,
             temperature=start.temperature,
             versions=start.versions,
@@ -74,6 +90,7 @@ class TorchLearner(Roles):
             seed=start.seed,
             shard_bytes=start.shard_bytes,
             first=lambda: _first_weights(start),
+            blank=start.blank,
         )
 
     # --- a version ----------------------------------------------------------------------------------------------
@@ -132,28 +149,42 @@ class TorchLearner(Roles):
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
         self.check(weights, state)
-        self.take(from_files(weights), state)
+        self.take(weights.items(), state.items())
+        if self.blank:
+            self.try_model()
 
     def check(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """`Corrupt` if they are not what this learner may load."""
-        saved = _of_stem(STATE, state)
+        saved = shapes_of(_of_stem(STATE, state))
         own = {**random_like(saved), **self._weight_of_kl()}
-        check_fit("weights do", from_files(weights), self.policy.weights_like())
+        check_fit("weights do", shapes_of(weights.items()), self.policy.weights_like())
         check_fit("the learner state does", saved, {**own, **self.policy.like(saved)})
         check_parts(state, [STATE, *(stem for stem, _ in self._roles())], saved)
         for stem, role in self._roles():
-            role.check(_of_stem(stem, state))
+            role.check(shapes_of(_of_stem(stem, state)))
 
-    def take(self, weights: Mapping[str, Tensor], state: Mapping[str, Data]) -> None:
-        """Become what has been checked."""
-        saved = _of_stem(STATE, state)
-        drawn = pop_random(saved)
-        self.kl_weight = float(saved.pop(KL_WEIGHT, self.kl_weight))
-        self.policy.take(weights)
-        self.policy.load(saved)
-        for stem, role in self._roles():
-            role.load(_of_stem(stem, state))
+    def take(self, weights: Files, state: Files) -> None:
+        """Become what has been checked; files of a stem are one after the other. Nothing is held of what was taken."""
+        drawn: dict[str, Tensor] = {}
+        self.policy.take(tensors_of(weights))
+        loads: dict[str, Callable[[Named], None]] = {stem: role.load for stem, role in self._roles()}
+        loads[STATE] = lambda saved: self.policy.load(self._of_policy(saved, drawn))
+        stems = tuple(loads)
+        for stem, files in groupby(state, lambda file: next(stem for stem in stems if file[0].startswith(stem))):
+            loads.pop(stem)(tensors_of(files))
+        for load in loads.values():
+            load(())
         take_random(drawn, self.device)  # last: to read a model may draw
+
+    def _of_policy(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What is left of the state for the policy; the generators go into `drawn`."""
+        for name, tensor in saved:
+            if name in (RNG, DEVICE_RNG):
+                drawn[name] = tensor.clone()
+            elif name == KL_WEIGHT:
+                self.kl_weight = float(tensor)
+            else:
+                yield name, tensor
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
         """What has a state of its own, each with the stem of its files."""
@@ -166,6 +197,6 @@ class TorchLearner(Roles):
         return {KL_WEIGHT: torch.tensor(self.kl_weight, dtype=torch.float64)} if adapts else {}
 
 
-def _of_stem(stem: str, files: Mapping[str, Data]) -> dict[str, Tensor]:
-    """The tensors of the files that are named after `stem`."""
-    return from_files({name: data for name, data in files.items() if name.startswith(stem)})
+def _of_stem(stem: str, files: Mapping[str, Data]) -> Files:
+    """The files that are named after `stem`."""
+    return ((name, files[name]) for name in files if name.startswith(stem))

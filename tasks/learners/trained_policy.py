@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rollflow.tasks.learners.config import Ranked
-from rollflow.tasks.learners.optimized import Optimized
+from rollflow.tasks.learners.optimized import Optimized, check_fit
 from rollflow.tasks.learners.reference import Reference, named_tensors
+from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 
 
@@ -42,10 +43,12 @@ class TrainedPolicy(Optimized):
         return self.weights()
 
     @torch.no_grad()
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Become what `weights` gave; `load` follows with the rest."""
-        for name, tensor in self._named().items():
-            tensor.copy_(weights[name])
+    def take(self, weights: Named) -> None:
+        """Become what `weights` gave; `load` follows with the rest. Raises `Corrupt` if one is lacking."""
+        left = self._named()
+        for name, tensor in weights:
+            left.pop(name).copy_(tensor)
+        check_fit("weights do", {}, left)
 
     def _named(self) -> dict[str, Tensor]:
         """The model's tensors by Hugging Face name."""

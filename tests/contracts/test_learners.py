@@ -173,6 +173,20 @@ def test_what_was_restored_takes_the_same_next_step(
         assert once[1] != before[1]
 
 
+@pytest.mark.parametrize("versions", [0, 2])
+def test_one_that_began_without_weights_takes_the_same_next_step(
+    learner: Learner, config: TrainConfig, start: LearnerStart, versions: int
+) -> None:
+    """As after a restart, where `load` comes before anything else."""
+    before = saved(trained(learner, versions))
+    other = build_learner(config, replace(start, trained=False, blank=True, seed=99))
+    other.load(*before)
+    assert saved(other) == before
+    assert other.logprobs(PROBE) == learner.logprobs(PROBE)
+    assert other.step(batch(7), versions) == learner.step(batch(7), versions)
+    assert saved(other) == saved(learner)
+
+
 def test_it_can_go_back_to_where_it_was(learner: Learner) -> None:
     """As it does when a batch is voided while it is trained on."""
     before = saved(trained(learner, 1))

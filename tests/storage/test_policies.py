@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -259,13 +260,15 @@ def test_a_cache_of_fetched_weights_stays_small(memory: MemoryStore, tmp_path: P
     assert [f.name[:8] for f in sorted(tmp_path.glob("*/[0-9]*"))] == ["00000005", "00000006", "00000007"]
 
 
-def test_altered_weights_are_refused(run: ObjectStore) -> None:
+def test_altered_weights_are_refused(run: ObjectStore, tmp_path: Path) -> None:
     begin(run)
     policies, _ = train(run, 1)
     stored = policies.find(0).weights[0]
-    run.put(stored.path, b"other")
-    with pytest.raises(Corrupt, match="is not what its entry committed"):
-        policies.read(stored)
-    run.delete(stored.path)
-    with pytest.raises(Corrupt, match="is missing"):
-        policies.read(stored)
+    ways = policies.read, lambda stored: policies.file(stored, Path(tempfile.mkdtemp(dir=tmp_path)))
+    for read in ways:
+        run.put(stored.path, b"other")
+        with pytest.raises(Corrupt, match="is not what its entry committed"):
+            read(stored)
+        run.delete(stored.path)
+        with pytest.raises(Corrupt, match="is missing"):
+            read(stored)

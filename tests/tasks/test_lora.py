@@ -182,8 +182,8 @@ def test_weights_of_another_kind_of_machine_are_taken(folder: Path) -> None:
     weights = copied(made.policy.weights())
     name = "model.layers.0.self_attn.q_proj.weight"
     weights[name][0] += 1e-3
-    other.policy.take(weights)
-    other.policy.load(copied(other.policy.tensors()))
+    other.policy.take(weights.items())
+    other.policy.load(copied(other.policy.tensors()).items())
     found = other.policy.weights()
     torch.testing.assert_close(found[name][0], weights[name][0], atol=1e-6, rtol=0)
     weights[name][0], found[name][0] = 0, 0
@@ -206,7 +206,7 @@ def test_a_killed_learner_ends_where_the_unbroken_one_does(small: Callable[..., 
     assert train_small(broken).status().replayed == (1 if every == 4 else 0)
     ends = []
     for context in (whole, broken):
-        made = new_learner(context)
+        made = new_learner(context, blank=True)
         how = restore(context.policies, context.batches, made, 6)
         assert how.differed == []
         ends.append(saved(made))

@@ -20,6 +20,7 @@ from rollflow.tasks.learners import gloo_ranks
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import Lora, TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.ranked import RankedLearner
 from rollflow.tasks.learners.ranks import Lost, Ranks
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
@@ -219,3 +220,20 @@ def test_a_rank_that_does_not_come_is_known() -> None:
         return ranks.behind()
 
     assert on_ranks(3, work, seconds=1.0) == [[1], [], [1]]
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_all_make_the_lines_that_the_first_one_makes(folder: Path) -> None:
+    """Whether prompts are shared it has found out, and says: else a row would be trained on twice, or never."""
+    start = LearnerStart(folder, trained=True, versions=10)
+    made = RankedLearner(TorchTrain(ranks=2), start)
+    alone = TorchLearner.begun(TorchTrain(share_prompts=False), start)
+    assert made._own.width is not None
+    made._own.width = None
+    for version in range(2):
+        told, expected = (one.step(batch(version), version) for one in (made, alone))
+        assert {name: told[name] for name in expected} == pytest.approx(expected, abs=NEAR, rel=1e-4)
+    made._others.end()

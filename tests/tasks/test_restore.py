@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -21,11 +24,13 @@ from rollflow.storage.log.entries import BatchVoided, VersionPublished
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects.base import digest, pieces
+from rollflow.storage.objects.disk import mapped
 from rollflow.storage.records import GroupKey, StoredObject
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.base import Learner, Settle, at_once
 from rollflow.tasks.learners.restore import Restored, files, new_learner, restore, train_again
 from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.node import node_cache
 from rollflow.tasks.run_context import RunContext
 from tests.support.log_runs import of_kind
 from tests.support.small_run import ALL_ROLES, StoreFeed, prepare_small, train_small
@@ -46,7 +51,7 @@ def hashes(learner: Learner) -> dict[str, str]:
 
 
 def restored(context: RunContext, version: int, *, heal: bool = False) -> tuple[Learner, Restored]:
-    learner = new_learner(context)
+    learner = new_learner(context, blank=True)
     return learner, restore(context.policies, context.batches, learner, version, heal=heal)
 
 
@@ -109,6 +114,37 @@ def test_damaged_objects_are_made_again(small: Prepare, damage: Callable[[RunCon
     assert [context.store.get(o.path) for o in lost] == before
     report = audit(context.store)
     assert report.clean, report.violations
+
+
+def test_one_file_at_a_time_is_in_memory(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what the learner becomes. One is let go when the first tensor of the next is taken; what is of the learner
+    itself is another's to take, so that two may wait for that.
+    """
+    context = small(shard_bytes=20_000)
+    train_small(context, 2)
+    maps: list[weakref.ref[Any]] = []
+
+    def watched(path: Path) -> memoryview:
+        assert sum(one() is not None for one in maps) <= 2
+        data = mapped(path)
+        maps.append(weakref.ref(data.obj))
+        return data
+
+    monkeypatch.setattr("rollflow.tasks.learners.restore.mapped", watched)
+    restored(context, 2)
+    assert len(maps) > 20
+    assert not any(one() for one in maps)
+
+
+def test_what_is_far_is_fetched_and_checked(small: Prepare) -> None:
+    """From a store without local files; damage is found all the same, and nothing that was fetched stays."""
+    context = small(uri=f"memory://{uuid.uuid4().hex}", shard_bytes=20_000)
+    train_small(context, 3)
+    expected = hashes(restored(context, 2)[0])
+    flip(context, context.policies.find(2).state[0])
+    learner, how = restored(context, 2)
+    assert (how.base, hashes(learner)) == (1, expected)
+    assert not [path for path in node_cache().iterdir() if path.name.startswith("restore-")]
 
 
 def test_what_cannot_be_rebuilt_is_named(small: Prepare) -> None:

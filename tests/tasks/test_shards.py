@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.restore import name_of
-from rollflow.tasks.learners.shards import NAMES, from_files, to_files
+from rollflow.tasks.learners.shards import NAMES, from_files, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
@@ -76,6 +79,28 @@ def test_pieces_are_views_of_the_tensors() -> None:
     before = b"".join(parts)
     tensor.fill_(1.0)
     assert b"".join(parts) != before
+
+
+class Buffer(bytearray):
+    """One that can be watched."""
+
+
+def test_files_are_read_one_at_a_time_and_nothing_is_held() -> None:
+    files = joined(to_files("model", {str(n): torch.full((8,), n) for n in range(5)}, 64))
+    seen: list[weakref.ref[Buffer]] = []
+
+    def read() -> Iterator[tuple[str, memoryview]]:
+        for name, data in files.items():
+            assert not any(one() for one in seen)
+            buffer = Buffer(data)
+            seen.append(weakref.ref(buffer))
+            yield name, memoryview(buffer)
+            del buffer
+
+    deque(tensors_of(read()), maxlen=0)
+    assert len(seen) == 6
+    found = {name: (tensor.device.type, *tensor.shape) for name, tensor in shapes_of(files.items()).items()}
+    assert found == {str(n): ("meta", 8) for n in range(5)}
 
 
 @pytest.mark.parametrize("damage", [b"", b"abc", b"\xff" * 40, (5).to_bytes(8, "little") + b"[1,2]"])

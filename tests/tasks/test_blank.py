@@ -1,0 +1,97 @@
+"""A learner that begins without weights, as before a restore, is what any other is once it has loaded some.
+
+Its memory is made as bad as it may be: every parameter begins as a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners import roles, torch_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from tests.contracts.test_learners import saved
+from tests.contracts.test_shared_prompts import groups
+from tests.contracts.test_token_logprobs import ARCHITECTURES, model_of
+from tests.support.tiny_policy import make_policy, make_weights
+
+
+@pytest.fixture(autouse=True)
+def bad_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models that begin blank."""
+
+    def loaded(folder: Path, dtype: str, *, trained: bool, blank: bool = False) -> Any:
+        model = load_model(folder, dtype, trained=trained, blank=blank)
+        for parameter in model.parameters() if blank else ():
+            parameter.data.fill_(torch.nan)
+        return model
+
+    monkeypatch.setattr(torch_learner, "load_model", loaded)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def begun(folder: Path, **given: Any) -> TorchLearner:
+    given = {"trained": True, "versions": 9, "longest": 9, "seed": 3, **given}
+    config = TorchTrain.model_validate({"warmup_versions": 0, **given.pop("train", {})})
+    return TorchLearner.begun(config, LearnerStart(folder, **given))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_can_begin_so(name: str, tmp_path: Path) -> None:
+    """Also what is in no file, as tables of positions, is there."""
+    model_of(name).save_pretrained(tmp_path)
+    made, other = begun(tmp_path), begun(tmp_path, trained=False, blank=True, seed=4)
+    assert other.width is None
+    other.load(*saved(made))
+    assert other.width == made.width
+    assert other.logprobs((3, 4, 5, 6)) == made.logprobs((3, 4, 5, 6))
+    assert other.step(groups(), 0) == made.step(groups(), 0)
+    assert saved(other) == saved(made)
+
+
+@pytest.mark.parametrize("part", [{"objective": {"kind": "ppo"}}, {"lora": {"rank": 4}}], ids=["critic", "LoRA"])
+def test_what_is_drawn_beside_a_model_is_the_same(folder: Path, part: Mapping[str, Any]) -> None:
+    """A critic's head or an adapter, and whatever comes after: nothing of it depends on what a model has drawn."""
+    found = []
+    for blank in (False, True):
+        made = begun(folder, trained=False, blank=blank, train=part)
+        drawn = [p.detach() for name, p in made.policy.trained.parameters.items() if "lora_" in name]
+        drawn += [made.critic.model.head.weight.detach()] if made.critic else []
+        found.append([*drawn, torch.get_rng_state()])
+    assert len(found[0]) > 1
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_model_is_tried_once_its_weights_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it can share prompts, and whether its head can be run alone; and once only."""
+    seen: list[bool] = []
+
+    def tried(model: Any, logprobs: Any) -> int | None:
+        seen.append(any(bool(parameter.isnan().any()) for parameter in model.parameters()))
+        return None
+
+    made = begun(folder)
+    monkeypatch.setattr(roles, "shared_width", tried)
+    other = begun(folder, blank=True)
+    assert seen == []
+    for _ in range(2):
+        other.load(*saved(made))
+    assert (seen, other.width) == ([False], None)
+
+
+def test_a_head_that_cannot_be_run_alone_is_refused_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, other = begun(folder), begun(folder, blank=True)
+    monkeypatch.setattr("rollflow.tasks.policies.head.NEAR", {torch.float32: -1.0})
+    with pytest.raises(ConfigError, match=r"^policy.path: the head of a .* cannot be run on its own"):
+        other.load(*saved(made))
