@@ -51,9 +51,10 @@ class Optimized:
         return float(torch.nn.utils.clip_grad_norm_(self.trained.parameters.values(), self.max_grad_norm))
 
     def apply(self) -> None:
-        """Take the gradient's step."""
+        """Take the gradient's step, and forget the gradient: it would take memory beside what is published."""
         self.adamw.step()
         self.trained.publish()
+        self.clear()
 
     def tensors(self) -> dict[str, Tensor]:
         """Of the parameters that it has changed: "exp_avg/<parameter>" and so on."""

@@ -26,6 +26,7 @@ from rollflow.tasks.learners.before import known_before
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import Critic
 from rollflow.tasks.learners.finite import all_finite, check_batch
+from rollflow.tasks.learners.freed import give_back
 from rollflow.tasks.learners.optimized import check_fit, check_parts
 from rollflow.tasks.learners.randomness import (
     DEVICE_RNG,
@@ -107,6 +108,7 @@ class TorchLearner(Roles):
         updates.seen.gather(self.ranks)
         found |= updates.seen.metrics(entropy=self.objective.uses_entropy)
         found |= {"learning_rate": self.learning_rate(version), "rows_with_signal": float(before.signal_R.mean())}
+        give_back(self.model.parameters())
         return {**found, **self.adapted(found), **before.metrics(), **self.ranks.told()}
 
     def _minibatches(self, data: Rows) -> list[list[int]]:

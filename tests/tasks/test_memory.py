@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollflow.tasks.learners import token_logprobs
+from rollflow.tasks.learners import freed, token_logprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.policies.head import OwnHead
 from tests.contracts.test_learners import batch, saved
@@ -63,6 +65,36 @@ def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypa
     assert max(seen) <= 7 < most
     assert part_loss == pytest.approx(loss, abs=1e-6)
     assert float((parts - whole).norm() / whole.norm()) < 1e-5
+
+
+def test_no_gradient_is_left_beside_what_is_published(folder: Path) -> None:
+    """It would be a third of the weights and moments."""
+    made = learner(folder, objective={"kind": "ppo"})
+    made.step(batch(1), 0)
+    assert made.critic is not None
+    own = (*made.model.parameters(), *made.critic.model.parameters())
+    assert all(parameter.grad is None for parameter in own)
+
+
+@pytest.mark.skipif(freed._trim() is None, reason="this C library keeps what is freed")
+def test_what_a_step_of_a_large_policy_freed_is_given_back() -> None:
+    """Memory that lies between two pieces that stay is not given back by itself."""
+    code = """
+import gc, sys, torch
+from rollflow.tasks.learners.freed import give_back
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+torch.empty(2**24, dtype=torch.uint8); gc.collect()  # from here on pieces of less are on the heap
+pieces = [torch.ones(2**22, dtype=torch.uint8) for _ in range(40)]
+before = resident()
+del pieces[:39]
+kept = before - resident()
+give_back([torch.empty(int(sys.argv[1]), device="meta", dtype=torch.uint8)])
+print(kept < 2**26, before - resident() > 2**27)
+"""
+    for size, expected in ((2**28 - 1, "True False"), (2**28, "True True")):
+        done = subprocess.run([sys.executable, "-c", code, str(size)], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
 
 
 def stored(made: TorchLearner) -> object:
