@@ -1,0 +1,210 @@
+"""The processes of `benchmarks.publishing`: one trains and publishes, the other restores what that one stored.
+
+Run as `python -m benchmarks.publishing_sides (publish|restore) FOLDER SETTING`, where FOLDER has a policy's
+`config.json`, and SETTING is a `Setting` as JSON. What it found it prints as a line of JSON: bytes are the most that
+the kernel counted of each rank while it lasted (VmHWM, set back before), the first rank first.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers.models.auto.modeling_auto  # noqa: F401 - what is imported is not what publishing takes
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.entries import RunCreated, VersionPublished
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.actors.publishing import Publishing
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import Learner, LearnerStart
+from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.learners.freed import give_back
+from rollflow.tasks.learners.restore import files, restore
+from rollflow.tasks.learners.torch_learner import TorchLearner
+
+GROUPS, SIZE, PROMPT = 4, 4, 16
+VOCABULARY = 1000  # tokens that are chosen from
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured."""
+
+    dtype: str  # of the policy
+    masters: str  # `train.master_dtype`
+    ranks: int
+    learner: str  # torch or deepspeed
+    tokens: int  # of a response; 0: no step is taken, and only memory is measured
+
+    @property
+    def train(self) -> TrainConfig:
+        """`[train]`."""
+        given = {"ranks": self.ranks, "master_dtype": self.masters, "micro_tokens": 512, "warmup_versions": 0}
+        kind = DeepSpeedTrain if self.learner == "deepspeed" else TorchTrain
+        return kind.model_validate({**given, "learner": self.learner})
+
+
+class Memory:
+    """Of this process and of those that it started."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._level = _of(os.getpid(), "VmRSS")
+
+    @contextmanager
+    def peaks(self) -> Iterator[list[int]]:
+        """Afterwards, the most bytes of each rank above what this process had when this object was made."""
+        found: list[int] = []
+        pids = _ranks()
+        for pid in pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+        yield found
+        found += [_of(pid, "VmHWM") - self._level for pid in pids]
+
+    def whole_peaks(self) -> list[int]:
+        """The same since each process began."""
+        return [_of(pid, "VmHWM") - self._level for pid in _ranks()]
+
+    @property
+    def level(self) -> int:
+        """Bytes of this process when this object was made: mostly imports."""
+        return self._level
+
+
+def _ranks() -> list[int]:
+    """This process, and the ranks below it."""
+    below = psutil.Process().children(recursive=True)
+    return [os.getpid(), *(one.pid for one in below if one.name().startswith("rank"))]
+
+
+def _of(pid: int, what: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def batch(seed: int, tokens: int, *, still: bool = False) -> TrajectoryBatch:
+    """Made-up responses of `tokens` tokens; all rewards of a `still` one are equal, so that there is no gradient."""
+    draw = random.Random(seed)
+    known, likely = (False,) * PROMPT + (True,) * tokens, (0.0,) * PROMPT + (-math.log(VOCABULARY),) * tokens
+    versions = (-1,) * PROMPT + (0,) * tokens
+
+    def trajectory(sample: int, prompt: list[int]) -> Trajectory:
+        text = (*prompt, *(draw.randrange(VOCABULARY) for _ in range(tokens)))
+        reward = 1.0 if still else float(sample % 2)
+        return Trajectory(sample, 0, text, known, likely, versions, reward, "made up", Ending.STOP)
+
+    def group(number: int) -> TrajectoryGroup:
+        prompt = [draw.randrange(VOCABULARY) for _ in range(PROMPT)]
+        made = tuple(trajectory(sample, prompt) for sample in range(SIZE))
+        return TrajectoryGroup(GroupKey(number, 0), f"prompt-{number}", "made-up", made)
+
+    return TrajectoryBatch.from_groups([group(number) for number in range(GROUPS)])
+
+
+def published(folder: Path, setting: Setting) -> dict[str, Any]:
+    """Train, store version 0 with nothing beside it, and stage version 1 beside a step."""
+    memory = Memory()
+    learner = build_learner(setting.train, LearnerStart(folder, trained=False, dtype=setting.dtype, versions=9))
+    first_step(learner, setting)
+    log = Log(LocalStore(folder / "run"))
+    log.create(RunCreated("publishing", {"async_ratio": 9, "group_size": SIZE, "store": {}}, "", 1))
+    log.claim("supervisor")
+    writer, policies = log.claim("learner"), PolicyStore(log)
+    with memory.peaks() as peaks:
+        began = time.monotonic()
+        checked(learner)
+        check = time.monotonic() - began
+        staged = (policies.stage(writer, 0, learner.weights()), policies.stage(writer, 0, learner.state()))
+        policies.publish(writer, VersionPublished(0, None, *staged))
+        line = time.monotonic() - began
+    share = sum(stored.size for stored in policies.find(0).objects)
+    parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+    found = {"parameters": parameters, "share": share, "level": memory.level, "peaks": peaks, "line": line}
+    return found | {"check": check, **(beside(learner, policies, writer, setting) if setting.tokens else {})}
+
+
+def first_step(learner: Learner, setting: Setting) -> None:
+    """After it there are moments; without tokens they come of gradients of zero."""
+    if setting.tokens:
+        learner.step(batch(0, setting.tokens), 0)
+        return
+    assert isinstance(learner, TorchLearner)
+    for parameter in learner.policy.trained.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.policy.apply()
+    give_back(learner.model.parameters())
+
+
+def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Setting) -> dict[str, float]:
+    """Seconds of a step alone, of one beside the staging of a version, and what that one waited."""
+    began = time.monotonic()
+    learner.step(batch(1, setting.tokens), 1)
+    alone, waited = time.monotonic() - began, 0.0
+    publishing, made = Publishing(), files(learner)
+
+    def settle() -> None:
+        nonlocal waited
+        began = time.monotonic()
+        publishing.settle()
+        waited += time.monotonic() - began
+
+    def stage() -> None:
+        policies.stage(writer, 1, made)
+
+    publishing.begin(stage)
+    began = time.monotonic()
+    learner.step(batch(2, setting.tokens), 2, settle)
+    return {"step": alone, "step_beside": time.monotonic() - began, "waited": waited}
+
+
+def checked(learner: Learner) -> None:
+    """What a learner's actor asks before it publishes."""
+    assert learner.broken() is None
+    learner.logprobs(list(range(3, 19)))
+
+
+def restored(folder: Path, setting: Setting) -> dict[str, Any]:
+    """A blank learner becomes version 0; its other ranks are told before the first step, here one of no gradient."""
+    memory = Memory()
+    began = time.monotonic()
+    start = LearnerStart(folder, trained=False, blank=True, dtype=setting.dtype, versions=9)
+    learner = build_learner(setting.train, start)
+    built = time.monotonic() - began
+    log = Log(LocalStore(folder / "run"))
+    restore(PolicyStore(log), TrajectoryStore(log), learner, 0)
+    seconds = time.monotonic() - began
+    peaks = memory.whole_peaks()[:1]
+    if setting.ranks > 1:
+        learner.step(batch(3, 4, still=True), 0)
+    everyone = memory.whole_peaks()
+    return {"build": built, "seconds": seconds, "level": memory.level, "first": peaks[0], "peaks": everyone}
+
+
+SIDES: Mapping[str, Callable[[Path, Setting], dict[str, Any]]] = {"publish": published, "restore": restored}
+
+
+def main() -> None:
+    side, folder, setting = sys.argv[1:]
+    torch.set_num_threads(1)
+    print(json.dumps(SIDES[side](Path(folder), Setting(**json.loads(setting)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
