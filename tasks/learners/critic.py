@@ -37,7 +37,7 @@ class Critic:
     """See the module's docstring."""
 
     def __init__(self, policy: Any, config: Ranked) -> None:
-        self._policy, self._config = policy, config.critic
+        self._policy, self._config, self._dtype = policy, config.critic, policy.dtype
         own = copy.deepcopy(policy.get_decoder()) if config.critic.model == "own" else None
         embeddings = policy.get_output_embeddings().weight
         self.model = Values(own, embeddings.shape[-1]).to(embeddings.device)
@@ -58,7 +58,7 @@ class Critic:
         """(M,) float32, what is expected before each of the tokens."""
         device = self.model.head.weight.device
         row, position = (index.to(device) for index in micro.where)
-        hidden_MH = self._hidden(micro.inputs(device, self._policy.dtype))[row, position]
+        hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
         found: Tensor = self.model.head(hidden_MH.float()).squeeze(-1)
         return found
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from rollflow.tasks.learners.config import DeepSpeedTrain
+from rollflow.tasks.learners.engine import Engine, Whole
 from rollflow.tasks.learners.gloo_ranks import HOST, GlooRanks
-from rollflow.tasks.learners.optimized import MASTER, MOMENTS, Optimized
+from rollflow.tasks.learners.optimized import MASTER, MOMENTS
 from rollflow.tasks.learners.shards import Named
 
 SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's own sums between processes; compiled at their first use
@@ -41,32 +42,14 @@ def begin_group(ranks: GlooRanks) -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=bound)
 
 
-class Whole(nn.Module):
-    """What the engine runs: whatever it is given, so that decoder, head and loss are one forward pass to it."""
+class DeepSpeedOptimized(Engine):
+    """Parameters of `model` behind DeepSpeed's engine."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, of: Callable[[], Tensor]) -> Tensor:
-        """What `of` gives."""
-        return of()
-
-
-class DeepSpeedOptimized(Optimized):
-    """Parameters of `model`, by the names that `given` has, behind an engine. All ranks call everything here."""
-
-    def __init__(  # what it does otherwise than `Optimized`, it does from the beginning
-        self, model: nn.Module, given: Mapping[str, nn.Parameter], config: DeepSpeedTrain, ranks: GlooRanks
-    ) -> None:
+    def __init__(self, model: nn.Module, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
         import deepspeed
 
-        self.ranks, self.zero, self.given = ranks, config.zero, dict(given)
-        for parameter in self.given.values():
-            parameter.grad = None  # a cold start has left it
-        self.types = {name: parameter.dtype for name, parameter in given.items()}
-        self.shapes = {name: parameter.shape for name, parameter in given.items()}
-        self.wide = any(kind != torch.float32 for kind in self.types.values())
+        super().__init__(model, config, ranks)
+        self.zero, self.given = config.zero, dict(model.named_parameters())
         adamw = torch.optim.AdamW(
             self.given.values(), betas=config.betas, weight_decay=config.weight_decay, fused=config.fused_adamw
         )
@@ -77,14 +60,14 @@ class DeepSpeedOptimized(Optimized):
         self._dirty = False  # whether there is a gradient
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
-        """What `of` gives, with the weights where it needs them."""
+        """See `Engine`."""
         if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
             order._invalidate_trace()  # it would hold each pass of each rank to the order of modules of the one before
         found: Tensor = self.engine(of)
         return found
 
     def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
-        """Add up the gradients of the losses that `passes` give, over all ranks; returns the losses.
+        """See `Engine`.
 
         DeepSpeed adds up over ranks once, behind the last pass: of several, its ZeRO 2 in float32 keeps only the last
         one's gradient (0.19.8). It gives the mean over ranks, where a loss here is weighed over the whole minibatch.
@@ -133,7 +116,7 @@ class DeepSpeedOptimized(Optimized):
             self._dirty = False
 
     def whole(self, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """The parameters, on the first rank; on the others empty, unless `everywhere`."""
+        """See `Engine`."""
         return {name: self._whole(name, None, everywhere).to(kind) for name, kind in self.types.items()}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -147,19 +130,8 @@ class DeepSpeedOptimized(Optimized):
                 found[f"{MASTER}/{name}"] = self._whole(name, None, everywhere=False)
         return found
 
-    def like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `Optimized`."""
-        named, one = {name.partition("/")[2] for name in saved}, torch.zeros(())
-        wide = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items() if name in named}
-        keys = (*MOMENTS, *([MASTER] if self.wide else []))
-        return {f"{key}/{name}": one if key == "step" else wide[name] for name in wide for key in keys}
-
-    def alike(self) -> dict[str, Tensor]:
-        """Tensors with the names, shapes and types of `whole`, and no values."""
-        return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
-
     def put(self, weights: Mapping[str, Tensor]) -> None:
-        """The parameters become these."""
+        """See `Engine`."""
         for name, parameter in self.given.items():
             self._put(name, None, weights[name])
             self._put_policy(parameter, weights[name])

@@ -71,9 +71,9 @@ def learner_of(config: Ranked) -> type[TorchLearner]:
         if find_spec("deepspeed") is None:
             cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
             raise ConfigError(f"train.learner = deepspeed: DeepSpeed is not installed here; {cure}")
-        from rollflow.tasks.learners.sharded import ShardedLearner
+        from rollflow.tasks.learners.deepspeed_learner import DeepSpeedLearner
 
-        return ShardedLearner
+        return DeepSpeedLearner
     return TorchLearner
 
 

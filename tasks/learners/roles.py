@@ -59,6 +59,7 @@ class Roles:
         torch.manual_seed(seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
+        self.dtype: torch.dtype = model.dtype  # that it is run in
         self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
         self.config = config
         self.ranks = Ranks()
@@ -162,5 +163,5 @@ class Roles:
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
         """(M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
         row, place = (index.to(self.device) for index in micro.where)
-        inputs, targets_M = micro.inputs(self.device, self.model.dtype), micro.targets.to(self.device)
+        inputs, targets_M = micro.inputs(self.device, self.dtype), micro.targets.to(self.device)
         return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

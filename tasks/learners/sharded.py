@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.base import pieces
-from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked
+from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import WEIGHT, Critic, others, value_loss
-from rollflow.tasks.learners.deepspeed_engine import DeepSpeedOptimized, begin_group
+from rollflow.tasks.learners.engine import Engine
 from rollflow.tasks.learners.finite import check_figures
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import check_fit
@@ -35,14 +33,14 @@ from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import Rows
 
 
-class ShardedPolicy(DeepSpeedOptimized, TrainedPolicy):
-    """A policy behind an engine."""
+class ShardedPolicy(TrainedPolicy, Engine):
+    """A policy behind an engine; of which kind, the other base of a class that derives from this one says."""
 
-    def __init__(self, model: Any, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
+    def __init__(self, model: Any, config: Ranked, ranks: GlooRanks) -> None:
         self.model = model
         given = dict(model.named_parameters())
         self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}
-        DeepSpeedOptimized.__init__(self, model, given, config, ranks)
+        super(TrainedPolicy, self).__init__(model, config, ranks)  # the engine's
 
     def weights(self) -> dict[str, Tensor]:
         """See `TrainedPolicy`; where they are, see `whole`."""
@@ -68,13 +66,13 @@ class ShardedPolicy(DeepSpeedOptimized, TrainedPolicy):
 class ShardedCritic(Critic):
     """A critic behind an engine of its own."""
 
-    optimized: DeepSpeedOptimized
+    optimized: Engine
 
-    def shard(self, policy: ShardedPolicy, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
+    def shard(self, policy: ShardedPolicy, engine: Engine) -> None:
         """From here on; it has been made beside a policy that was whole."""
         self._policy_weights = policy.everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
-        self.optimized = DeepSpeedOptimized(self.model, dict(self.model.named_parameters()), config, ranks)
+        self.optimized = engine
 
     def begin(self) -> None:
         """See `Critic`."""
@@ -108,7 +106,7 @@ class ShardedCritic(Critic):
         given = dict(saved)
         self.begun = bool(given)
         if given:
-            self.optimized.put({name: given[f"{WEIGHT}{name}"] for name in self.optimized.given})
+            self.optimized.put({name: given[f"{WEIGHT}{name}"] for name in self.optimized.shapes})
         self.optimized.load(others(given).items())
 
     def _weights(self) -> dict[str, Tensor]:
@@ -116,32 +114,28 @@ class ShardedCritic(Critic):
 
 
 class ShardedLearner(TorchLearner):
-    """See the module's docstring."""
+    """See the module's docstring; a class that derives from it says by which kind of engine."""
 
-    config: DeepSpeedTrain
+    engine: type[Engine]
+    engine_of_policy: type[ShardedPolicy]
     policy: ShardedPolicy
     critic: ShardedCritic | None
     ranks: GlooRanks
     can_shard = True
 
-    @classmethod
-    def begun(cls, config: Ranked, start: LearnerStart) -> Self:
-        """See `TorchLearner`; raises `ConfigError` where the policy is not in float32."""
-        if start.dtype != "float32":
-            cure = 'with train.learner = "deepspeed" it is float32 only; choose that, or train.learner = "torch"'
-            raise ConfigError(f"policy.dtype = {start.dtype}: {cure}")
-        return super().begun(config, start)
+    def begin_group(self) -> None:
+        """The group of all ranks that the engines use; one a process, so an earlier one is forgotten."""
+        raise NotImplementedError
 
     def shard(self) -> None:
         """Begin to be in parts. Work of all ranks, as all that follows it."""
-        config = self.config
         files = {name: b"".join(pieces(data)) for name, data in self.state().items()}
         weights = {name: b"".join(pieces(data)) for name, data in self.weights().items()}
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
-        begin_group(self.ranks)
-        self.policy = ShardedPolicy(self.model, config, self.ranks)
+        self.begin_group()
+        self.policy = self.engine_of_policy(self.model, self.config, self.ranks)
         if critic is not None:
-            critic.shard(self.policy, config, self.ranks)
+            critic.shard(self.policy, self.engine(critic.model, self.config, self.ranks))
         if self.reference is not None:
             self.reference.now = self.policy.everywhere
         self.critic, self.updates, self.sharded = critic, ShardedUpdates, True
@@ -210,7 +204,7 @@ class ShardedUpdates(Updates):
 
     def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
         """The loss of a micro-batch."""
-        hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.model.dtype), micro.where)
+        hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
         if counts:
             return self.loss_of(slice(None), hidden_MH, micro, weight_R)
         return self.token_logprobs.of(hidden_MH, micro.targets)[0].sum() * 0.0
