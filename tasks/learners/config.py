@@ -103,6 +103,21 @@ class Ranked(TrainBase):
 
 class TorchTrain(Ranked):
     learner: Literal["torch"] = Field("torch", description="torch, on one device")
+    sharded: bool = Field(
+        False,
+        description="each rank has a part of the weights, gradients and moments, not all of them (FSDP2)",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.sharded and self.ranks == 1:
+            refuse("train.ranks", 1, "with sharded = true there are two or more; choose that, or sharded = false")
+        if self.sharded and self.lora:
+            cure = "with sharded = true whole models are trained; take [train.lora] away, or set sharded = false"
+            refuse("train.lora.rank", self.lora.rank, cure)
+        if self.sharded and self.objective.advantage.baseline == "critic" and self.critic.model == "head":
+            refuse("train.critic.model", "head", 'with sharded = true a critic is in parts, too; choose "own"')
+        return self
 
 
 class DeepSpeedTrain(Ranked):

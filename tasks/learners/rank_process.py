@@ -28,7 +28,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked
+from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked, TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -74,6 +74,10 @@ def learner_of(config: Ranked) -> type[TorchLearner]:
         from rollflow.tasks.learners.deepspeed_learner import DeepSpeedLearner
 
         return DeepSpeedLearner
+    if isinstance(config, TorchTrain) and config.sharded:
+        from rollflow.tasks.learners.fsdp_learner import FsdpLearner
+
+        return FsdpLearner
     return TorchLearner
 
 

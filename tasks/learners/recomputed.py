@@ -19,10 +19,18 @@ def recompute_layers(decoder: Any) -> None:
     Raises:
         ConfigError: the decoder has no list of layers.
     """
-    layers = max((m for m in decoder.modules() if isinstance(m, nn.ModuleList)), key=len, default=None)
-    if layers is None:
-        raise ConfigError(
-            f"train.checkpoint_activations = true: no layers were found in a {type(decoder).__name__}; set it to false"
-        )
-    for layer in layers:
+    for layer in layers_of(decoder, "train.checkpoint_activations"):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def layers_of(decoder: nn.Module, key: str) -> nn.ModuleList:
+    """The longest of its lists of modules that is not within another one.
+
+    Raises:
+        ConfigError: it has none; `key` asked for them.
+    """
+    lists = {name: found for name, found in decoder.named_modules() if isinstance(found, nn.ModuleList)}
+    outer = [found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outer:
+        raise ConfigError(f"{key} = true: no layers were found in a {type(decoder).__name__}; set it to false")
+    return max(outer, key=len)

@@ -33,13 +33,13 @@ from tests.contracts.test_learners import batch, saved
 from tests.support.counts import examples
 from tests.support.tiny_policy import make_policy, make_weights
 
-RANKS = {"ranks", "rank_seconds"}  # processes: see `test_ranks.py`
+RANKS = {"ranks", "rank_seconds", "sharded"}  # processes: see `test_ranks.py` and `test_fsdp.py`
 DRAWN: dict[type[Section], set[str]] = {}  # the keys of each section that are
 
 
 def of(section: type[Section], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """Some keys of a section; those that have a few values only are found in its fields."""
-    few = {name: info.annotation for name, info in section.model_fields.items() if _few(info.annotation)}
+    few = {n: info.annotation for n, info in section.model_fields.items() if _few(info.annotation) and n not in RANKS}
     keys = {**{name: st.from_type(kinds) for name, kinds in few.items()}, **given}  # type: ignore[arg-type]
     DRAWN[section] = set(keys)
     return st.fixed_dictionaries({}, optional=keys)

@@ -1,0 +1,177 @@
+"""torch's own sharding (FSDP2): of each parameter, its gradient and its moments a rank has some rows.
+
+    a layer: gathered --> forward --> parts
+             gathered --> backward --> parts, and its gradient, added up over ranks, in parts
+
+- At most two layers are whole at a time, beside what is in none: embeddings, the last norm and the head.
+- AdamW changes the parts where FSDP has them. With masters the parts are these, in float32; what is gathered is rounded
+  to the policy's type.
+- Gradients are added up in float32, behind each pass.
+- Rows are those of the first dimension, as many on each rank; the last ranks may have fewer, or none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.learners.config import Ranked
+from rollflow.tasks.learners.engine import Engine, Whole
+from rollflow.tasks.learners.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.optimized import MASTER, Optimized
+from rollflow.tasks.learners.recomputed import layers_of
+from rollflow.tasks.learners.shards import Named
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def begin_group(ranks: GlooRanks, device: torch.device) -> None:
+    """The group of all ranks that FSDP uses; one a process, so an earlier one is forgotten."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are processes of one machine
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
+    where: dict[str, Any] = {"store": store, "rank": ranks.rank, "world_size": ranks.count}
+    torch.distributed.init_process_group(BACKENDS[device.type], **where, timeout=bound)
+
+
+class FsdpOptimized(Engine):
+    """Parameters of `model` in parts. `trained` has this rank's."""
+
+    def __init__(self, model: nn.Module, config: Ranked, ranks: GlooRanks) -> None:
+        super().__init__(model, config, ranks)
+        self._model = model
+        self._root = self._in_parts()
+        parts = {name: nn.Parameter(part) for name, part in self._parts()}
+        Optimized.__init__(self, parts, config, config.learning_rate)
+
+    def run(self, of: Callable[[], Tensor]) -> Tensor:
+        """See `Engine`."""
+        found: Tensor = self._root(of)
+        if not found.requires_grad:
+            self._root.reshard()  # no backward pass will
+        return found
+
+    def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
+        """See `Engine`."""
+        found = list[float]()
+        for of in passes:
+            loss = self.run(of)
+            loss.backward()  # type: ignore[no-untyped-call]
+            found.append(float(loss.detach()))
+        for name, gradient in self._parts(of_gradients=True):
+            self.trained.parameters[name].grad = gradient
+        return found
+
+    def clear(self) -> None:
+        """See `Optimized`."""
+        super().clear()
+        self._model.zero_grad()
+
+    def clip(self) -> float:
+        """See `Optimized`; over all ranks' parts."""
+        own = self.trained.parameters.values()
+        square = get_total_norm([part.grad for part in own if part.grad is not None]).double().square().cpu()
+        self.ranks.add(square)
+        clip_grads_with_norm_(own, self.max_grad_norm, norm := square.sqrt().float())
+        return float(norm)
+
+    def whole(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """See `Engine`."""
+        parts = self.trained.parameters
+        return {name: self._whole(name, parts[name].detach().to(kind), everywhere) for name, kind in self.types.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Optimized`; where they are, see `whole`."""
+        own = super().tensors()
+        if self.wide:
+            changed = [name.partition("/")[2] for name in own if name.startswith("step/")]
+            own |= {f"{MASTER}/{name}": self.trained.parameters[name].detach() for name in changed}
+        return {name: self._whole(name.partition("/")[2], part) if part.dim() else part for name, part in own.items()}
+
+    @torch.no_grad()
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """See `Engine`."""
+        for name, part in self.trained.parameters.items():
+            part.copy_(self._own(weights[name]))
+
+    @torch.no_grad()
+    def load(self, given: Named) -> None:
+        """See `Optimized`; after `put`."""
+        self.clear()
+        super().load((name, self._taken(name, value)) for name, value in given)
+
+    def _taken(self, saved: str, value: Tensor) -> Tensor:
+        """This rank's part of what was saved; where a master does not round to the weight, the weight."""
+        key, _, name = saved.partition("/")
+        own = self._own(value) if value.dim() else value
+        if key != MASTER:
+            return own
+        kind, part = self.types[name], self.trained.parameters[name].detach()
+        return torch.where(own.to(kind) == part.to(kind), own, part)
+
+    def _in_parts(self) -> Any:
+        """The model, from here on in parts: its modules of another type than most, its layers, and the rest of it."""
+        root = Whole(self._model).eval()
+        device = next(self._model.parameters()).device
+        mesh = init_device_mesh(device.type, (self.ranks.count,))
+        layers = layers_of(self._model, "train.sharded")
+        for module in [*_of_another_type(self._model), *layers, root]:
+            self._cut(module, mesh)
+        return root
+
+    def _cut(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Each rank keeps its part of what is not in parts yet."""
+        given = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        if len({parameter.dtype for parameter in given}) != 1:
+            why = f"a {type(module).__name__} has parameters of several types, or none"
+            raise ConfigError(f"train.sharded = true: {why}; set it to false")
+        policy = MixedPrecisionPolicy(given[0].dtype, torch.float32, cast_forward_inputs=False)
+        for parameter in given if self.wide else ():
+            parameter.data = parameter.data.float()
+        cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
+        cut.set_gradient_divide_factor(1.0)  # the sum: a loss here is weighed over the whole minibatch
+        cut.set_force_sum_reduction_for_comms(True)
+
+    def _parts(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """This rank's, by name, where FSDP has them; none of a parameter without a gradient."""
+        for name, parameter in self._model.named_parameters():
+            found: Any = parameter.grad if of_gradients else parameter.detach()
+            if found is not None:
+                yield name, found.to_local()
+
+    def _first(self, rows: int) -> int:
+        """Where this rank's part of so many rows begins."""
+        return min(rows, self.ranks.rank * -(-rows // self.ranks.count))
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's part."""
+        rows = -(-len(whole) // self.ranks.count)
+        return whole[self._first(len(whole)) :][:rows]
+
+    def _whole(self, name: str, part: Tensor, everywhere: bool = False) -> Tensor:
+        """Of all ranks' parts, in their type; on the first rank, or `everywhere`."""
+        found = torch.zeros(self.shapes[name])  # in float32, which any of them fits into
+        self._own(found).copy_(part)
+        self.ranks.add(found)
+        return found.to(part.dtype) if everywhere or not self.ranks.rank else torch.empty(0)
+
+
+def _of_another_type(model: nn.Module) -> list[nn.Module]:
+    """Modules with parameters of their own that are not of the type that most modules have: a group has one type."""
+    kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
+    every = [kind for found in kinds.values() for kind in found]
+    most = max(every, key=every.count)
+    return [module for module, found in kinds.items() if found - {most}]

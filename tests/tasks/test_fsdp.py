@@ -1,0 +1,220 @@
+"""The torch learner in parts on its ranks (FSDP2) beside one rank: the same steps, and what one stores goes on in the
+other."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from rollflow.storage.errors import NotFinite, RankFailed
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.updates import Updates
+from tests.contracts.test_learners import batch, saved
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_algorithms import batch_of, trajectory
+from tests.tasks.test_ranks import one_with_signal
+from tests.tasks.test_sharded import KINDS, NEAR, SOAK, alone, begun, farthest, tensors
+from tests.tasks.test_sharded import sharded as deepspeed
+
+RATE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def in_parts(
+    folder: Path, ranks: int = 2, dtype: str = "float32", seconds: float = 60.0, **given: Any
+) -> RankedLearner:
+    config = TorchTrain(sharded=True, ranks=ranks, rank_seconds=seconds, learning_rate=RATE, **given)
+    made: RankedLearner = begun(folder, config, dtype)
+    return made
+
+
+def whole(folder: Path, dtype: str = "float32", **given: Any) -> Any:
+    return begun(folder, TorchTrain(learning_rate=RATE, **given), dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({}, r"train\.ranks = 1: .*; choose that, or sharded = false"),
+        ({"ranks": 2, "lora": {}}, r"train\.lora\.rank = 16: .*; take \[train\.lora\] away, or set sharded = false"),
+        (
+            {"ranks": 2, "objective": {"kind": "ppo"}, "critic": {"model": "head"}},
+            r"train\.critic\.model = 'head': .*; choose \"own\"",
+        ),
+    ],
+)
+def test_what_cannot_be_in_parts_is_refused(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        TorchTrain.model_validate({"sharded": True, **given})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "kind", "more"),
+    [
+        (2, "PPO with a critic", {"micro_tokens": 40}),
+        pytest.param(2, "GRPO", {"checkpoint_activations": True}, marks=SOAK),
+        pytest.param(2, "decoupled PPO", {"share_prompts": False}, marks=SOAK),
+        pytest.param(4, "PPO with a critic", {}, marks=SOAK),
+    ],
+)
+def test_it_trains_what_one_rank_trains_and_each_goes_on_from_the_other(
+    folder: Path, ranks: int, kind: str, more: dict[str, Any]
+) -> None:
+    """Whatever else changes how it is computed, and not what."""
+    one, expected = alone(folder, kind)
+    made = in_parts(folder, ranks, **{**KINDS[kind], **more})
+    for version, told in enumerate(expected):
+        found = made.step(batch(version), version)
+        assert {name: found[name] for name in told} == pytest.approx(told, abs=NEAR, rel=1e-4)
+    assert farthest(tensors(made), tensors(one)) < NEAR
+    assert made.logprobs((3, 4, 5)) == pytest.approx(one.logprobs((3, 4, 5)), abs=NEAR * 10)
+    stored = saved(made)
+    again = whole(folder, **KINDS[kind])
+    again.load(*stored)
+    assert saved(again) == stored
+    again.step(batch(10), 10)
+    made.load(*saved(again))
+    assert saved(made) == saved(again)
+    for learner in (made, again):
+        learner.step(batch(11), 11)
+    assert farthest(tensors(made), tensors(again)) < NEAR
+    made._others.end()
+
+
+@pytest.mark.long
+def test_each_rank_has_its_part_and_what_four_stored_goes_on_on_any_number(folder: Path) -> None:
+    """Three of four have nothing of what has a single row: the critic's head."""
+    kind = KINDS["PPO with a critic"]
+    made = in_parts(folder, 4, **kind)
+    made.step(batch(0), 0)
+    engines = made._own.policy, made._own.critic.optimized
+    for engine in engines:
+        held = [part for own in engine.trained.parameters.values() for part in (own, *engine.adamw.state[own].values())]
+        numbers = sum(shape.numel() for shape in engine.shapes.values())
+        assert sum(part.numel() for part in held if part.dim()) < 3 * numbers / 4 * 1.01
+    stored = saved(made)
+    made.step(batch(1), 1)
+    expected = tensors(made)
+    made._others.end()
+    for other in (whole(folder, **kind), in_parts(folder, 2, **kind), in_parts(folder, 3, **kind)):
+        other.load(*stored)
+        assert saved(other) == stored
+        other.step(batch(1), 1)
+        assert farthest(tensors(other), expected) < NEAR
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_in_deepspeed_and_back(folder: Path, kind: str) -> None:
+    made = in_parts(folder, **KINDS[kind])
+    made.step(batch(0), 0)
+    stored = saved(made)
+    made._others.end()
+    other = deepspeed(folder, 2, **KINDS[kind])
+    other.load(*stored)
+    assert saved(other) == stored
+    other.step(batch(1), 1)
+    stored = saved(other)
+    other._others.end()
+    again = in_parts(folder, **KINDS[kind])
+    again.load(*stored)
+    assert saved(again) == stored
+    again._others.end()
+
+
+@pytest.mark.long
+def test_a_rank_without_rows_takes_part(folder: Path) -> None:
+    """Nor does it matter what a cold start leaves as gradients. Where no rank has rows, nothing is changed."""
+    one, _ = alone(folder, "GRPO", one_with_signal)
+    made = in_parts(folder)
+    for parameter in made.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for version in range(10):
+        made.step(one_with_signal(version), version)
+    before = tensors(made)
+    assert farthest(before, tensors(one)) < NEAR
+    made.step(batch_of([trajectory([5, 6], [7, 8], i, 1.0) for i in range(4)]), 10)
+    assert farthest(tensors(made), before) == 0
+    made._others.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sent", "sentence"),
+    [
+        (signal.SIGKILL, r"^rank 1 of 2 was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, r"^rank 1 of 2 did not come to the others within 20 s", marks=SOAK),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_ends_or_hangs_is_named(
+    folder: Path, sent: signal.Signals, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank is between a forward and a backward pass then."""
+    made, loss_of = in_parts(folder, seconds=20.0), Updates.loss_of
+    made.step(batch(0), 0)
+
+    def leave(*given: Any) -> Tensor:
+        os.kill(made._others._processes[1].pid or 0, sent)
+        return loss_of(*given)
+
+    monkeypatch.setattr(Updates, "loss_of", leave)
+    with pytest.raises(RankFailed, match=sentence):
+        made.step(batch(1), 1)
+
+
+@pytest.mark.long
+def test_what_is_not_finite_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on the first rank alone; the others say so, too, and the next step is what it would have been."""
+    made, quiet = in_parts(folder), whole(folder)
+    for one in (made, quiet):
+        one.step(batch(0), 0)
+    before, loss_of = saved(made), Updates.loss_of
+    with monkeypatch.context() as patched:
+        patched.setattr(Updates, "loss_of", lambda *given: loss_of(*given) * math.nan)
+        with pytest.raises(NotFinite):
+            made.step(batch(1), 1)
+    assert saved(made) == before
+    for one in (made, quiet):
+        one.step(batch(1), 1)
+    assert farthest(tensors(made), tensors(quiet)) < NEAR
+    made._others.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["PPO with a critic", pytest.param("GRPO", marks=SOAK)])
+def test_a_policy_in_bfloat16_has_masters_in_parts(folder: Path, kind: str) -> None:
+    """Beside ranks that are whole: gradients are rounded to bfloat16 on each rank, and one rank has others."""
+    to_reference = {"kl_to": "reference", "kl_weight": 0.1}
+    given = {**KINDS[kind], "objective": {"kind": "ppo", "penalties": to_reference}} if "critic" in KINDS[kind] else {}
+    made, beside = in_parts(folder, dtype="bfloat16", **given), whole(folder, "bfloat16", ranks=2, **given)
+    for version in range(3):
+        for one in (made, beside):
+            one.step(batch(version), version)
+    found, expected = tensors(made), tensors(beside)
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in expected.items()}
+    in_float32 = [name for name, tensor in found.items() if tensor.dtype == torch.float32]
+    assert farthest(*({name: held[name] for name in in_float32} for held in (found, expected))) < NEAR
+    assert farthest(found, expected) <= 2**-7  # of a weight that is 1 or so and rounded to another neighbour
+    stored = saved(made)
+    beside.load(*stored)
+    assert saved(beside) == stored
+    beside.step(batch(3), 3)
+    made.load(stored[0], saved(beside)[1])
+    assert saved(made)[0] == stored[0]  # whose masters these are not
+    for one in (made, beside):
+        one._others.end()
