@@ -6,6 +6,7 @@ fused AdamW, one thread a rank. All but the first run each response behind its o
 - `rollflow` is `build_learner(...).step(batch, version)`, from the stored Arrow batch on: it is sent to the ranks, read
   and dealt in the step that is timed.
 - `rollflow-rows` is the same with `share_prompts = false`: the work of the others.
+- `rollflow-sharded` is `rollflow-rows` with `sharded = true`.
 - `ddp` is torch's DistributedDataParallel as its user writes it. Each rank has every n-th row, as torch's
   DistributedSampler gives them; it sorts its own by length, and runs them in padded micro-batches of as many tokens as
   rollflow's. Gradients are added up once, beside the backward pass of the last micro-batch (`no_sync` before). The head
@@ -13,6 +14,8 @@ fused AdamW, one thread a rank. All but the first run each response behind its o
   tensors before the clock runs.
 - `ddp-dealt` is the same, with the rows dealt by their tokens as rollflow deals them.
 - `ddp-same` is `ddp-dealt` with rollflow's own log-softmax: only the ranks differ.
+- `fsdp` has ddp-dealt's rows and module under torch's `fully_shard`, each layer by itself, as its user writes it. Every
+  rank has as many passes as the one that has most.
 - `deepspeed` has ddp-dealt's rows and module in DeepSpeed's engine, ZeRO 2. It was never run.
 
 With one rank there is no wrapper: plain torch.
@@ -40,6 +43,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
@@ -89,6 +93,7 @@ def rollflow(folder: Path, ranks: int, tokens: int, turns: Turns, name: str = "r
         max_grad_norm=LONGEST_GRADIENT,
         micro_tokens=tokens,
         share_prompts=name == "rollflow",
+        sharded=name == "rollflow-sharded",
         ranks=ranks,
     )
     learner = build_learner(config, LearnerStart(folder, trained=True))
@@ -100,7 +105,7 @@ def rollflow(folder: Path, ranks: int, tokens: int, turns: Turns, name: str = "r
         found = learner.step(batch, version)
         turns.tell(clock.read(), found["loss"], found["grad_norm"])
         version += 1
-    _write(folder, f"{name}-{ranks}", learner.model, from_files(learner.state()))
+    _write(folder, f"{name}-{ranks}", from_files(learner.weights()), from_files(learner.state()))
 
 
 class GroupLoss(nn.Module):
@@ -148,7 +153,32 @@ def ddp(folder: Path, ranks: int, tokens: int, turns: Turns | None, name: str = 
         optimizer.zero_grad()
         _tell(ranks, turns, clock, total, float(norm))
     if turns:
-        _write(folder, f"{name}-{ranks}", inner.model, means_of(inner.model, optimizer))
+        _write(folder, f"{name}-{ranks}", named_tensors(inner.model), means_of(inner.model, optimizer))
+
+
+def fsdp(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
+    """torch's fully_shard, which adds up in each backward pass."""
+    inner: Any = GroupLoss(load_model(folder, "float32", trained=True).eval())
+    for module in [*inner.model.model.layers, inner]:
+        fully_shard(module).set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
+    rows = rows_of(groups_of(folder))
+    weight = ranks / sum(int(row[1].sum()) for row in rows)  # it gives the mean over ranks
+    parts = as_many(micro_batches(own_rows(rows, ranks, dealt=True), tokens), weight, ranks)
+    for clock in steps(ranks, turns):
+        total = torch.zeros(())
+        for micro, share in parts:
+            loss = inner(micro) * share
+            loss.backward()
+            total += loss.detach() / ranks
+        norm: Any = nn.utils.clip_grad_norm_(inner.parameters(), LONGEST_GRADIENT)
+        optimizer.step()
+        optimizer.zero_grad()
+        _tell(ranks, turns, clock, total, float(norm.full_tensor()))
+    found: list[dict[str, Any]] = [named_tensors(inner.model), means_of(inner.model, optimizer)]
+    weights, means = ({name: tensor.full_tensor() for name, tensor in part.items()} for part in found)
+    if turns:
+        _write(folder, f"fsdp-{ranks}", weights, means)
 
 
 def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
@@ -156,17 +186,13 @@ def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> Non
     inner = GroupLoss(load_model(folder, "float32", trained=True).eval())
     rows = rows_of(groups_of(folder))
     weight = ranks / sum(int(row[1].sum()) for row in rows)
-    micros = micro_batches(own_rows(rows, ranks, dealt=True), tokens)
-    count = torch.tensor(len(micros))
-    if ranks > 1:
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    parts = [[micro, weight] for micro in micros] + [[micros[-1], 0.0]] * (int(count) - len(micros))
+    parts = as_many(micro_batches(own_rows(rows, ranks, dealt=True), tokens), weight, ranks)
     engine, *_ = importlib.import_module("deepspeed").initialize(
         model=inner,
         optimizer=torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True),
         config={
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": int(count),
+            "gradient_accumulation_steps": len(parts),
             "gradient_clipping": LONGEST_GRADIENT,
             "zero_optimization": {"stage": 2},
             "zero_allow_untested_optimizer": True,
@@ -176,12 +202,20 @@ def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> Non
         total = torch.zeros(())
         for micro, share in parts:
             loss = engine(micro) * share
-            engine.backward(loss * int(count))  # it gives the mean over them, too
+            engine.backward(loss * len(parts))  # it gives the mean over them, too
             engine.step()
             total += loss.detach() / ranks
         _tell(ranks, turns, clock, total, float(engine.get_global_grad_norm()))
     if turns:
-        _write(folder, f"deepspeed-{ranks}", inner.model, {})
+        _write(folder, f"deepspeed-{ranks}", named_tensors(inner.model), {})
+
+
+def as_many(micros: Micros, weight: float, ranks: int) -> list[tuple[Sequence[Row], float]]:
+    """These, and further ones that count nothing: as many as on the rank that has most."""
+    count = torch.tensor(len(micros))
+    if ranks > 1:
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return [(micro, weight) for micro in micros] + [(micros[-1], 0.0)] * (int(count) - len(micros))
 
 
 def own_rows(rows: Sequence[Row], ranks: int, *, dealt: bool) -> list[Row]:
@@ -229,18 +263,20 @@ def means_of(model: Any, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     return {f"{MEAN}{name}": optimizer.state[given]["exp_avg"] for name, given in model.named_parameters()}
 
 
-def _write(folder: Path, name: str, model: Any, state: Mapping[str, Tensor]) -> None:
+def _write(folder: Path, name: str, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """The weights, and of the state the gradients' running means."""
     means = {key: tensor for key, tensor in state.items() if key.startswith(MEAN)}
-    save_file({**named_tensors(model), **means}, folder / f"{name}.weights")
+    save_file({**weights, **means}, folder / f"{name}.weights")
 
 
 SIDES: dict[str, Callable[[Path, int, int, Any], None]] = {
     "rollflow": rollflow,
     "rollflow-rows": partial(rollflow, name="rollflow-rows"),
+    "rollflow-sharded": partial(rollflow, name="rollflow-sharded"),
     "ddp": ddp,
     "ddp-dealt": partial(ddp, name="ddp-dealt"),
     "ddp-same": partial(ddp, name="ddp-same"),
+    "fsdp": fsdp,
     "deepspeed": deepspeed,
 }
 

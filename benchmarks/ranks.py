@@ -8,8 +8,9 @@ changes less.
 
 What is compared with the target is `rollflow-rows`: it has the rows of `ddp-dealt` on the same ranks, in the same
 micro-batches, and beside `ddp-same` nothing else differs than what the ranks do together. `rollflow` has what it has by
-itself: responses behind one copy of their prompt. Tokens are those of the responses. DeepSpeed is measured where it is
-installed. Run it as `python -m benchmarks.ranks`.
+itself: responses behind one copy of their prompt. `rollflow-sharded` and `fsdp` have the same rows, and on each rank a
+part of the weights. Tokens are those of the responses. DeepSpeed is measured where it is installed. Run it
+as `python -m benchmarks.ranks`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from rollflow.tasks.learners.dealing import deal, imbalance
 from rollflow.tasks.objectives.rows import Rows
 
 AS_FAST, NEAR = 0.95, 1e-5
-OURS, THEIRS = ("rollflow-rows", "rollflow"), ("ddp-dealt", "ddp-same", "ddp", "deepspeed")
+COMPARED = {  # each of ours, and what it is measured by
+    "rollflow-rows": ("ddp-dealt", "ddp-same", "ddp", "deepspeed"),
+    "rollflow": ("ddp-dealt", "ddp-same", "ddp", "deepspeed"),
+    "rollflow-sharded": ("fsdp", "deepspeed"),
+}
 NO_DEEPSPEED = "DeepSpeed is not measured: it is not installed."
 Key = tuple[str, int]  # a side, and how many ranks it has
 
@@ -65,7 +70,7 @@ def rows_of(case: str, case_tokens: int, found: Mapping[Key, list[Step]]) -> Ite
         per_processor = statistics.median(case_tokens / step.cpu for step in steps[1:])
         yield Row(case, f"{side}: tokens/s of a processor", per_processor)
     for ours, theirs in ((ours, theirs) for ours in found for theirs in found):
-        if ours[0] in OURS and theirs[0] in THEIRS and ours[1] == theirs[1]:
+        if theirs[0] in COMPARED.get(ours[0], ()) and ours[1] == theirs[1]:
             what = f"{ours[0]} over {theirs[0]}, ranks {ours[1]}"
             yield from _ratios(case, what, found[theirs], found[ours], AS_FAST)
     for name, ranks in found:
@@ -126,8 +131,9 @@ def sides_of(counts: Sequence[int], *, deepspeed: bool) -> list[Key]:
     """All there are; on one rank nothing is dealt. Those that are compared stand beside each other."""
     found = []
     for ranks in counts:
-        names = ["rollflow", "rollflow-rows", "ddp-same", *(["ddp-dealt"] if ranks > 1 else []), "ddp"]
-        found += [(name, ranks) for name in [*names, *(["deepspeed"] if deepspeed else [])]]
+        several = ["ddp-dealt", "fsdp", "rollflow-sharded"] if ranks > 1 else []
+        names = ["rollflow", "rollflow-rows", "ddp-same", *several, "ddp", *(["deepspeed"] if deepspeed else [])]
+        found += [(name, ranks) for name in names]
     return found
 
 
