@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -30,13 +31,18 @@ def begin_group(ranks: GlooRanks) -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": HOST, "MASTER_PORT": "0"}
     os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
     import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced
     from deepspeed.utils import groups, logger
 
     logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # at each of its calls
     deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
+    # ZeRO 3 puts another in its place, for good. With that a bias has its gradient behind the weight's, not before; and
+    # ZeRO 2 adds gradients up in the order in which they come, which has to be that of the other ranks.
+    torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=bound)
@@ -69,16 +75,16 @@ class DeepSpeedOptimized(Engine):
     def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
         """See `Engine`.
 
-        DeepSpeed adds up over ranks once, behind the last pass: of several, its ZeRO 2 in float32 keeps only the last
-        one's gradient (0.19.8). It gives the mean over ranks, where a loss here is weighed over the whole minibatch.
+        With ZeRO 2 and 3 each rank keeps its part of each pass's gradient only: DeepSpeed adds them up where it is told
+        which pass is the last. It gives the mean over ranks, where a loss here is weighed over the whole minibatch.
         """
-        found = list[float]()
-        with self.engine.coalesce_grad_reduction():
-            for of in passes:
-                self._dirty = True
-                loss = self.run(of)
-                self.engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
-                found.append(float(loss.detach()))
+        given, found = list(passes), list[float]()
+        for number, of in enumerate(given, 1):
+            self._dirty = True
+            self.engine.set_gradient_accumulation_boundary(number == len(given))
+            loss = self.run(of)
+            self.engine.backward(loss * self.ranks.count, scale_wrt_gas=False)
+            found.append(float(loss.detach()))
         return found
 
     def begin(self, rate: float) -> None:

@@ -31,6 +31,7 @@ from tests.tasks.test_ranks import one_with_signal
 NEAR = 1e-5
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "GRPO": {},
+    "GRPO, several passes": {"share_prompts": False, "micro_tokens": 16},
     "decoupled PPO": {"minibatches": 2, "objective": PartsObjective(kind="decoupled-ppo")},
     "PPO with a critic": {
         "minibatches": 2,
@@ -91,7 +92,7 @@ SOAK = pytest.mark.soak
         (2, "PPO with a critic"),
         (3, "PPO with a critic"),
         pytest.param(1, "PPO with a critic", marks=SOAK),
-        *(pytest.param(z, kind, marks=SOAK) for z in (1, 2, 3) for kind in ("GRPO", "decoupled PPO")),
+        *(pytest.param(z, kind, marks=SOAK) for z in (1, 2, 3) for kind in KINDS if "critic" not in kind),
     ],
 )
 def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(folder: Path, zero: int, kind: str) -> None:
