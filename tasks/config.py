@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from rollflow.tasks.engines.config import EngineBase, EngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
-from rollflow.tasks.learners.config import TorchTrain, TrainConfig
+from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig, ReasoningGymPrompts
@@ -162,6 +162,15 @@ class RunConfig(Section):
             if isinstance(self.reward, ExactReward) and self.reward.answer == "all":
                 cure = 'answers to "column-sums" are steps that end in a tag; set reward.answer = "tag"'
                 refuse("reward.answer", self.reward.answer, cure)
+        return self
+
+    @model_validator(mode="after")
+    def _trainable(self) -> Self:
+        """DeepSpeed has one type for all parameters of an engine, and a critic's head is in float32."""
+        short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
+        if short and isinstance(self.train, DeepSpeedTrain):
+            cure = 'with a critic train.learner = "deepspeed" takes float32 only; choose that, or learner = "torch"'
+            refuse("policy.dtype", self.policy.dtype, cure)
         return self
 
     def evaluates(self, version: int) -> bool:

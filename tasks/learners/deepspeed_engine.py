@@ -59,7 +59,7 @@ class DeepSpeedOptimized(Engine):
         adamw = torch.optim.AdamW(
             self.given.values(), betas=config.betas, weight_decay=config.weight_decay, fused=config.fused_adamw
         )
-        options = engine_options(config, short=self.wide)
+        options = merged(config.options, set_options(config))
         self.engine, *_ = deepspeed.initialize(model=Whole(model).eval(), optimizer=adamw, config=options)
         self.zeroed: Any = self.engine.optimizer
         self.step = 0.0  # steps taken
@@ -153,9 +153,11 @@ class DeepSpeedOptimized(Engine):
         for flat in self._flats():
             kept = self.zeroed.optimizer.state[flat] = {key: torch.zeros_like(flat) for key in MOMENTS[1:]}
             kept["step"] = torch.tensor(self.step)
-        for key in (*MOMENTS[1:], *([MASTER] if self.wide else [])):
-            for name in self.given:
-                self._put(name, None if key == MASTER else key, saved[f"{key}/{name}"])
+        for name, kind in self.types.items():
+            for key in MOMENTS[1:]:
+                self._put(name, key, saved[f"{key}/{name}"])
+            if self.wide:
+                self._put_master(name, kind, saved[f"{MASTER}/{name}"])
 
     def _flats(self) -> list[Tensor]:
         """What this rank's AdamW changes."""
@@ -197,6 +199,14 @@ class DeepSpeedOptimized(Engine):
             target[begin : begin + numbers] = value.reshape(-1)[first : first + numbers]
 
     @torch.no_grad()
+    def _put_master(self, name: str, kind: torch.dtype, value: Tensor) -> None:
+        """Where it does not round to the parameter's value, that stays (see `masters`)."""
+        if part := self._part(name):
+            flat, begin, first, numbers = part
+            own, master = flat[begin : begin + numbers], value.reshape(-1)[first : first + numbers]
+            own.copy_(torch.where(master.to(kind) == own.to(kind), master, own))
+
+    @torch.no_grad()
     def _put_policy(self, parameter: Any, value: Tensor) -> None:
         """The weights that are run: with ZeRO 3 a part of them, and the small ones whole."""
         if self.zero < 3:
@@ -209,13 +219,8 @@ class DeepSpeedOptimized(Engine):
             parameter.data.copy_(value)
 
 
-def engine_options(config: DeepSpeedTrain, *, short: bool) -> dict[str, Any]:
-    """What the engine is told: `train.options`, and what we set."""
-    return merged(config.options, set_options(config, short=short))
-
-
-def set_options(config: DeepSpeedTrain, *, short: bool) -> dict[str, Any]:
-    """What we set."""
+def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
+    """What we set. Parameters keep their type; with its mode for bfloat16 ZeRO 1 would be another optimizer."""
     return {
         "train_batch_size": config.ranks,
         "train_micro_batch_size_per_gpu": 1,  # counted by itself, and by us
@@ -224,7 +229,7 @@ def set_options(config: DeepSpeedTrain, *, short: bool) -> dict[str, Any]:
         "zero_optimization": {"stage": config.zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": short},
+        "bf16": {"enabled": False},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**31,
     }

@@ -54,6 +54,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("policy.path=x", ["policy.path = 'x'", "one of the two"]),
         ("train.lora.rank=0", ["train.lora.rank = 0", "greater than 0"]),
         ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),
+        ("train={learner = 'deepspeed', lora = {}}", ["train.learner = 'deepspeed'", "take [train.lora] away"]),
+        ("train={learner = 'deepspeed', ranks = 1}", ["train.ranks = 1", "greater than 1"]),
+        ("train={learner = 'deepspeed', options = {bf16 = {}}}", ["train.options.bf16 = {}", "set policy.dtype"]),
         ("prompts.7.family=x", ["prompts.7.family", "not a position"]),
         ("tracking.uri=https://me:hidden@hub/x", ["tracking.uri = 'https://...@hub'", "MLFLOW_TRACKING_PASSWORD"]),
         ("nonsense", ["'nonsense'", "key=value"]),
@@ -93,6 +96,12 @@ def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[s
 def test_sums_by_columns(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
     sentence = refused(capsys, "check", "flows/recipes/reasoning.toml", "--set", override)
     assert all(word in sentence for word in words), sentence
+
+
+def test_a_critic_in_bfloat16_behind_deepspeed(capsys: pytest.CaptureFixture[str]) -> None:
+    train = "train={learner = 'deepspeed', objective = {kind = 'ppo'}}"
+    sentence = refused(capsys, "check", RECIPE, "--set", "policy.dtype=bfloat16", "--set", train)
+    assert sentence.startswith("policy.dtype = 'bfloat16': with a critic")
 
 
 def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
