@@ -19,11 +19,11 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Reference, TorchTrain, TrainConfig
 from rollflow.tasks.learners.ranked import RankedLearner
 from rollflow.tasks.learners.shards import from_files
 from rollflow.tasks.learners.updates import Updates
-from rollflow.tasks.objectives.config import PartsObjective
+from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from tests.contracts.test_learners import batch, saved
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_ranks import one_with_signal
@@ -32,11 +32,19 @@ NEAR = 1e-5
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "GRPO": {},
     "GRPO, several passes": {"share_prompts": False, "micro_tokens": 16},
-    "decoupled PPO": {"minibatches": 2, "objective": PartsObjective(kind="decoupled-ppo")},
+    "decoupled PPO": {
+        "minibatches": 2,
+        "objective": PartsObjective(kind="decoupled-ppo"),
+        "checkpoint_activations": True,
+    },
     "PPO with a critic": {
         "minibatches": 2,
         "objective": PartsObjective(kind="ppo"),
         "critic": Critic(learning_rate=1e-4),  # at a higher one AdamW makes more of what differs in rounding
+    },
+    "a penalty to a reference": {
+        "objective": PartsObjective(penalties=Penalties(kl_to="reference", kl_weight=0.1, kl_target=0.01)),
+        "reference": Reference(every=3),
     },
 }
 Batches = Callable[[int], TrajectoryBatch]
@@ -79,6 +87,13 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The length of what they differ in."""
     assert one.keys() == other.keys()
     return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
+
+
+def rank_of(made: RankedLearner) -> int:
+    """The process of rank 1."""
+    pid = made._others._processes[1].pid
+    assert pid is not None
+    return pid
 
 
 def tensors(made: Any) -> Mapping[str, Tensor]:
@@ -136,9 +151,7 @@ def test_a_rank_without_rows_takes_part_and_one_that_is_stopped_is_named(folder:
     for version in range(10):
         made.step(one_with_signal(version), version)
     assert farthest(tensors(made), tensors(torch_one)) < NEAR
-    pid = made._others._processes[1].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(rank_of(made), signal.SIGSTOP)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 did not come to the others within 30 s"):
         made.step(one_with_signal(10), 10)
 
@@ -184,6 +197,53 @@ def test_in_bfloat16_masters_are_in_parts(folder: Path, zero: int) -> None:
     made.load(stored[0], saved(again)[1])
     assert saved(made)[0] == stored[0]  # whose masters these are not
     made._others.end()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=SOAK)])
+def test_a_rank_that_is_killed_is_named_and_what_was_stored_goes_on_to_the_same_bits(
+    folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank is in the middle of a step then."""
+    made = sharded(folder, zero)
+    made.step(batch(0), 0)
+    stored = saved(made)
+    made.step(batch(1), 1)
+    expected, loss_of = saved(made), Updates.loss_of
+
+    def kill(*given: Any) -> Tensor:
+        os.kill(rank_of(made), signal.SIGKILL)
+        return loss_of(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Updates, "loss_of", kill)
+        with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL while version 3 was trained"):
+            made.step(batch(2), 2)
+    again = sharded(folder, zero)
+    again.load(*stored)
+    again.step(batch(1), 1)
+    assert saved(again) == expected
+    again._others.end()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_two_ranks_stored_goes_on_on_any_number_of_either_kind(folder: Path, zero: int) -> None:
+    given = KINDS["PPO with a critic"]
+    made = sharded(folder, zero, **given)
+    made.step(batch(0), 0)
+    stored = saved(made)
+    made.step(batch(1), 1)
+    expected = tensors(made)
+    made._others.end()
+    configs: list[TrainConfig] = [TorchTrain(learning_rate=1e-4, ranks=ranks, **given) for ranks in (1, 2, 4)]
+    configs.append(DeepSpeedTrain(learning_rate=1e-4, ranks=4, zero=zero, **given))
+    for config in configs:
+        other = begun(folder, config)
+        other.load(*stored)
+        assert saved(other) == stored
+        other.step(batch(1), 1)
+        assert farthest(tensors(other), expected) < NEAR
 
 
 def test_deepspeed_that_is_not_there_is_missed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
