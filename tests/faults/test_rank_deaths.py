@@ -119,12 +119,14 @@ class Killing(StoreFeed):
         return data
 
 
+@pytest.mark.parametrize("learner", ["torch", pytest.param("deepspeed", marks=pytest.mark.soak)])
 def test_a_run_goes_on_to_the_same_bits_where_a_rank_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str
 ) -> None:
     """The learner's actor raises, and its keeper starts another one."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
-    whole, broken = (prepare_small(tmp_path, name, versions=2, train={"ranks": 2}) for name in ("whole", "broken"))
+    train = {"learner": learner, "ranks": 2}
+    whole, broken = (prepare_small(tmp_path, name, versions=2, train=train) for name in ("whole", "broken"))
     costs = {cost.role: cost.seconds for cost in train_small(whole).status().costs}
     assert costs["learner ranks"] > 0  # what only the owner can count
     feed = Killing(broken)
