@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -69,6 +70,15 @@ CASES |= {
         objective=PartsObjective(penalties=Penalties(**TO_REFERENCE)), reference=Reference(every=2), lora=Lora(rank=4)
     ),
 }
+CASES |= {
+    "DeepSpeed": DeepSpeedTrain(warmup_versions=2, zero=2),
+    "DeepSpeed, ZeRO 1, bfloat16, a reference that moves": DeepSpeedTrain(
+        objective=PartsObjective(penalties=Penalties(**TO_REFERENCE, kl_target=0.01)),
+        reference=Reference(every=2),
+        zero=1,
+    ),
+    "DeepSpeed, ZeRO 3, critic": DeepSpeedTrain(minibatches=2, objective=PartsObjective(kind="ppo"), zero=3),
+}
 CASES["two ranks, critic"] = TorchTrain(warmup_versions=2, minibatches=2, objective=PartsObjective(kind="ppo"), ranks=2)
 PROBE = (3, 4, 5, 6)
 Files = dict[str, bytes]
@@ -81,7 +91,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
-@pytest.fixture(params=CASES)
+def cases(*always: str) -> list[ParameterSet]:
+    """All; DeepSpeed's ranks take seconds to start, so most of their tests are in `make soak`."""
+    soak = {name for name in CASES if name.startswith("DeepSpeed")} - set(always)
+    return [pytest.param(name, marks=[pytest.mark.soak] if name in soak else []) for name in CASES]
+
+
+@pytest.fixture(params=cases())
 def case(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -147,26 +163,25 @@ def changed(files: Files, change: Change) -> Files:
 
 
 def test_there_is_a_case_for_every_kind() -> None:
-    """But for DeepSpeed's, whose ranks are tried in `tests/tasks/test_sharded.py`."""
-    assert {type(config) for config in CASES.values()} == set(sections_of(TrainConfig)) - {DeepSpeedTrain}
+    assert {type(config) for config in CASES.values()} == set(sections_of(TrainConfig))
 
 
 # --- a step is a function of the state and the batch --------------------------------------------------------
 
 
+@pytest.mark.parametrize("case", cases("DeepSpeed"), indirect=True)
 @pytest.mark.parametrize("versions", [0, 2])
 def test_what_was_restored_takes_the_same_next_step(
     learner: Learner, config: TrainConfig, start: LearnerStart, versions: int
 ) -> None:
     """Bit for bit, and the one after it: so any version can be replayed. The other learner has had a life before."""
     before = saved(trained(learner, versions))
+    after = [(learner.step(batch(7 + version), version), saved(learner)) for version in (versions, versions + 1)]
     other = trained(build_learner(config, replace(start, trained=False, seed=99)), 1)
     torch.rand(7)  # the generator is part of the state
     other.load(*before)
     assert saved(other) == before
-    for version in (versions, versions + 1):
-        metrics = learner.step(batch(7 + version), version)
-        once = saved(learner)
+    for version, (metrics, once) in enumerate(after, versions):
         assert other.step(batch(7 + version), version) == metrics
         assert saved(other) == once
         assert once[0] != before[0]
