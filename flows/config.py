@@ -29,7 +29,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a recipe, apply `key.path=value` overrides, check it.
 
     Raises:
-        ConfigError: with one sentence for the first thing a person must change.
+        ConfigError: with one sentence for each key that a person must change.
     """
     tree = _read(path, "recipe")
     for override in overrides:
@@ -41,7 +41,7 @@ def load_hardware(path: Path) -> Hardware:
     """Read a hardware file, or the one of that name that comes with rollflow, and check it.
 
     Raises:
-        ConfigError: with one sentence for the first thing a person must change.
+        ConfigError: with one sentence for each key that a person must change.
     """
     from rollflow.tasks.simulation.hardware import Hardware
 
@@ -49,7 +49,7 @@ def load_hardware(path: Path) -> Hardware:
     try:
         return Hardware.model_validate(_read(path, "hardware file"))
     except ValidationError as error:
-        raise ConfigError(f"hardware file {str(path)!r}: {sentence(error.errors()[0], Hardware)}") from None
+        raise ConfigError(f"hardware file {str(path)!r}: {sentences(error, Hardware)}") from None
 
 
 def hardware_file(path: Path) -> Path:
@@ -74,7 +74,7 @@ def parse(tree: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(sentence(error.errors()[0])) from None
+        raise ConfigError(sentences(error)) from None
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -135,6 +135,17 @@ def _toml_value(text: str) -> Any:
     return read["value"] if len(read) == 1 else text  # a second line would be another key
 
 
+def sentences(error: ValidationError, section: type[Section] = RunConfig) -> str:
+    """Everything that is wrong with a tree: a sentence for each key. What only the whole tree can tell comes after."""
+    said: dict[str, str] = {}
+    for one in error.errors():
+        text = sentence(one, section)
+        said.setdefault(text.partition(" = ")[0], text)  # of several types that a value may have, each says something
+    if len(said) == 1:
+        return next(iter(said.values()))
+    return "\n  ".join([f"{len(said)} keys must change:", *said.values()])
+
+
 def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
     """One pydantic error of `section` as one sentence: the key, the value, the cure."""
     if error["type"] == "rollflow":
@@ -153,19 +164,29 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
     if error["type"] == "extra_forbidden":
         if key in set(_keys(section)):
             return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
-        return f"{key} = {error['input']!r}: there is no such key{_nearest(key, section)}"
+        return f"{key} = {error['input']!r}: there is no such key{_nearest(key, error['input'], section)}"
     message = error["msg"]
     return f"{key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _nearest(key: str, section: type[Section]) -> str:
-    """A hint towards the key that was probably meant."""
+def _nearest(key: str, given: object, section: type[Section]) -> str:
+    """A hint towards the key that was probably meant; what is no table names no section."""
     import difflib
 
-    known = sorted(set(_keys(section)))
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    fields = {name: list(sections_of(info.annotation)) for name, info in _fields(section)}
+    known = sorted(name for name, sections in fields.items() if not sections or isinstance(given, Mapping))
+    close = _initials(key, known) or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     lists = "`rollflow keys`" if section is RunConfig else "`rollflow keys --hardware`"
     return f"; did you mean {close[0]}?" if close else f"; remove it; {lists} lists all"
+
+
+def _initials(key: str, known: Iterable[str]) -> list[str]:
+    """The keys that are called by the first letters of their words: `train.lr` is `train.learning_rate`."""
+    place, _, name = key.rpartition(".")
+    below = ((one, one.rpartition(".")) for one in known)
+    return [
+        one for one, (where, _, words) in below if where == place and name == "".join(w[:1] for w in words.split("_"))
+    ]
 
 
 def describe_keys(section: type[Section] = RunConfig) -> list[str]:

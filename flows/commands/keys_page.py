@@ -26,7 +26,7 @@ config models; `tests/test_docs.py` fails when it is out of date. `rollflow keys
 - A recipe is one TOML file. Every key may be left out, unless its default is *required*.
 - `rollflow run RECIPE --set train.learning_rate=1e-4` changes one key; of a list, name the position:
   `--set prompts.0.share=2`.
-- `rollflow check RECIPE` says in one sentence what is wrong: the key, the value, the cure.
+- `rollflow check RECIPE` says everything that is wrong, a sentence for each key: the key, the value, the cure.
 - Where a section has a `kind` (`[train]` calls it `learner`), the kind decides which other keys it has.
 """
 TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}

@@ -104,6 +104,22 @@ def test_a_critic_in_bfloat16_behind_deepspeed(capsys: pytest.CaptureFixture[str
     assert sentence.startswith("policy.dtype = 'bfloat16': with a critic")
 
 
+def test_everything_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (recipe := tmp_path / "recipe.toml").write_text(
+        'group_size = "many"\n[train]\nlr = 1e-3\nlora_r = 8\nlora = {rank = 0}\n[engin]\nslots = 3\n'
+    )
+    assert main(["check", str(recipe)]) == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "rollflow: 5 keys must change:"
+    assert {line.partition(" = ")[0]: line.partition(" mean ")[2] for line in lines} == {
+        "  group_size": "",
+        "  train.lr": "train.learning_rate?",  # by the first letters of its words
+        "  train.lora_r": "train.lora.rank?",  # no section: it was given a number
+        "  train.lora.rank": "",
+        "  engin": "engine?",
+    }
+
+
 def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "check", "nowhere.toml")
     for content in (b"versions = = 3", b"versions = " + b"9" * 5000, b"name = " + b"[" * 3000, b"name = '\xff'"):
