@@ -33,7 +33,7 @@ def in_tree(pattern: str) -> set[str]:
     return {f"rollflow/{file.relative_to(ROOT).as_posix()}" for file in files}
 
 
-@pytest.mark.parametrize("pattern", ["*.py", "*.toml", "py.typed"])
+@pytest.mark.parametrize("pattern", ["*.py", "*.toml", "*.html", "py.typed"])
 def test_the_wheel_holds_the_tree(wheel: list[str], pattern: str) -> None:
     packed = {name for name in wheel if Path(name).match(pattern)}
     assert packed == in_tree(pattern)

@@ -68,6 +68,13 @@ def _storage_commands(commands: Any) -> None:
     inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
     inspect.set_defaults(verb="inspect")
 
+    compare = commands.add_parser("compare", help="runs side by side: what differs, what came of it, what it cost")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="run ids, or paths or URIs of runs' storage")
+    compare.add_argument("--store", help="the store that holds the runs; default: the one in the run home")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="the page; default: compare.html in the run home")
+    compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
+    compare.set_defaults(verb="compare")
+
     log = commands.add_parser("log", help="the story of a run, a line for each entry of its log")
     _run_argument(log, required=True)
     log.add_argument("--follow", action="store_true", help="go on with what is new, until Ctrl-C")

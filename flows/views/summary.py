@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollflow.flows.views.progress import Progress
+from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import read_usage
 from rollflow.storage.log.audit import audit
@@ -67,6 +68,15 @@ def summarize(
     }
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
     return summary
+
+
+def read_summary(context: RunContext) -> dict[str, Any]:
+    """The summary of a run that has come to its end; of any other run nothing."""
+    try:
+        found: dict[str, Any] = json.loads(context.store.get(SUMMARY))
+    except (Missing, Corrupt, ValueError):
+        return {}
+    return found
 
 
 def domains(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:

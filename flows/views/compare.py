@@ -1,0 +1,159 @@
+"""Several runs side by side: one frozen value for each, read from its storage alone, and what differs between them.
+
+Runs that differ in nothing but their seed (and in what they are called, and where they lie) are one band of a chart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollflow.flows.views.progress import RECENT
+from rollflow.flows.views.status import read_status
+from rollflow.flows.views.summary import read_summary
+from rollflow.flows.views.tracking import flatten
+from rollflow.storage.journal.usage import read_usage
+from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.run_context import RunContext
+
+Numbers = npt.NDArray[np.float64]
+UNSET = "unset"
+TOML = {"None": UNSET, "True": "true", "False": "false"}
+NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "cluster.address")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """Values at policy versions. `tokens` are response tokens trained on so far, `seconds` those since version 0."""
+
+    versions: Numbers
+    tokens: Numbers
+    seconds: Numbers
+    values: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComparedRun:
+    """One run. `result`, `cost` and `idle` (share of its time, by stage) are texts for people; `config` is flat."""
+
+    name: str
+    config: Mapping[str, str]
+    result: Mapping[str, str]
+    cost: Mapping[str, str]
+    idle: Mapping[str, str]
+    curves: Mapping[str, Curve]
+
+    @property
+    def recipe(self) -> tuple[tuple[str, str], ...]:
+        """The same of two runs that are two seeds of one recipe."""
+        return tuple(sorted((key, value) for key, value in self.config.items() if key not in NO_RECIPE))
+
+
+def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
+    """The runs by their ids; where two have one id, by their addresses."""
+    ids = [context.run_id for context in contexts]
+    return [_read(one, one.run_id if ids.count(one.run_id) == 1 else one.uri) for one in contexts]
+
+
+def differences(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, ...]]:
+    """Config key -> its value in each run, of the keys that are not the same in all."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows = {key: tuple(run.config.get(key, UNSET) for run in runs) for key in keys}
+    return {key: row for key, row in rows.items() if len(set(row)) > 1}
+
+
+def seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
+    """The runs, those of one recipe together, in the order of their first."""
+    groups: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
+    for run in runs:
+        groups.setdefault(run.recipe, []).append(run)
+    return list(groups.values())
+
+
+def _read(context: RunContext, name: str) -> ComparedRun:
+    versions = list(context.policies.since(0))
+    curves = _curves(context, versions)
+    status, summary = read_status(context), read_summary(context)
+    stages = status.stages if status else {}
+    return ComparedRun(
+        name,
+        {key: TOML.get(text, text) for key, text in flatten(context.config.model_dump(mode="json")).items()},
+        {"version": f"{len(versions) - 1 if versions else 'none'} of {context.config.versions}", **_result(curves)}
+        | {"audit": _audit(summary), "state": status.phase if status else "not started"},
+        _cost(context, versions, curves),
+        {stage: f"{one.idle:.0%}" for stage, one in stages.items()},
+        curves,
+    )
+
+
+def _curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str, Curve]:
+    """By what they show; a run that nobody has trained yet has none."""
+    if not versions:
+        return {}
+    trained = versions[1:]
+    at = np.array([one.at for one in versions])
+    seconds = np.maximum(at - at[0], 0.0)
+    tokens = np.cumsum([0.0, *(_metric(trained, "response_tokens"))])
+    numbers = np.array([float(one.number) for one in versions])
+    lost, used = _metric(trained, "discarded_tokens") + _metric(trained, "surplus_tokens"), np.diff(tokens)
+    values = {
+        "reward": _metric(trained, "reward"),
+        "staleness": _metric(trained, "staleness_mean"),
+        "idle": _share(_metric(trained, "wait_seconds"), np.diff(seconds)),
+        "waste": _share(lost, lost + used),
+    }
+    found = {name: Curve(numbers[1:], tokens[1:], seconds[1:], value) for name, value in values.items() if trained}
+    done = [(one.version, one.accuracy) for one in evaluations(context.store, last=versions[-1].number)]
+    places = np.array([version for version, _ in done], dtype=np.int64) - versions[0].number
+    if done:
+        accuracy = np.array([share for _, share in done])
+        found["accuracy"] = Curve(numbers[places], tokens[places], seconds[places], accuracy)
+    return found
+
+
+def _metric(versions: Sequence[PolicyVersion], name: str) -> Numbers:
+    return np.array([one.metrics.get(name, 0.0) for one in versions], dtype=np.float64)
+
+
+def _share(part: Numbers, whole: Numbers) -> Numbers:
+    """Between 0 and 1; of nothing it is 0."""
+    shares: Numbers = np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
+    return np.clip(shares, 0.0, 1.0)
+
+
+def _result(curves: Mapping[str, Curve]) -> dict[str, str]:
+    found = {}
+    if (accuracy := curves.get("accuracy")) is not None:
+        found["held-out accuracy"] = f"{accuracy.values[0]:.3f} to {accuracy.values[-1]:.3f}"
+        found["best held-out"] = (
+            f"{accuracy.values.max():.3f} at version {accuracy.versions[accuracy.values.argmax()]:g}"
+        )
+    if (reward := curves.get("reward")) is not None:
+        found[f"reward, last {RECENT}"] = f"{reward.values[-RECENT:].mean():.3f}"
+        found["staleness, mean"] = f"{curves['staleness'].values.mean():.2f}"
+        found["waste, mean"] = f"{curves['waste'].values.mean():.1%}"
+    return found
+
+
+def _audit(summary: Mapping[str, Any]) -> str:
+    found = summary.get("audit", "not at its end")
+    return found if isinstance(found, str) else f"{len(found)} violations"
+
+
+def _cost(context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, Curve]) -> dict[str, str]:
+    """Seconds are those between version 0 and the newest, pauses included."""
+    if (reward := curves.get("reward")) is None:
+        return {}
+    seconds, tokens = reward.seconds[-1], reward.tokens[-1]
+    return {
+        "training seconds": f"{seconds:,.0f}",
+        "tokens trained on": f"{tokens:,.0f}",
+        "tokens a second": f"{tokens / seconds:,.0f}" if seconds else "",
+        "seconds a version": f"{seconds / (len(versions) - 1):.2f}",
+        "CPU seconds": f"{sum(read_usage(context.store).totals().values()):,.0f}",
+    }

@@ -1,0 +1,156 @@
+"""The comparison of runs as one HTML file: nothing in it is fetched, no script runs, and a screen reader can read it.
+
+Each chart is an SVG picture with a text that says the same in words. A curve has at most `SHOWN` points, each the mean
+of its neighbours, so the page stays small however long the runs were.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import jinja2
+import numpy as np
+
+from rollflow.flows.views.compare import ComparedRun, Curve, Numbers, differences, seeds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Axis = Literal["versions", "tokens", "seconds"]
+SHOWN = 120
+# Told apart by who sees no colours, too: each has a dash of its own.
+STYLES = (
+    ("#0b5fa5", ""),
+    ("#b3470b", "6 2"),
+    ("#0a7a55", "2 2"),
+    ("#8f3a84", "8 2 2 2"),
+    ("#5b5b5b", "4 4"),
+    ("#7a5c00", "1 3"),
+)
+AXES: dict[Axis, str] = {"versions": "policy version", "tokens": "response tokens trained on", "seconds": "seconds"}
+SECTIONS: dict[str, tuple[tuple[str, Axis], ...]] = {
+    "Held-out accuracy": (("accuracy", "versions"), ("accuracy", "tokens"), ("accuracy", "seconds")),
+    "Training reward": (("reward", "versions"), ("reward", "tokens"), ("reward", "seconds")),
+    "Staleness, idle, waste": (("staleness", "versions"), ("idle", "versions"), ("waste", "versions")),
+}
+# What a curve shows, and what stands at its axis.
+SAID = {
+    "accuracy": ("held-out accuracy", "accuracy"),
+    "reward": ("training reward", "reward"),
+    "staleness": ("mean staleness", "versions"),
+    "idle": ("share of the time the learner waits", "share"),
+    "waste": ("share of tokens not trained on", "share"),
+}
+TEMPLATE = Path(__file__).with_name("compare.html")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Band:
+    """What a chart shows of one recipe: the mean of its seeds, and between which values they lie."""
+
+    label: str
+    colour: str
+    dash: str
+    x: Numbers
+    middle: Numbers
+    low: Numbers
+    high: Numbers
+
+
+def compare_page(runs: Sequence[ComparedRun]) -> str:
+    """The whole page."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    figures = {title: [_figure(runs, *chart) for chart in charts] for title, charts in SECTIONS.items()}
+    return environment.from_string(TEMPLATE.read_text()).render(
+        runs=runs,
+        legend=[(_label(group), *STYLES[n % len(STYLES)]) for n, group in enumerate(seeds(runs))],
+        sections={title: [one for one in found if one] for title, found in figures.items()},
+        differences=differences(runs),
+        result=_rows([run.result for run in runs]),
+        cost=_rows([run.cost for run in runs]),
+        idle=_rows([run.idle for run in runs]),
+    )
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    names = dict.fromkeys(name for column in columns for name in column)
+    return {name: [column.get(name, "") for column in columns] for name in names}
+
+
+def _label(group: Sequence[ComparedRun]) -> str:
+    others = f" and {len(group) - 1} other seed{'s' * (len(group) > 2)}" if len(group) > 1 else ""
+    return f"{group[0].name}{others}"
+
+
+def _figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str, str] | None:
+    """A chart, its caption, and its text; None where no run has such a curve."""
+    bands = []
+    for n, group in enumerate(seeds(runs)):
+        if curves := [run.curves[what] for run in group if what in run.curves]:
+            bands.append(_band(_label(group), *STYLES[n % len(STYLES)], curves, axis))
+    if not bands:
+        return None
+    caption = f"{SAID[what][0]} by {AXES[axis]}"
+    told = "; ".join(f"{band.label}: {_ends(band)}" for band in bands)
+    picture = base64.b64encode(_draw(bands, what, axis)).decode()
+    return {"caption": caption, "text": f"{caption}. {told}.", "picture": picture}
+
+
+def _ends(band: Band) -> str:
+    first, last = (f"{band.middle[end]:.3g} at {band.x[end]:,.0f}" for end in (0, -1))
+    return f"{first}, {last}"
+
+
+def _band(label: str, colour: str, dash: str, curves: Sequence[Curve], axis: Axis) -> Band:
+    """The part of the axis that every seed has reached."""
+    thinned = [_thin(getattr(curve, axis), curve.values) for curve in curves]
+    if len(thinned) == 1:
+        x, y = thinned[0]
+        return Band(label, colour, dash, x, y, y, y)
+    first, last = max(x[0] for x, _ in thinned), min(x[-1] for x, _ in thinned)
+    x = np.linspace(first, max(first, last), SHOWN)
+    values_SX = np.stack([np.interp(x, places, values) for places, values in thinned])
+    return Band(label, colour, dash, x, values_SX.mean(0), values_SX.min(0), values_SX.max(0))
+
+
+def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
+    """At most `SHOWN` points, each the mean of neighbours."""
+    if len(x) <= SHOWN:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), SHOWN)
+    return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+
+
+def _draw(bands: Sequence[Band], what: str, axis: Axis) -> bytes:
+    """As SVG, whose words stay words."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rollflow", "font.size": 9}):
+        figure = Figure(figsize=(4.2, 2.7), layout="constrained")
+        axes = figure.subplots()
+        for band in bands:
+            _draw_band(axes, band, dots=what == "accuracy")
+        axes.set(xlabel=AXES[axis], ylabel=SAID[what][1])
+        axes.set_ylim(bottom=min([0.0, *(float(band.low.min()) for band in bands)]))
+        if axis == "tokens":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(written := io.BytesIO(), format="svg", metadata={"Date": None})
+    return written.getvalue()
+
+
+def _draw_band(axes: Axes, band: Band, *, dots: bool) -> None:
+    axes.fill_between(band.x, band.low, band.high, color=band.colour, alpha=0.18, linewidth=0)
+    (line,) = axes.plot(band.x, band.middle, color=band.colour, linewidth=1.6)
+    if dots:
+        line.set(marker="o", markersize=2.5)
+    if band.dash:
+        line.set_dashes([float(part) for part in band.dash.split()])

@@ -1,0 +1,132 @@
+"""`rollflow compare`: what it reads of a run, what differs, and a page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.flows.views.compare import ComparedRun, Curve, differences, seeds
+from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
+from rollflow.tasks.run_context import RunContext
+from tests.support.described import change_config
+from tests.support.refused import refused
+from tests.support.small_run import prepare_small, train_small
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+    """3 of 6 versions; `other` is the same with another seed and rate; `fresh` was prepared and no more."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        patch.setenv("COLUMNS", "110")
+        context = prepare_small(home)
+        train_small(context, 3)
+        runs = Path(context.uri).parent
+        shutil.copytree(context.uri, runs / "other")
+        other = RunContext(str(runs / "other"), home / "cache")
+        train = context.config.train.model_dump(mode="json")
+        change_config(other.store, seed=7, train={**train, "learning_rate": 0.25})
+        prepare_small(home, "fresh")
+        yield context
+
+
+def test_what_differs_what_came_of_it_and_the_page(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(Path(trained.uri).parent / "other")
+    assert main(["compare", "small", "fresh"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["version", "3", "of", "6", "none", "of", "6"] in lines
+    assert not any(line[:1] == ["async_ratio"] for line in lines)
+    assert main(["compare", "small", other, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["differences"] == {"seed": ["0", "7"], "train.learning_rate": ["0.001", "0.25"]}
+    versions = [trained.policies.find(number) for number in range(4)]
+    curves = found["runs"][0]["curves"]
+    tokens = [one.metrics["response_tokens"] for one in versions[1:]]
+    assert curves["reward"]["values"] == [one.metrics["reward"] for one in versions[1:]]
+    assert curves["reward"]["tokens"] == [tokens[0], sum(tokens[:2]), sum(tokens)]
+    assert curves["reward"]["seconds"] == [one.at - versions[0].at for one in versions[1:]]
+    lost = versions[3].metrics["discarded_tokens"]  # batch 2 gave a group up
+    assert lost == 21
+    assert curves["waste"]["values"] == [0, 0, lost / (lost + tokens[2])]
+    page = Path(found["page"]).read_text()
+    assert "<td>0.25</td>" in page
+
+
+def test_what_is_refused(trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "run 'small' is named twice" in refused(capsys, "compare", "small", trained.uri)
+    assert "nobody': there is no such run" in refused(capsys, "compare", "small", "nobody")
+    assert "cannot be written" in refused(capsys, "compare", "small", "--html", f"{tmp_path}/file/page.html")
+
+
+def made_up(name: str, versions: int = 1000, rise: float = 1.0, **config: str) -> ComparedRun:
+    """A run whose every value goes up in a line from 0 to `rise`."""
+    x = np.arange(1.0, versions + 1)
+    curve = Curve(x, x * 1000, x * 2, np.linspace(0, rise, versions))
+    curves = {what: curve for charts in SECTIONS.values() for what, _ in charts}
+    return ComparedRun(name, {"versions": str(versions), **config}, {"audit": "clean"}, {"s": "1"}, {}, curves)
+
+
+def test_five_runs_of_a_thousand_versions_are_a_small_page_that_fetches_nothing() -> None:
+    page = compare_page([made_up(f"run-{n}", rise=1 + n, rate=str(n)) for n in range(5)])
+    assert len(page.encode()) < 2**20
+    assert "<script" not in page
+    assert "http" not in page
+
+
+def test_seeds_are_one_band_as_far_as_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollflow.flows.views import compare_page as page
+
+    runs = [made_up("a", 11, seed="0"), made_up("b", 11, 3.0, seed="1"), made_up("c", 11, rate="2")]
+    assert [[run.name for run in group] for group in seeds(runs)] == [["a", "b"], ["c"]]
+    assert differences(runs) == {"seed": ("0", "1", "unset"), "rate": ("unset", "unset", "2")}
+    short = Curve(*(part[:6] for part in (np.arange(1.0, 12), np.arange(1.0, 12), np.arange(1.0, 12), np.zeros(11))))
+    band = page._band("a", "", "", [runs[1].curves["reward"], short], "versions")
+    assert (band.x[0], band.x[-1], len(band.x)) == (1, 6, SHOWN)
+    assert (band.low[-1], band.middle[-1], band.high[-1]) == pytest.approx((0, 0.75, 1.5))  # 3.0 at half of the way
+    assert "a and 1 other seed<" in compare_page(runs)
+
+
+def test_many_versions_are_thinned_to_means_of_neighbours() -> None:
+    from rollflow.flows.views.compare_page import _thin
+
+    x, y = _thin(np.arange(2.0 * SHOWN), np.tile([0.0, 1.0], SHOWN))
+    assert x.tolist() == [2 * n + 0.5 for n in range(SHOWN)]
+    assert set(y) == {0.5}
+
+
+class Heard(HTMLParser):
+    """What a screen reader needs of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def test_the_page_can_be_heard() -> None:
+    heard = Heard()
+    heard.feed(compare_page([made_up("<b>one</b>"), made_up("two", rate="2")]))
+    assert heard.of("html") == [{"lang": "en"}]
+    assert len(heard.of("h1")) == len(heard.of("main")) == 1
+    texts = [image["alt"] or "" for image in heard.of("img")]
+    assert len(texts) == 9
+    assert "training reward by seconds. <b>one</b>: 0" in texts[5]
+    assert not heard.of("b")
+    assert len(heard.of("caption")) == len(heard.of("table")) == 3
+    assert all(cell.get("scope") in ("row", "col") for cell in heard.of("th"))
+    ids = [attributes["id"] for _, attributes in heard.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
