@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import open_store
 from rollflow.tasks.config import RunConfig, StoreConfig
@@ -21,9 +21,14 @@ def home() -> Path:
     return Path(os.environ.get("ROLLFLOW_HOME") or ".rollflow").expanduser().absolute()
 
 
+def default_store() -> str:
+    """`ROLLFLOW_STORE`, or a folder in the run home: where runs are stored whose recipe names no store."""
+    return os.environ.get("ROLLFLOW_STORE") or str(home() / "store")
+
+
 def store_uri(config: RunConfig) -> str:
-    """The store that a config names (a folder by its absolute path); the default is a folder in the run home."""
-    return open_store(config.store.uri or str(home() / "store")).uri
+    """The store that a config names, or the default; a folder by its absolute path."""
+    return open_store(config.store.uri or default_store()).uri
 
 
 def context_of(uri: str, run_id: str) -> RunContext:
@@ -68,11 +73,30 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
     Raises:
         ConfigError: there is no such run, or the name is not a run id.
     """
-    base = store or str(home() / "store")
+    base = store or default_store()
     if name is not None:
         found = attach_run(name) if "/" in name else context_of(base, name)
         return replace(found, uri=found.store.uri)  # as it is written everywhere: others work in other folders
-    runs = sorted((Path(base) / "runs").glob(f"*/{entry_path(0)}"), key=lambda path: path.stat().st_mtime)
+    runs = all_runs(base)
     if not runs:
         raise ConfigError(f"there is no run in {base} yet; start one with `rollflow run RECIPE`")
-    return context_of(base, runs[-1].parents[1].name)
+    return max(runs, key=_begun)
+
+
+def all_runs(store: str | None = None) -> list[RunContext]:
+    """The runs of the default store (or `store`), by their ids. In a bucket the name of every object is read for it."""
+    base = open_store(store or default_store())
+    if (local := base.local_path("runs")) is not None:
+        names = [path.parents[1].name for path in local.glob(f"*/{entry_path(0)}")]
+    else:
+        found = (path.split("/", 2) for path in base.list("runs"))
+        names = [name for _, name, rest in found if rest == entry_path(0)]
+    return [context_of(base.uri, name) for name in sorted(names)]
+
+
+def _begun(context: RunContext) -> float:
+    """When the run was created; one that cannot be read is older than all."""
+    try:
+        return context.created_at
+    except (ConfigError, Corrupt):
+        return 0.0

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 from rollflow.flows.commands import OK
+from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services.reachability import check_folder, check_mlflow
@@ -26,6 +27,9 @@ def command(options: argparse.Namespace) -> int:
     """`rollflow check RECIPE`."""
     config = load_recipe(options.recipe, options.set)
     check_files(config)
+    if options.resolved:
+        print(to_toml(config.model_dump(mode="json")), end="")
+        return OK
     print(
         f"{options.recipe}: good. {config.versions} versions of {config.groups} groups x {config.group_size} "
         f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rollflow.flows.commands import BAD_INPUT, FAILED
+from rollflow.flows.commands import BAD_INPUT, FAILED, INTERRUPTED
 from rollflow.flows.commands.options import parser
 from rollflow.storage.errors import ConfigError, RollflowError
 
@@ -48,7 +48,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return FAILED
     except KeyboardInterrupt:
         print("rollflow: stopped", file=sys.stderr)
-        return FAILED
+        return INTERRUPTED
 
 
 def _reader_gone(stream: TextIO) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     top = argparse.ArgumentParser(prog="rollflow", description="asynchronous RL post-training of language models")
+    top.add_argument("--version", action=_Version, help="print the version of rollflow and end")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="train a policy as a recipe says")
@@ -25,11 +26,10 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="validate a recipe")
     check.add_argument("recipe", type=Path)
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    check.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
     check.set_defaults(verb="check")
 
-    status = commands.add_parser("status", help="how a run stands (default: the newest)")
-    _run_argument(status, required=False)
-    status.set_defaults(verb="status")
+    _looking_commands(commands)
 
     audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
     _run_argument(audit, required=True)
@@ -54,6 +54,36 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class _Version(argparse.Action):
+    """Looked up only when it is asked for."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"rollflow {version('rollflow')}")
+        parser.exit()
+
+
+def _looking_commands(commands: Any) -> None:
+    """Verbs that look at runs while they work."""
+    listed = commands.add_parser("list", help="the runs of a store, the newest last")
+    listed.add_argument("--store", help="default: ROLLFLOW_STORE, or one in the run home")
+    listed.add_argument("--json", action="store_true", help="one JSON object a line")
+    listed.set_defaults(verb="list")
+
+    status = commands.add_parser("status", help="how a run stands (default: the newest)")
+    _run_argument(status, required=False)
+    status.add_argument("--json", action="store_true", help="as one JSON object")
+    status.set_defaults(verb="status")
+
+    top = commands.add_parser("top", help="watch a run (default: the newest) until it ends or Ctrl-C; it goes on")
+    _run_argument(top, required=False)
+    top.set_defaults(verb="top")
+
+
 def _storage_commands(commands: Any) -> None:
     """Verbs that read a run's storage, and need nothing else."""
     replay = commands.add_parser("replay", help="train a version again from its parent and batch, and compare")
@@ -70,7 +100,9 @@ def _storage_commands(commands: Any) -> None:
 
     compare = commands.add_parser("compare", help="runs side by side: what differs, what came of it, what it cost")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run ids, or paths or URIs of runs' storage")
-    compare.add_argument("--store", help="the store that holds the runs; default: the one in the run home")
+    compare.add_argument(
+        "--store", help="the store that holds the runs; default: ROLLFLOW_STORE, or one in the run home"
+    )
     compare.add_argument("--html", type=Path, metavar="FILE", help="the page; default: compare.html in the run home")
     compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
     compare.set_defaults(verb="compare")
@@ -107,7 +139,7 @@ def _simulation_commands(commands: Any) -> None:
     where = simulate.add_mutually_exclusive_group(required=True)
     where.add_argument("--hardware", type=Path, metavar="FILE", help="a TOML file, or the name of a shipped one")
     where.add_argument("--from-run", metavar="RUN", help="a recorded run: its own latencies, and how well they predict")
-    simulate.add_argument("--store", help="the store that holds RUN; default: the one in the run home")
+    simulate.add_argument("--store", help="the store that holds RUN; default: ROLLFLOW_STORE, or one in the run home")
     simulate.add_argument("--versions", type=_positive, metavar="N", help="default: the recipe's")
     simulate.add_argument("--plot", type=Path, metavar="OUT", help="draw the timeline: OUT.png, OUT.html; OUT: both")
     simulate.add_argument("--save-hardware", type=Path, metavar="FILE", help="with --from-run: write what was fitted")
@@ -143,4 +175,6 @@ def _positive(text: str) -> int:
 
 def _run_argument(command: argparse.ArgumentParser, *, required: bool) -> None:
     command.add_argument("run", nargs=None if required else "?", help="a run id, or the path or URI of a run's storage")
-    command.add_argument("--store", help="the store that holds the run; default: the one in the run home")
+    command.add_argument(
+        "--store", help="the store that holds the run; default: ROLLFLOW_STORE, or one in the run home"
+    )

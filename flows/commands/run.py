@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import new_run_id, store_uri
 from rollflow.flows.prepare import prepare
@@ -86,7 +86,7 @@ def _stopped(context: RunContext) -> int:
         report = show_audit(context.store, deep=False)
     except Unreachable as error:
         print(f"stopped; {error}\nonce it does, go on with: rollflow resume {context.uri}")
-        return FAILED
+        return INTERRUPTED
     state = "clean" if report.clean else f"{len(report.violations)} violations"
     print(f"stopped at version {report.versions}; audit: {state}; go on with: rollflow resume {context.uri}")
-    return FAILED
+    return INTERRUPTED

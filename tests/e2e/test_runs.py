@@ -188,7 +188,7 @@ def test_terminated_while_its_services_start(tmp_path: Path) -> None:
     until(lambda: len(leftovers(tmp_path)) > 1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 1, output
+    assert process.returncode == 130, output
     assert "stopped at version 0; audit: clean; go on with: rollflow resume" in output
     until(lambda: not leftovers(tmp_path))
 
@@ -339,7 +339,7 @@ def stopped(command: Command, store: ObjectStore) -> int:
     assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 1, output
+    assert process.returncode == 130, output
     assert "audit: clean" in output
     assert f"rollflow resume {store.uri}" in output
     until(lambda: not leftovers(command.home))
