@@ -46,6 +46,14 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--markdown", action="store_true", help="all of both, as the page docs/configuration.md")
     keys.set_defaults(verb="keys")
 
+    init = commands.add_parser("init", help="write a recipe to begin with, every key in a comment")
+    init.add_argument("file", type=Path, help="a new file, e.g. mine.toml")
+    init.set_defaults(verb="init")
+
+    completion = commands.add_parser("completion", help="what a shell reads to complete commands and options")
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(verb="completion")
+
     serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
     serve.set_defaults(verb="serve")
 
