@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from rollflow.flows.key_words import allowed, default_of
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.sections import Section
@@ -190,13 +191,13 @@ def _initials(key: str, known: Iterable[str]) -> list[str]:
 
 
 def describe_keys(section: type[Section] = RunConfig) -> list[str]:
-    """One line per key: its name, its default, what it means."""
+    """One line per key: its name, its default, what it may be, what it means."""
     lines = []
     for name, info in _fields(section):
         if list(sections_of(info.annotation)):
             continue
-        default = "" if info.is_required() else f" = {info.get_default(call_default_factory=True)!r}"
-        lines.append(f"{name}{default}" + (f"  # {info.description}" if info.description else ""))
+        value = "" if info.is_required() else f" = {default_of(info)}"
+        lines.append(f"{name}{value}  # {allowed(info)}" + (f": {info.description}" if info.description else ""))
     return list(dict.fromkeys(lines))
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from rollflow.flows.config import sections_of
+from rollflow.flows.key_words import UNSET, allowed, default_of
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
@@ -29,7 +29,6 @@ config models; `tests/test_docs.py` fails when it is out of date. `rollflow keys
 - `rollflow check RECIPE` says everything that is wrong, a sentence for each key: the key, the value, the cure.
 - Where a section has a `kind` (`[train]` calls it `learner`), the kind decides which other keys it has.
 """
-TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
 
 def keys_page() -> str:
@@ -77,24 +76,7 @@ def _kind(section: type[Section]) -> str | None:
 
 
 def _row(name: str, info: FieldInfo) -> str:
-    default = "*required*" if info.is_required() else _value(info.get_default(call_default_factory=True))
-    cells = (f"`{name}`", _type(info.annotation), default, info.description or "")
+    preset = "*required*" if info.is_required() else default_of(info)
+    shown = preset if preset in (UNSET, "*required*") else f"`{preset}`"
+    cells = (f"`{name}`", allowed(info), shown, info.description or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else f"`{json.dumps(value, ensure_ascii=False)}`"
-
-
-def _type(annotation: Any) -> str:
-    """What a person may write: the choices, or the kind of value."""
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
-    if annotation in TYPES:
-        return TYPES[annotation]
-    if get_origin(annotation) is tuple:
-        return "list"
-    if get_origin(annotation) is dict:
-        return "table"
-    parts = [part for part in get_args(annotation) if part is not NoneType]
-    return _type(parts[0]) if parts else "text"

@@ -171,8 +171,20 @@ def test_a_refusal_names_the_key_without_the_kind(tree: dict[str, object], words
 
 def test_every_kind_is_among_the_keys() -> None:
     lines = describe_keys(RunConfig)
-    for line in ("engine.kind = 'timed'", "prompts.kind = 'jsonl'", "train.objective.surrogate.kind = 'kimi'"):
+    for line in ('engine.kind = "timed"', 'prompts.kind = "jsonl"', 'train.objective.surrogate.kind = "kimi"'):
         assert any(one.startswith(f"{line}  # ") for one in lines)
+
+
+def test_a_key_says_its_default_and_what_it_may_be_as_toml_does() -> None:
+    lines = {line.partition(": ")[0] for line in describe_keys(RunConfig)}
+    assert {
+        "versions = 100  # whole number above 0",
+        "async_ratio = 2.0  # number at least 0, at most 1e+09",
+        'policy.dtype = "float32"  # "float32" or "bfloat16"',
+        "policy.path = unset  # text",
+        "engine.prefix_caching = true  # true or false",
+        "train.betas = [0.9, 0.95]  # list",
+    } <= lines
 
 
 def test_a_section_that_names_no_kind_has_the_default() -> None:
