@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
+
+from pydantic import TypeAdapter
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.audit_table import print_report, show_audit
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.run_context import RunContext
+
+REPORT = TypeAdapter(AuditReport)
 
 
 def command(options: argparse.Namespace) -> int:
@@ -20,7 +26,10 @@ def command(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"run {options.run!r}: there is no such run in {context.uri}; check the run id or --store"
         ) from None
-    print_report(report, _shares(context))
+    if options.json:
+        print(json.dumps({"clean": report.clean, **REPORT.dump_python(report, mode="json")}))
+    else:
+        print_report(report, _shares(context))
     return OK if report.clean else FAILED
 
 

@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
     _run_argument(audit, required=True)
     audit.add_argument("--deep", action="store_true", help="from the first entry on, and every object")
+    audit.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     audit.set_defaults(verb="audit")
 
     _storage_commands(commands)

@@ -136,7 +136,7 @@ def _draw(bands: Sequence[Band], what: str, axis: Axis) -> bytes:
         figure = Figure(figsize=(4.2, 2.7), layout="constrained")
         axes = figure.subplots()
         for band in bands:
-            _draw_band(axes, band, dots=what == "accuracy")
+            _draw_band(axes, band, dots=what == "accuracy" and len(band.x) < SHOWN)
         axes.set(xlabel=AXES[axis], ylabel=SAID[what][1])
         axes.set_ylim(bottom=min([0.0, *(float(band.low.min()) for band in bands)]))
         if axis == "tokens":

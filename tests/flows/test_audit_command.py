@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rollflow.flows.commands.cli import main
+from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import RunCreated
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.run_context import FORMAT
@@ -25,6 +27,17 @@ def audited(folder: Path, **wrong: object) -> int:
 
     changed(store, 0, other)
     return main(["audit", store.uri])
+
+
+def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = LocalStore(tmp_path / "odd")
+    Actors.begin(store).train(3)
+    expected = audit(store)
+    assert main(["audit", store.uri, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["clean"], found["versions"], found["violations"]) == (True, 3, [])
+    assert found["staleness"] == {str(age): count for age, count in expected.staleness.items()}
+    assert found["fates"] == dict(expected.fates)
 
 
 @pytest.mark.parametrize("wrong", [{"group_size": 0}, {"store": {"keep_every": 0}}, {"store": None}], ids=str)
