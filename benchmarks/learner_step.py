@@ -119,7 +119,7 @@ def written(workload: str, still: float, folder: Path) -> Case:
     place = folder / f"{workload}-{still:g}"
     command = [sys.executable, "-m", "benchmarks.learner_batches", workload, str(place), str(still)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    return Case(workload, place, still, int(done.stdout))
+    return Case(workload, place, still, int(done.stdout.splitlines()[-1]))  # a library may say something first
 
 
 def swept(
