@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_runs import Command
+from tests.support.waiting import RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("vllm")]
 
@@ -28,7 +29,8 @@ LEARNERS = {  # what is changed in the quick start
 def trained(home: Path, recipe: str, changes: list[str]) -> dict[str, Any]:
     """The summary of a run whose first and last version were trained again, to the same bits."""
     command = Command(home, (RECIPES / recipe).read_text())
-    command.run("run", str(command.recipe), "--run-id", "run", *(o for c in changes for o in ("--set", c)))
+    options = [word for change in changes for word in ("--set", change)]
+    command.run("run", str(command.recipe), "--run-id", "run", *options, seconds=3 * RUN_SECONDS)
     for version in ("1", str(command.summary("run")["versions"])):
         assert "identical" in command.run("replay", "run", version)
     return command.summary("run")

@@ -83,10 +83,10 @@ class Command:
         both = {"stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=environment, cwd=self.home, **both)  # MLflow may write to where it runs
 
-    def run(self, *arguments: str, prefect: str = "") -> str:
-        """Run to the end; it must succeed."""
+    def run(self, *arguments: str, prefect: str = "", seconds: float = RUN_SECONDS) -> str:
+        """Run to the end; it must succeed, within `seconds`."""
         process = self.start(*arguments, prefect=prefect)
-        output, _ = process.communicate(timeout=RUN_SECONDS)
+        output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output[-4000:]
         return output
 
