@@ -16,7 +16,8 @@ fused AdamW, one thread a rank. All but the first run each response behind its o
 - `ddp-same` is `ddp-dealt` with rollflow's own log-softmax: only the ranks differ.
 - `fsdp` has ddp-dealt's rows and module under torch's `fully_shard`, each layer by itself, as its user writes it. Every
   rank has as many passes as the one that has most.
-- `deepspeed` has ddp-dealt's rows and module in DeepSpeed's engine, ZeRO 2. It was never run.
+- `deepspeed` has ddp-same's rows and module in DeepSpeed's engine, ZeRO 2, which adds up gradients in every pass.
+- `rollflow-deepspeed` is `rollflow-rows` with `learner = "deepspeed"`, ZeRO 2.
 
 With one rank there is no wrapper: plain torch.
 
@@ -53,7 +54,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.chosen_tokens import chosen_tokens
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain
 from rollflow.tasks.learners.dealing import deal
 from rollflow.tasks.learners.reference import named_tensors
 from rollflow.tasks.learners.shards import from_files
@@ -86,15 +87,19 @@ class Clock:
 
 def rollflow(folder: Path, ranks: int, tokens: int, turns: Turns, name: str = "rollflow") -> None:
     """rollflow's learner, by its public functions."""
-    config = TorchTrain(
-        learning_rate=RATE,
-        warmup_versions=0,
-        betas=BETAS,
-        max_grad_norm=LONGEST_GRADIENT,
-        micro_tokens=tokens,
-        share_prompts=name == "rollflow",
-        sharded=name == "rollflow-sharded",
-        ranks=ranks,
+    chosen = {
+        "learning_rate": RATE,
+        "warmup_versions": 0,
+        "betas": BETAS,
+        "max_grad_norm": LONGEST_GRADIENT,
+        "micro_tokens": tokens,
+        "share_prompts": name == "rollflow",
+        "ranks": ranks,
+    }
+    config = (
+        DeepSpeedTrain(**chosen)
+        if name == "rollflow-deepspeed"
+        else TorchTrain(**chosen, sharded=name == "rollflow-sharded")
     )
     learner = build_learner(config, LearnerStart(folder, trained=True))
     batch = TrajectoryBatch.from_bytes((folder / BATCH).read_bytes())
@@ -183,11 +188,14 @@ def fsdp(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
 
 def deepspeed(folder: Path, ranks: int, tokens: int, turns: Turns | None) -> None:
     """ZeRO 2, which adds up in each backward pass: so every rank has as many of them as the one that has most."""
-    inner = GroupLoss(load_model(folder, "float32", trained=True).eval())
+    library = importlib.import_module("deepspeed")
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for most of a minute
+    library.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    inner = GroupLoss(load_model(folder, "float32", trained=True).eval(), same=True)
     rows = rows_of(groups_of(folder))
     weight = ranks / sum(int(row[1].sum()) for row in rows)
     parts = as_many(micro_batches(own_rows(rows, ranks, dealt=True), tokens), weight, ranks)
-    engine, *_ = importlib.import_module("deepspeed").initialize(
+    engine, *_ = library.initialize(
         model=inner,
         optimizer=torch.optim.AdamW(inner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True),
         config={
@@ -273,6 +281,7 @@ SIDES: dict[str, Callable[[Path, int, int, Any], None]] = {
     "rollflow": rollflow,
     "rollflow-rows": partial(rollflow, name="rollflow-rows"),
     "rollflow-sharded": partial(rollflow, name="rollflow-sharded"),
+    "rollflow-deepspeed": partial(rollflow, name="rollflow-deepspeed"),
     "ddp": ddp,
     "ddp-dealt": partial(ddp, name="ddp-dealt"),
     "ddp-same": partial(ddp, name="ddp-same"),
@@ -302,6 +311,7 @@ def _start_others(ranks: int, stack: ExitStack) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
     for rank in range(1, ranks):
         command = [sys.executable, "-m", "benchmarks.rank_sides", *sys.argv[1:]]
         stack.enter_context(subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL))

@@ -16,6 +16,7 @@ as `python -m benchmarks.ranks`.
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
 import sys
 import tempfile
@@ -40,6 +41,7 @@ COMPARED = {  # each of ours, and what it is measured by
     "rollflow-rows": ("ddp-dealt", "ddp-same", "ddp", "deepspeed"),
     "rollflow": ("ddp-dealt", "ddp-same", "ddp", "deepspeed"),
     "rollflow-sharded": ("fsdp", "deepspeed"),
+    "rollflow-deepspeed": ("deepspeed",),
 }
 NO_DEEPSPEED = "DeepSpeed is not measured: it is not installed."
 Key = tuple[str, int]  # a side, and how many ranks it has
@@ -108,12 +110,13 @@ def agreement(case: str, folder: Path, found: Mapping[Key, list[Step]]) -> Itera
 def _farthest(written: Sequence[Mapping[str, Tensor]], which: Callable[[str], bool]) -> float:
     """The most that any two sides' tensors differ in."""
     names = [name for name in written[0] if which(name)]
-    return max(
+    apart = (
         float((one[name] - other[name]).abs().max())
         for one, other in combinations(written, 2)
         for name in names
         if name in one and name in other
     )
+    return max(apart, default=math.nan)  # DeepSpeed's side writes no gradients
 
 
 def dealing(case: Case, counts: Sequence[int]) -> Iterator[Row]:
@@ -132,7 +135,8 @@ def sides_of(counts: Sequence[int], *, deepspeed: bool) -> list[Key]:
     found = []
     for ranks in counts:
         several = ["ddp-dealt", "fsdp", "rollflow-sharded"] if ranks > 1 else []
-        names = ["rollflow", "rollflow-rows", "ddp-same", *several, "ddp", *(["deepspeed"] if deepspeed else [])]
+        theirs = ["deepspeed", *(["rollflow-deepspeed"] if ranks > 1 else [])] if deepspeed else []
+        names = ["rollflow", "rollflow-rows", "ddp-same", *several, "ddp", *theirs]
         found += [(name, ranks) for name in names]
     return found
 
@@ -141,13 +145,15 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="ragged", help="the workload; tiny shows that it runs")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--sides", nargs="*", help="some of them; all take 300 MB a rank")
     parser.add_argument("--tokens", type=int, default=512, help="padded tokens of a micro-batch, on all sides")
     parser.add_argument("--turns", type=int, default=9)
     options = parser.parse_args()
     deepspeed = importlib.util.find_spec("deepspeed") is not None
     with tempfile.TemporaryDirectory() as place:
         case = written(options.only, 0.0, Path(place))
-        found = in_turns(case, sides_of(options.ranks, deepspeed=deepspeed), options.tokens, options.turns)
+        sides = [key for key in sides_of(options.ranks, deepspeed=deepspeed) if key[0] in (options.sides or [key[0]])]
+        found = in_turns(case, sides, options.tokens, options.turns)
         rows = told(iter([*dealing(case, [2, 4]), *rows_of(case.name, case.tokens, found)]))
         rows += told(agreement(case.name, case.folder, found))
     if not deepspeed:
