@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import Critic, Lora, Reference, TorchTrain
+from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Lora, Reference, TorchTrain, TrainConfig
 from rollflow.tasks.objectives.config import (
     Advantage,
     BinaryTv,
@@ -83,20 +85,23 @@ OBJECTIVES = of(
         negative_weight=between(0, 2),
     ),
 )
-TRAINS = of(
-    TorchTrain,
-    objective=OBJECTIVES,
-    critic=of(Critic, learning_rate=between(1e-5, 1e-3), value_clip=between(0.01, 1)),
-    reference=of(Reference, every=st.integers(0, 2)),
-    lora=st.none() | of(Lora, rank=st.integers(1, 4), alpha=between(1, 32), targets=st.just(("q_proj", "down_proj"))),
-    learning_rate=between(1e-5, 1e-3),
-    warmup_versions=st.integers(0, 3),
-    weight_decay=between(0, 0.1),
-    betas=st.tuples(between(0.1, 0.99), between(0.1, 0.999)),
-    max_grad_norm=between(0.1, 10),
-    minibatches=st.sampled_from([1, 2, 4]),
-    micro_tokens=st.integers(1, 100),
-)
+KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "objective": OBJECTIVES,
+    "critic": of(Critic, learning_rate=between(1e-5, 1e-3), value_clip=between(0.01, 1)),
+    "reference": of(Reference, every=st.integers(0, 2)),
+    "lora": st.none()
+    | of(Lora, rank=st.integers(1, 4), alpha=between(1, 32), targets=st.just(("q_proj", "down_proj"))),
+    "learning_rate": between(1e-5, 1e-3),
+    "warmup_versions": st.integers(0, 3),
+    "weight_decay": between(0, 0.1),
+    "betas": st.tuples(between(0.1, 0.99), between(0.1, 0.999)),
+    "max_grad_norm": between(0.1, 10),
+    "minibatches": st.sampled_from([1, 2, 4]),
+    "micro_tokens": st.integers(1, 100),
+}
+OPTIONS = [{}, {"reduce_bucket_size": 5000}, {"overlap_comm": True}, {"sub_group_size": 20000}]
+TRAINS = of(TorchTrain, **KEYS)
+SHARDED = of(DeepSpeedTrain, **KEYS, options=st.sampled_from([{"zero_optimization": zero} for zero in OPTIONS]))
 
 
 @pytest.fixture(scope="module")
@@ -110,33 +115,49 @@ def test_every_key_is_drawn() -> None:
         assert keys >= section.model_fields.keys() - {"learner", "threads", *RANKS}, section
 
 
-def valid(tree: dict[str, Any]) -> TorchTrain | None:
+def valid(tree: dict[str, Any], dtype: str) -> TrainConfig | None:
     """None where it is refused, which is by a sentence that names the key."""
     try:
-        return TorchTrain.model_validate(tree)
+        policy = {"cold_start": {}, "dtype": dtype}
+        return RunConfig.model_validate({"train": tree, "policy": policy, "groups": 4}).train
     except ValidationError as error:
         if {one["type"] for one in error.errors()} != {"rollflow"}:
             raise
         return None
 
 
-@pytest.mark.many
-@settings(max_examples=examples(200), deadline=None)
-@given(tree=TRAINS, dtype=st.sampled_from(["float32", "bfloat16"]), temperature=st.sampled_from([1.0, 0.7]))
-def test_a_learner_of_any_config_goes_on_from_what_it_stored(
-    folder: Path, tree: dict[str, Any], dtype: str, temperature: float
-) -> None:
-    config = valid(tree)
-    if config is None:
-        return
+def go_on(folder: Path, config: TrainConfig, dtype: str, temperature: float) -> None:
+    """Train, store, and go on from that in another learner. There may be one in parts at a time."""
     start = LearnerStart(folder, trained=True, dtype=dtype, temperature=temperature, versions=10, longest=6)
-    start = replace(start, first=lambda: folder)
+    start = replace(start, first=partial(Path, folder))
     made, other = build_learner(config, start), build_learner(config, start)
     for version in range(2):
         metrics = made.step(batch(version), version)
         assert all(math.isfinite(value) for value in metrics.values())
     assert made.broken() is None
-    other.load(*saved(made))
-    torch.rand(3)
-    assert other.step(batch(2), 2) == made.step(batch(2), 2)
-    assert saved(other) == saved(made)
+    stored = saved(made)
+    expected = made.step(batch(2), 2), saved(made)
+    torch.rand(3)  # the generator is part of the state
+    other.load(*stored)
+    assert (other.step(batch(2), 2), saved(other)) == expected
+
+
+DTYPES, TEMPERATURES = st.sampled_from(["float32", "bfloat16"]), st.sampled_from([1.0, 0.7])
+
+
+@pytest.mark.many
+@settings(max_examples=examples(200), deadline=None)
+@given(tree=TRAINS, dtype=DTYPES, temperature=TEMPERATURES)
+def test_a_learner_of_any_config_goes_on_from_what_it_stored(
+    folder: Path, tree: dict[str, Any], dtype: str, temperature: float
+) -> None:
+    if config := valid(tree, dtype):
+        go_on(folder, config, dtype, temperature)
+
+
+@pytest.mark.soak
+@settings(max_examples=20, deadline=None)
+@given(tree=SHARDED, dtype=DTYPES, temperature=TEMPERATURES)
+def test_so_does_one_in_parts(folder: Path, tree: dict[str, Any], dtype: str, temperature: float) -> None:
+    if config := valid({"learner": "deepspeed", **tree}, dtype):
+        go_on(folder, config, dtype, temperature)
