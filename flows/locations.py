@@ -84,14 +84,10 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
 
 
 def all_runs(store: str | None = None) -> list[RunContext]:
-    """The runs of the default store (or `store`), by their ids. In a bucket the name of every object is read for it."""
+    """The runs of the default store (or `store`), by their ids."""
     base = open_store(store or default_store())
-    if (local := base.local_path("runs")) is not None:
-        names = [path.parents[1].name for path in local.glob(f"*/{entry_path(0)}")]
-    else:
-        found = (path.split("/", 2) for path in base.list("runs"))
-        names = [name for _, name, rest in found if rest == entry_path(0)]
-    return [context_of(base.uri, name) for name in sorted(names)]
+    names = [name for name in base.folders("runs") if base.exists(f"runs/{name}/{entry_path(0)}")]
+    return [context_of(base.uri, name) for name in names]
 
 
 def _begun(context: RunContext) -> float:

@@ -150,6 +150,12 @@ class ObjectStore(ABC):
         """Paths of all objects below the folder `prefix` ("" for all), relative to the store, sorted; only those that
         sort behind `after`."""
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """Names of the folders right below the folder `prefix`, sorted; a store may know them without listing all."""
+        depth = prefix.count("/") + 1
+        parts = (path.split("/") for path in self.list(prefix))
+        return sorted({part[depth] for part in parts if len(part) > depth + 1})
+
     @abstractmethod
     def delete(self, path: str) -> None:
         """Remove an object, if there is one. After a power cut it may be there again."""

@@ -128,6 +128,14 @@ class LocalStore(ObjectStore):
             names = (path.relative_to(self.root).as_posix() for path in _files(top))
             return iter(sorted(name for name in names if name > after))
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """Also a folder that was made for an object that is not there yet."""
+        top = self.local_path(prefix)
+        try:
+            return sorted(one.name for one in os.scandir(top) if one.is_dir() and one.name != SCRATCH)
+        except NO_FILE:
+            return []
+
     def delete(self, path: str) -> None:
         target = self.local_path(path)
         with contextlib.suppress(*NO_FILE), explained(target):

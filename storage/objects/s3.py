@@ -116,6 +116,13 @@ class S3Store(ObjectStore):
         # A key with a trailing slash is a folder drawn by a console.
         return iter(sorted(key.removeprefix(top) for key in keys if not key.endswith("/")))
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        below = f"{self._key(prefix)}/"
+        with self._named(prefix):
+            pages = self._pages("list_objects_v2", ["ContinuationToken"], Prefix=below, Delimiter="/")
+            keys = [one["Prefix"] for page in pages for one in page.get("CommonPrefixes", ())]
+        return sorted(key.removeprefix(below).rstrip("/") for key in keys)
+
     def delete(self, path: str) -> None:
         with self._named(path):
             self._call("delete_object", Key=self._key(path))

@@ -181,6 +181,16 @@ def test_list_is_sorted_relative_and_of_that_folder_only(store: ObjectStore) -> 
     assert list(store.list("a", after="a/a")) == ["a/b", "a/c/d"]
 
 
+def test_folders_are_those_right_below(store: ObjectStore) -> None:
+    for path in ("runs/b/log/0", "runs/b/log/1", "runs/a/x", "runs/file", "runs2/c/x", "é/f"):
+        store.put(path, b"x")
+    assert list(store.folders("runs")) == ["a", "b"]
+    assert list(store.folders("runs/b")) == ["log"]
+    assert list(store.folders("runs/a")) == []
+    assert list(store.folders("nothing")) == []
+    assert list(store.folders("runs/file")) == []
+
+
 def test_missing(store: ObjectStore, tmp_path: Path) -> None:
     store.put("a/b", b"x")
     for path in ("c", "a", "a/b/c"):
