@@ -57,7 +57,9 @@ def between(low: float, high: float) -> st.SearchStrategy[float]:
 
 RANGE = st.tuples(between(0, 1), between(1, 3))
 SURROGATES = st.one_of(
-    of(Clip, low=between(0.01, 1), high=between(0.01, 2), dual=st.none() | between(1.1, 4)),
+    of(Clip, low=between(0.01, 1), high=between(0.01, 2), dual=st.none() | between(1.1, 4)).map(
+        lambda part: {"kind": "clip", **part}  # a preset may have another kind
+    ),
     of(PolicyGradient, positive=RANGE, negative=RANGE).map(lambda part: {**part, "kind": "policy-gradient"}),
     of(BinaryTv, low=between(0.01, 1), high=between(0.01, 1)).map(lambda part: {**part, "kind": "binary-tv"}),
     of(Kimi, tau=between(0.01, 1)).map(lambda part: {**part, "kind": "kimi"}),
