@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -67,6 +68,10 @@ class TokenLogprobs:
         chunks = zip(hidden_MH.tensor_split(parts), targets_M.tensor_split(parts), strict=True)
         logps, entropies = zip(*(self._chosen_again(*chunk, temperature, entropy) for chunk in chunks), strict=True)
         return torch.cat(logps), torch.cat(entropies) if entropy else None
+
+    def adding(self) -> AbstractContextManager[None]:
+        """See `OwnHead`."""
+        return self._head.adding()
 
     def whole_rows(self, row_M: Tensor) -> list[slice]:
         """The M tokens in parts of whole rows, each of no more than a chunk where no row is more."""

@@ -81,10 +81,11 @@ class Updates:
             return float(loss.detach())
         given, total = hidden_MH.detach(), 0.0
         leaves = [given[some].requires_grad_() for some in parts]
-        for some, leaf in zip(parts, leaves, strict=True):
-            loss = loss_of(some, leaf)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+        with self.token_logprobs.adding():
+            for some, leaf in zip(parts, leaves, strict=True):
+                loss = loss_of(some, leaf)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
         hidden_MH.backward(torch.cat([cast(Tensor, leaf.grad) for leaf in leaves]))  # type: ignore[no-untyped-call]
         return total
 

@@ -13,12 +13,15 @@ Shapes: M positions, T tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.adding_linear import AddingLinear
 
 LOOK = 8  # tokens that a model is tried with
 NEAR = {torch.float32: 1e-3}  # nats by which two ways to the same log-probs may differ; HALF in shorter types
@@ -50,6 +53,7 @@ class OwnHead:
         try:
             decoder = model.get_decoder()
             self._head = _with_module(model, decoder, self._given)
+            self._linear = _adding(self._head, model.get_output_embeddings())
             off = self._distance(model, decoder)
         except Exception as error:  # whatever a model's own code says of being run so
             raise _refused(model, f"{type(error).__name__}: {error}") from error
@@ -64,6 +68,16 @@ class OwnHead:
             return cast(Tensor, self._head(input_ids=stand_in_1M, use_cache=False).logits.squeeze(0))
         finally:
             self._given.output = None
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """For the length of a block, a backward pass adds the gradient of the last layer's weight where it is, without
+        autograd: see `AddingLinear`. Where that layer is not only a weight, nothing is different."""
+        if self._linear is None:
+            yield
+            return
+        with self._linear.adding():
+            yield
 
     @torch.no_grad()
     def _distance(self, model: Any, decoder: Any) -> float:
@@ -89,6 +103,15 @@ def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
         made = made._modules[name]
     made._modules[last] = other
     return top
+
+
+def _adding(head: Any, last: nn.Module | None) -> AddingLinear | None:
+    """Put an `AddingLinear` in the place of the last layer, if it is a weight that stands in the model itself."""
+    name = next((name for name, found in head._modules.items() if found is last), None)
+    if name is None or type(last) is not nn.Linear or last.bias is not None:
+        return None
+    head._modules[name] = made = AddingLinear(last)
+    return made
 
 
 def _shallow(module: nn.Module) -> Any:

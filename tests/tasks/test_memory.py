@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,12 @@ def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypa
 
     monkeypatch.setattr(OwnHead, "__call__", noted)
 
-    def gradients(chunk: int) -> tuple[float, torch.Tensor]:
+    def gradients(chunk: int, *, adds: bool = True) -> tuple[float, torch.Tensor]:
         keeps = {"correction": {"second_moment": 30}} if kind == "m2po" else {}  # else it would leave nothing
         made = learner(folder, objective={"kind": kind, **keeps}, max_grad_norm=1e9, learning_rate=1e-12)
         monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._head.vocabulary * chunk)
+        if not adds:
+            monkeypatch.setattr(made.token_logprobs, "adding", nullcontext)
         seen.clear()  # what was tried at the start
         found: list[torch.Tensor] = []
         monkeypatch.setattr(made.policy, "apply", lambda: found.extend(p.grad for p in made.model.parameters()))
@@ -65,6 +68,7 @@ def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypa
     assert max(seen) <= 7 < most
     assert part_loss == pytest.approx(loss, abs=1e-6)
     assert float((parts - whole).norm() / whole.norm()) < 1e-5
+    assert torch.equal(gradients(7, adds=False)[1], parts)
 
 
 def test_no_gradient_is_left_beside_what_is_published(folder: Path) -> None:

@@ -1,0 +1,66 @@
+"""The last layer's gradient, added where it is: autograd's bits, and no second gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rollflow.tasks.policies import adding_linear
+from rollflow.tasks.policies.adding_linear import AddingLinear
+
+ROWS, POSITIONS, HIDDEN = 50, 23, 8
+
+
+def gradients(*, adds: bool, parts: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Of the weight and of what is given, of some parts one after the other."""
+    torch.manual_seed(0)
+    linear = nn.Linear(HIDDEN, ROWS, bias=False).to(dtype)
+    given = torch.randn(parts, 1, POSITIONS, HIDDEN).to(dtype).requires_grad_()
+    slopes = torch.randn(parts, 1, POSITIONS, ROWS).to(dtype)
+    made = AddingLinear(linear)
+    for part, slope in zip(given, slopes, strict=True):
+        if adds:
+            with made.adding():
+                made(part).backward(slope)
+        else:
+            made(part).backward(slope)
+    assert linear.weight.grad is not None
+    assert given.grad is not None
+    return linear.weight.grad, given.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 16, ROWS, 1000])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_gradients_are_those_of_autograd(
+    rows: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adding_linear, "PIECE_BYTES", rows * HIDDEN * dtype.itemsize)
+    own, theirs = gradients(adds=True, parts=parts, dtype=dtype), gradients(adds=False, parts=parts, dtype=dtype)
+    for mine, other in zip(own, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0 if rows > 1 else 1e-5)  # of one row is another kernel
+
+
+def test_no_gradient_is_made_of_a_weight_that_does_not_train() -> None:
+    linear = nn.Linear(HIDDEN, ROWS, bias=False).requires_grad_(False)
+    given = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
+    made = AddingLinear(linear)
+    with made.adding():
+        made(given).sum().backward()
+    assert linear.weight.grad is None
+    assert given.grad is not None
+
+
+def test_autograd_is_back_behind_the_block() -> None:
+    """Whoever waits for a gradient hears of it, and of none before."""
+    linear = nn.Linear(HIDDEN, ROWS, bias=False)
+    given = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
+    heard: list[int] = []
+    linear.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
+    made = AddingLinear(linear)
+    with made.adding():
+        made(given).sum().backward()
+    assert not heard
+    made(given).sum().backward()
+    assert heard == [1]
