@@ -28,9 +28,11 @@ from rollflow.flows.locations import await_run, context_of, home, run_id_of, sto
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.reachability import check_store_reach
+from rollflow.flows.views.mlflow_run import TrackingPlace
+from rollflow.flows.views.run_facts import beginning, ending
 from rollflow.flows.views.status_writer import StatusWriter, points
 from rollflow.flows.views.summary import summarize
-from rollflow.flows.views.tracking import Tracker, TrackingPlace
+from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.garbage import sweep
@@ -58,7 +60,7 @@ def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPl
     _begin_anew(context)
     _sweep(context)
     place, missed = tracking_place(context.config), functools.partial(points, context)
-    tracker = Tracker(place, context.run_id, context.created.config, context.key, missed)
+    tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, beginning(context))
     with cluster.attached(address, context.key):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log)
@@ -122,9 +124,10 @@ def ray_address(config: RunConfig) -> str:
 
 def tracking_place(config: RunConfig) -> TrackingPlace:
     """The MLflow the recipe names, or SQLite in the run home."""
+    experiment = config.tracking.experiment or config.name
     if config.tracking.uri:
-        return TrackingPlace(config.tracking.uri, config.tracking.experiment)
-    return TrackingPlace.default(home(), config.tracking.experiment)
+        return TrackingPlace(config.tracking.uri, experiment)
+    return TrackingPlace.default(home(), experiment)
 
 
 def _follow(stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
@@ -170,6 +173,7 @@ def _finish(stages: Stages, writer: StatusWriter, supervisor: Writer) -> dict[st
     summary = summarize(context, idle, stages.rollout, pages)
     plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
+    tracker.log_ending(ending(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())

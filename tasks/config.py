@@ -72,7 +72,12 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str | None = Field(None, description="an MLflow tracking URI; default: SQLite in the run home")
-    experiment: str = Field("rollflow", description="the MLflow experiment that runs are recorded in")
+    experiment: str | None = Field(None, min_length=1, description="the MLflow experiment; default: the recipe's name")
+    study: str | None = Field(
+        None,
+        pattern=r"^[\w.:/ -]+$",
+        description="the MLflow run that this one lies below, with the others of its study; made if it is not there",
+    )
 
 
 SUMS = {

@@ -52,7 +52,7 @@ MAY: dict[str, set[str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"tasks/actors", "flows/services"},
     "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/status_writer"},
-    "mlflow": {"flows/views/tracking"},
+    "mlflow": {"flows/views/tracking", "flows/views/mlflow_run"},
     "s3fs": {"storage/objects/s3_requests"},
     "vllm": {"tasks/engines"},
     "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies"},

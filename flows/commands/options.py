@@ -19,6 +19,14 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--run-id", help="default: the recipe's name and the time")
     run.set_defaults(verb="run")
 
+    sweep = commands.add_parser("sweep", help="a run for each of several values and seeds, compared at the end")
+    sweep.add_argument("recipe", type=Path)
+    values = "several values: train.learning_rate=1e-4,3e-4"
+    sweep.add_argument("--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]", help=values)
+    sweep.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each value (default: 1)")
+    sweep.add_argument("--study", help="what they are called together; one that was stopped goes on")
+    sweep.set_defaults(verb="sweep")
+
     resume = commands.add_parser("resume", help="go on with a run that was stopped")
     _run_argument(resume, required=True)
     resume.set_defaults(verb="resume")

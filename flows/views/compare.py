@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollflow.flows.views.parameters import flatten
 from rollflow.flows.views.progress import RECENT
 from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
-from rollflow.flows.views.tracking import flatten
 from rollflow.storage.journal.usage import read_usage
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.rollout.evaluation import evaluations
@@ -24,7 +24,7 @@ from rollflow.tasks.run_context import RunContext
 Numbers = npt.NDArray[np.float64]
 UNSET = "unset"
 TOML = {"None": UNSET, "True": "true", "False": "false"}
-NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "cluster.address")
+NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study", "cluster.address")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -87,6 +87,18 @@ class Progress:
         return sum(v.metrics["response_tokens"] for v in last[:-1]) / seconds if seconds > 0 else 0.0
 
 
+def system_figures(before: PolicyVersion, version: PolicyVersion) -> dict[str, float]:
+    """What a version took: trained tokens a second, the share of the time that the learner waited, the share of tokens
+    that was thrown away. Of a clock that stepped back: no figure that would be wrong.
+    """
+    told, seconds = version.metrics, version.at - before.at
+    used, lost = told["response_tokens"], told["discarded_tokens"] + told["surplus_tokens"]
+    found = {"waste": lost / (lost + used)} if lost + used else {}
+    if seconds > 0:
+        found |= {"tokens_per_second": used / seconds, "idle": min(1.0, told["wait_seconds"] / seconds)}
+    return found
+
+
 def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
     """Domain -> groups trained on: its issued prompts, less those that are filtered, open or wait in a batch."""
     waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)

@@ -8,17 +8,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Protocol
 from uuid import uuid4
 
 from prefect.runtime import flow_run
 
-from rollflow.flows.views.progress import KEPT, RECENT, Progress
+from rollflow.flows.views.mlflow_run import EVALUATED, Point
+from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
 from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
-from rollflow.flows.views.tracking import EVALUATED, Curves, Point, Tracker, evaluation_point, version_point
+from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import Usage, store_usage
+from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
 from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
 from rollflow.tasks.run_context import RunContext
@@ -54,6 +56,7 @@ class StatusWriter:
         self._recovered: Counter[str] = Counter()
         # Its age by the wall clock, once; from then on no clock that steps makes it younger.
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
+        self._before: PolicyVersion | None = None  # the version that was told last
         self._evaluated: dict[int, Evaluation] = {}
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
@@ -61,7 +64,8 @@ class StatusWriter:
         """Read what is new, log it, write the status."""
         for version in self.progress.advance():
             if version.number:
-                self.tracker.log_version(version.number, version.metrics, version.at)
+                self.tracker.log_version(version.number, _told(self._before, version), version.at)
+            self._before = version
         for evaluation in self._evaluations():
             self._evaluated[evaluation.version] = evaluation
             self.tracker.log_evaluation(evaluation.version, evaluation.metrics, time.time())
@@ -155,5 +159,10 @@ def points(context: RunContext, marker: str, wanted: range) -> Iterator[Point]:
         for evaluation in evaluations(context.store, wanted.start - 1, wanted.stop - 1):
             yield evaluation_point(evaluation.version, evaluation.metrics, time.time())
     else:
-        for version in islice(context.policies.since(wanted.start), len(wanted)):
-            yield version_point(version.number, version.metrics, version.at)
+        for before, version in pairwise(islice(context.policies.since(wanted.start - 1), len(wanted) + 1)):
+            yield version_point(version.number, _told(before, version), version.at)
+
+
+def _told(before: PolicyVersion | None, version: PolicyVersion) -> dict[str, float]:
+    """Metrics of a version; what it took is not known of the first that a supervisor sees, which another has told."""
+    return {**version.metrics, **(system_figures(before, version) if before else {})}

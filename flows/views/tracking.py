@@ -1,7 +1,8 @@
 """What MLflow shows of a run: parameters, metrics by policy version, the reward plot.
 
 A metric's prefix says whose it is: `rollout/` what the trajectories of a batch say about the policies that made them,
-`train/` what the learner did with them, `eval/` held-out prompts, `recovery/` restarts (by number, not by version).
+`train/` what the learner did with them, `eval/` held-out prompts alone, `system/` time and waste, `recovery/` restarts
+(by number, not by version), `final/` what came of the run.
 
 MLflow is a view, so tracking never holds up a run and never ends one:
 - every method returns at once; one thread imports MLflow (seconds), opens the store (seconds when it is new) and
@@ -12,54 +13,43 @@ MLflow is a view, so tracking never holds up a run and never ends one:
 No point is logged twice. When the run is opened (or opened again after a failure), the last logged version is read back
 from MLflow: versions up to it are skipped, and versions that nobody has logged since are asked for (`missed`). Log a
 version after it is committed.
-
-Parameters hold no secrets: user names, passwords and queries are taken out of addresses, and keys that name a secret
-are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rollflow.flows.services.reachability import redact
+from rollflow.flows.views.mlflow_run import (
+    EVALUATED,
+    KEY_TAG,
+    RECOVERIES,
+    RUN_TAG,
+    VERSION,
+    MlflowRun,
+    Point,
+    TrackingPlace,
+    open_run,
+)
+from rollflow.flows.views.parameters import flatten
+from rollflow.flows.views.run_facts import Beginning, Ending
 from rollflow.storage.errors import RollflowError
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
-RUN_TAG, KEY_TAG = "rollflow.run_id", "rollflow.run_key"
-KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
-VIEW = "?workflowType=machine_learning"  # and later ones by this: else they show GenAI traces, of which there are none
-VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
+VIEW = "?workflowType=machine_learning"  # else MLflow's pages show GenAI traces, of which there are none
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
-METRICS_A_CALL = 900  # MLflow takes 1,000 of them,
-PARAMETERS_A_CALL = 100  # and 100 of these, in one call
-PARAMETER_LENGTH = 6000
+SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
+METRICS_A_CALL = 900  # MLflow takes 1,000 of them in one
 KEPT_POINTS = 10_000
-SECRET_WORDS = {"secret", "secrets", "token", "password", "passwd", "credential", "credentials", "apikey", "auth"}
-SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
 STOP = object()
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Metrics of one version or recovery; `marker` is the metric by which a resumed run knows that they were logged."""
-
-    marker: str
-    version: int
-    metrics: Mapping[str, float]
-    when: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +63,6 @@ class Curves:
     pass_at: Mapping[int, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class TrackingPlace:
-    """Where tracking writes. `artifacts` is given only for a local store."""
-
-    uri: str
-    experiment: str
-    artifacts: Path | None = None
-
-    @classmethod
-    def default(cls, home: Path, experiment: str) -> TrackingPlace:
-        """SQLite and a folder in the run home."""
-        folder = home.absolute() / "mlflow"
-        return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
-
-
-@dataclass
-class _Open:
-    """An MLflow run that is open: its client, id, and the last version logged per marker."""
-
-    client: MlflowClient
-    run_id: str
-    experiment_id: str
-    last: dict[str, int] = field(default_factory=dict)
-
-
 class Tracker:
     """The MLflow run of one rollflow run."""
 
@@ -108,14 +73,16 @@ class Tracker:
         parameters: Mapping[str, Any],
         key: str = "",
         missed: Callable[[str, range], Iterable[Point]] = lambda marker, versions: (),
+        told: Beginning | None = None,
     ) -> None:
-        """`key` tells it from a run of that name in another store; `missed` gives what nobody has logged."""
+        """`key` tells it from a run of that name in another store; `missed` gives what nobody has logged; `told` is
+        what is said of the run once."""
         self.place = place
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
         self.failures = 0
         self.warnings: list[str] = []
-        self._parameters, self._missed = flatten(parameters), missed
-        self._open: _Open | None = None
+        self._parameters, self._missed, self._told = flatten(parameters), missed, told or Beginning()
+        self._open: MlflowRun | None = None
         self._pending: list[Point] = []
         self._finished = False
         self._queue: queue.Queue[Any] = queue.Queue()
@@ -139,6 +106,10 @@ class Tracker:
     def log_reward_plot(self, curves: Curves, path: Path) -> None:
         """Draw the curves to `path` (PNG) and log it as the artifact `reward.png`."""
         self._queue.put(lambda: self._log_plot(curves, path))
+
+    def log_ending(self, told: Ending) -> None:
+        """Say what came of the run, unless that was said before."""
+        self._queue.put(lambda: self._log_ending(told))
 
     def flush(self, deadline_seconds: float = 10.0) -> bool:
         """Wait until everything handed over was written or has failed; false if the deadline came first."""
@@ -187,7 +158,7 @@ class Tracker:
             run = self._run()
             new = [p for p in self._pending if p.version > run.last.get(p.marker, -1)]
             for points in _chunks(chain(self._before(run, new), new)):
-                _log_points(run, points)
+                run.log_points(points)
                 for point in points:
                     run.last[point.marker] = max(point.version, run.last.get(point.marker, -1))
             self._pending.clear()
@@ -197,16 +168,16 @@ class Tracker:
             self._warn(f"{len(self._pending) - KEPT_POINTS} points were dropped, MLflow is away for too long")
             del self._pending[:-KEPT_POINTS]
 
-    def _before(self, run: _Open, new: Sequence[Point]) -> Iterator[Point]:
+    def _before(self, run: MlflowRun, new: Sequence[Point]) -> Iterator[Point]:
         """The versions between the last that MLflow has and the first of `new`: nobody followed the run then."""
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
             if versions := range(run.last.get(marker, 0) + 1, first):
                 yield from self._missed(marker, versions)
 
-    def _run(self) -> _Open:
+    def _run(self) -> MlflowRun:
         if self._open is None:
-            self._open = _open_run(self.place, self.tags, self._parameters)
+            self._open = open_run(self.place, self.tags, self._parameters, self._told)
         return self._open
 
     def _log_plot(self, curves: Curves, path: Path) -> None:
@@ -214,6 +185,10 @@ class Tracker:
             draw(curves, path)
             run = self._run()
             run.client.log_artifact(run.run_id, str(path))
+
+    def _log_ending(self, told: Ending) -> None:
+        with self._recorded("what came of the run"):
+            self._run().log_ending(told)
 
     def _terminate(self, status: Status) -> None:
         with self._recorded("closing the run"):
@@ -248,37 +223,6 @@ def _tracking_errors() -> tuple[type[Exception], ...]:
     return MlflowException, RequestException, SQLAlchemyError, OSError, ImportError, RollflowError
 
 
-def _open_run(place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str]) -> _Open:
-    """Find the MLflow run of this rollflow run, or make it; log the parameters that it does not have yet."""
-    from mlflow import MlflowClient
-    from mlflow.entities import Param
-
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    if place.artifacts is not None:
-        place.artifacts.mkdir(parents=True, exist_ok=True)
-    client = MlflowClient(tracking_uri=place.uri)
-    experiment = client.get_experiment_by_name(place.experiment)
-    if experiment is None:
-        location = place.artifacts.as_uri() if place.artifacts is not None else None
-        experiment_id = client.create_experiment(place.experiment, artifact_location=location, tags={KIND_TAG: KIND})
-    else:
-        experiment_id = experiment.experiment_id
-        if KIND_TAG not in experiment.tags:
-            client.set_experiment_tag(experiment_id, KIND_TAG, KIND)
-    found = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{tags[KEY_TAG]}'", max_results=1)
-    if found:
-        run = found[0]
-        client.update_run(run.info.run_id, status="RUNNING")
-    else:
-        run = client.create_run(experiment_id, run_name=tags[RUN_TAG], tags=dict(tags))
-    fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
-    for start in range(0, len(fresh), PARAMETERS_A_CALL):
-        client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
-    last = {marker: int(run.data.metrics[marker]) for marker in MARKERS if marker in run.data.metrics}
-    return _Open(client, run.info.run_id, experiment_id, last)
-
-
 def version_point(version: int, metrics: Mapping[str, float], when: float) -> Point:
     """What MLflow gets of a version."""
     return Point(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
@@ -291,6 +235,8 @@ def evaluation_point(version: int, metrics: Mapping[str, float], when: float) ->
 
 def shown_name(metric: str) -> str:
     """The name in MLflow of a metric that a version was published with."""
+    if metric in SYSTEM:
+        return f"system/{metric}"
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 
 
@@ -306,38 +252,6 @@ def _chunks(points: Iterable[Point]) -> Iterator[list[Point]]:
         size += len(point.metrics) + 1
     if chunk:
         yield chunk
-
-
-def _log_points(run: _Open, points: Sequence[Point]) -> None:
-    from mlflow.entities import Metric
-
-    metrics = []
-    for point in points:
-        values = {**point.metrics, point.marker: float(point.version)}
-        metrics += [Metric(name, float(value), int(point.when * 1000), point.version) for name, value in values.items()]
-    run.client.log_batch(run.run_id, metrics=metrics)
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A config tree as dotted keys and texts, without secrets."""
-    flat: dict[str, str] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if names_secret(str(name)):
-            continue
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{key}.")
-        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-            flat |= flatten({str(position): item for position, item in enumerate(value)}, f"{key}.")
-        else:
-            flat[key] = (redact(value) if isinstance(value, str) and "://" in value else str(value))[:PARAMETER_LENGTH]
-    return flat
-
-
-def names_secret(key: str) -> bool:
-    """Whether a key reads as if its value were a secret (`api_token` does, `seconds_per_token` does not)."""
-    lower = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_").replace("per_token", "")
-    return bool(SECRET_WORDS & set(re.split(r"[^a-z0-9]+", lower))) or any(pair in lower for pair in SECRET_PAIRS)
 
 
 def draw(curves: Curves, path: Path) -> None:

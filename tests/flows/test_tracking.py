@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 
 from rollflow.flows.views import tracking
-from rollflow.flows.views.tracking import (
-    VERSION,
-    Curves,
-    Point,
-    Tracker,
-    TrackingPlace,
-    evaluation_point,
-    flatten,
-    names_secret,
-    version_point,
-)
+from rollflow.flows.views.mlflow_run import VERSION, MlflowRun, Point, TrackingPlace
+from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
+from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts
+from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from tests.support.waiting import HANG_SECONDS
 
 PARAMETERS = {
@@ -56,13 +49,13 @@ def steps(client: Any, run: Any, metric: str) -> list[int]:
 def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(
     place: TrackingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logged, opened = threading.Event(), tracking._open_run
+    logged, opened = threading.Event(), tracking.open_run
 
     def once_all_is_logged(*given: Any) -> Any:  # so what is logged does not wait for MLflow
         assert logged.wait(HANG_SECONDS)
         return opened(*given)
 
-    monkeypatch.setattr(tracking, "_open_run", once_all_is_logged)
+    monkeypatch.setattr(tracking, "open_run", once_all_is_logged)
     first = Tracker(place, "run-1", PARAMETERS)
     for version in range(1, 401):
         first.log_version(version, {"reward": version / 400, "loss": 0.1}, when=1000.0 + version)
@@ -134,18 +127,18 @@ def test_a_failure_is_recorded_and_what_was_to_be_written_is_tried_again(
 
     tracker = Tracker(place, "run-2", {"name": "two"})
     assert tracker.flush(HANG_SECONDS)
-    real = tracking._log_points
+    real = MlflowRun.log_points
 
     def half_written(run: Any, points: Any) -> None:  # the write arrives, its answer is lost
         real(run, points)
         raise MlflowException("connection reset")
 
-    monkeypatch.setattr(tracking, "_log_points", half_written)
+    monkeypatch.setattr(MlflowRun, "log_points", half_written)
     tracker.log_version(1, {"reward": 0.1}, when=1.0)
     assert tracker.flush(HANG_SECONDS)
     assert tracker.failures >= 1
     assert tracker.warnings == ["tracking, writing: MlflowException: connection reset"]
-    monkeypatch.setattr(tracking, "_log_points", real)
+    monkeypatch.setattr(MlflowRun, "log_points", real)
     tracker.log_version(2, {"reward": 0.2}, when=2.0)
     assert tracker.finish("FAILED", HANG_SECONDS)
     client, run = stored(place, "run-2")
@@ -166,7 +159,7 @@ def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
     assert run.data.metrics == {
         **{f"rollout/{name}": value for name, value in metrics.items()},
         "train/loss": 0.1,
-        "train/wait_seconds": 2.0,
+        "system/wait_seconds": 2.0,
         "train/version": 1.0,
         "eval/accuracy": 0.5,
         "eval/pass_at_4": 0.75,
@@ -191,6 +184,38 @@ def test_the_experiment_is_one_of_model_training(place: TrackingPlace) -> None:
         found[name] = client.get_experiment_by_name(name).tags[kind]
     training = "custom_model_development"
     assert found == {"fresh": training, "older": training, "chosen": "genai_development"}
+
+
+BEGUN = Beginning(
+    "sweep of rates", {"recipe.toml": 'name = "arithmetic"\n'}, (Prompts("sums", "ab" * 16, "jsonl", "sums.jsonl"),)
+)
+MODELS = (KeptVersion(4, {"rollflow.weights": "s3://bucket/4"}, 0.75), KeptVersion(0, {"rollflow.version": "0"}, None))
+ENDED = Ending(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}, MODELS, {"reward": [1.0, 0.0]})
+
+
+@pytest.mark.slow
+def test_runs_of_a_study_lie_below_one_and_what_is_told_once_stands_there_once(place: TrackingPlace) -> None:
+    """Also where a run is opened again and told again, as by a supervisor that takes over."""
+    for run_id in ("seed-0", "seed-1", "seed-0"):
+        tracker = Tracker(place, run_id, {}, told=BEGUN)
+        tracker.log_ending(ENDED)
+        assert tracker.finish("FINISHED", HANG_SECONDS)
+        assert tracker.failures == 0, tracker.warnings
+    client, run = stored(place, "seed-0")
+    _, other = stored(place, "seed-1")
+    parents = {one.data.tags["mlflow.parentRunId"] for one in (run, other)}
+    (parent,) = map(client.get_run, parents)
+    assert parent.info.run_name == "sweep of rates"
+    assert [point.value for point in client.get_metric_history(run.info.run_id, "final/tokens_per_second")] == [50.0]
+    files = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert files == {"recipe.toml", "summary.json", "samples.json"}
+    (given,) = run.inputs.dataset_inputs
+    assert (given.dataset.name, given.dataset.digest) == ("sums", "ab" * 16)
+    models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    assert {model.name: model.tags["rollflow.weights"] for model in models if "4" in model.name} == {
+        "version-4": "s3://bucket/4"
+    }
+    assert len(models) == 2
 
 
 @pytest.fixture
@@ -218,6 +243,12 @@ def test_flatten_names_every_leaf_and_leaves_secrets_out() -> None:
         "store.uri": "s3://bucket/prefix",
         "prompts.0.kind": "reasoning-gym",
     }
+
+
+def test_a_tree_without_secrets_keeps_its_types() -> None:
+    safe = without_secrets(PARAMETERS)
+    assert safe["train"] == {"learning_rate": 1e-4, "betas": [0.9, 0.95]}
+    assert "hidden" not in str(safe)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""`rollflow sweep RECIPE`: a run for each of several values and seeds, one after the other, compared at the end.
+
+    rollflow sweep RECIPE --set train.learning_rate=1e-4,3e-4 --seeds 3       six runs
+
+In MLflow they lie below one run, the study. A study that was stopped goes on when the same command is given again with
+its name: runs that are done are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from rich.console import Console
+
+from rollflow.flows.commands import FAILED, OK, run
+from rollflow.flows.commands.compare import compared_table
+from rollflow.flows.config import load_recipe
+from rollflow.flows.locations import context_of, home, new_run_id, store_uri
+from rollflow.flows.prepare import prepare
+from rollflow.flows.session import check_addresses
+from rollflow.flows.views.compare import read_compared
+from rollflow.flows.views.compare_page import compare_page
+from rollflow.flows.views.summary import read_summary
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.entries import entry_path
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.names import LONGEST_RECIPE
+from rollflow.tasks.names import run_id as checked
+from rollflow.tasks.run_context import RunContext
+
+MOST = 1000  # runs of a study
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a study: its id, its config, and what sets it apart, for people."""
+
+    run_id: str
+    config: RunConfig
+    words: str
+
+    @property
+    def context(self) -> RunContext:
+        """Where it lies, prepared or not."""
+        return context_of(store_uri(self.config), self.run_id)
+
+
+def command(options: argparse.Namespace) -> int:
+    """Check every run before the first begins; a run that fails does not keep the others from being made."""
+    points = points_of(options)
+    for point in points:
+        check_addresses(point.config, store_uri(point.config))
+        _check_same(point)
+    failed = [point for number, point in enumerate(points) if not _made(point, number, len(points))]
+    runs = read_compared([point.context for point in points if point not in failed])
+    if runs:
+        page = home() / f"{points[0].config.tracking.study}.html"
+        page.write_text(compare_page(runs))
+        Console(highlight=False).print(compared_table(runs))
+        print(f"page: {page}")
+    for point in failed:
+        print(f"failed: {point.run_id} ({point.words})")
+    return FAILED if failed else OK
+
+
+def points_of(options: argparse.Namespace) -> list[Point]:
+    """The runs of a study, in their order: seeds within values.
+
+    Raises:
+        ConfigError: a value, or the study's name, is not one.
+    """
+    base = load_recipe(options.recipe, [])
+    study = checked(options.study or new_run_id(f"{base.name}-sweep"), "--study")
+    if len(study) > LONGEST_RECIPE:
+        raise ConfigError(f"--study {study!r}: runs of it have longer names; give at most {LONGEST_RECIPE} letters")
+    varied = list(combinations(options.set))
+    if len(varied) * options.seeds > MOST:
+        count = len(varied) * options.seeds
+        raise ConfigError(f"--seeds {options.seeds}: that is {count} runs; give fewer values or seeds, for {MOST}")
+    found = []
+    for (number, sets), seed in product(enumerate(varied), range(options.seeds)):
+        config = load_recipe(options.recipe, [*sets, f"tracking.study={study}"])
+        config = load_recipe(options.recipe, [*sets, f"tracking.study={study}", f"seed={config.seed + seed}"])
+        words = ", ".join([*(one for one in sets if one not in _fixed(options.set)), f"seed {config.seed}"])
+        found.append(Point(f"{study}-{number}-s{config.seed}", config, words))
+    return found
+
+
+def combinations(sets: Sequence[str]) -> Iterator[list[str]]:
+    """Every combination of the values of overrides: `a=1,2` has two. A comma within brackets or quotes is no end."""
+    for chosen in product(*(_values(one) for one in sets)):
+        yield list(chosen)
+
+
+def _values(override: str) -> list[str]:
+    key, _, text = override.partition("=")
+    return [f"{key}={value}" for value in _parted(text)]
+
+
+def _parted(text: str) -> list[str]:
+    """Cut at commas: each part is the shortest that is a TOML value, or a word."""
+    parts, begun = list[str](), ""
+    for piece in text.split(","):
+        begun = f"{begun},{piece}" if begun else piece
+        if _whole(begun):
+            parts.append(begun.strip())
+            begun = ""
+    return [*parts, begun.strip()] if begun else parts
+
+
+def _whole(text: str) -> bool:
+    """Whether a value does not end within brackets or quotes."""
+    if not text.strip().startswith(("[", "{", '"', "'")):
+        return True
+    try:
+        tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
+
+
+def _fixed(sets: Sequence[str]) -> list[str]:
+    """The overrides that have one value."""
+    return [one for override in sets if len(values := _values(override)) == 1 for one in values]
+
+
+def _check_same(point: Point) -> None:
+    """A run of that name that was begun before is this one."""
+    context = point.context
+    if context.store.exists(entry_path(0)) and context.config != point.config:
+        raise ConfigError(f"--study: run {point.run_id!r} was begun with other values; give the study another name")
+
+
+def _made(point: Point, number: int, count: int) -> bool:
+    """See a run to its end, unless it is there; whether it is done."""
+    context = point.context
+    print(f"--- {number + 1} of {count}: {point.words}", flush=True)
+    if read_summary(context).get("audit") == "clean":
+        print(f"run {point.run_id} is done", flush=True)
+        return True
+    if not context.store.exists(entry_path(0)):
+        context = prepare(point.config, point.run_id)
+    code = run.drive(context)
+    if code not in (OK, FAILED):
+        raise KeyboardInterrupt
+    return code == OK

@@ -1,0 +1,188 @@
+"""One run as MLflow has it: found or made, and what is written to it. Each call may fail as MLflow's client does.
+
+An experiment holds the runs of a recipe. A study (`tracking.study`: a sweep, some seeds) is a run that others lie
+below. What is told of a run once (see `run_facts`) is told again where nobody knows whether it arrived, and stands
+there once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+
+RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
+BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # what is told once has arrived
+PARENT_TAG = "mlflow.parentRunId"
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
+VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
+PARAMETERS_A_CALL = 100  # MLflow takes no more in one
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Metrics of one version or recovery; `marker` is the metric by which a resumed run knows that they were logged."""
+
+    marker: str
+    version: int
+    metrics: Mapping[str, float]
+    when: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingPlace:
+    """Where tracking writes. `artifacts` is given only for a local store."""
+
+    uri: str
+    experiment: str
+    artifacts: Path | None = None
+
+    @classmethod
+    def default(cls, home: Path, experiment: str) -> TrackingPlace:
+        """SQLite and a folder in the run home."""
+        folder = home.absolute() / "mlflow"
+        return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
+
+
+@dataclass
+class MlflowRun:
+    """An MLflow run that is open: its client, its ids, and the last version logged per marker."""
+
+    client: MlflowClient
+    run_id: str
+    experiment_id: str
+    last: dict[str, int] = field(default_factory=dict)
+    ended: bool = False  # what came of it has been told
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """All of them, or none."""
+        from mlflow.entities import Metric
+
+        metrics = []
+        for point in points:
+            values = {**point.metrics, point.marker: float(point.version)}
+            told = (int(point.when * 1000), point.version)
+            metrics += [Metric(name, float(value), *told) for name, value in values.items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def log_beginning(self, told: Beginning) -> None:
+        """Files, and prompts as datasets."""
+        for name, text in told.texts.items():
+            self.client.log_text(self.run_id, text, name)
+        if told.prompts:
+            self.client.log_inputs(self.run_id, [_dataset(one) for one in told.prompts])
+        self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
+
+    def log_ending(self, told: Ending) -> None:
+        """Figures, files, samples and kept versions; nothing if they are there."""
+        from mlflow.entities import Metric
+
+        if self.ended:
+            return
+        when = int(told.when * 1000)
+        figures = [Metric(f"final/{name}", value, when, told.version) for name, value in told.figures.items()]
+        self.client.log_batch(self.run_id, metrics=figures)
+        for name, text in told.texts.items():
+            self.client.log_text(self.run_id, text, name)
+        if told.samples:
+            self.client.log_dict(self.run_id, _table(told.samples), "samples.json")
+        self._log_models(told.models)
+        self.client.set_tag(self.run_id, ENDED_TAG, "yes")
+        self.ended = True
+
+    def _log_models(self, versions: Sequence[KeptVersion]) -> None:
+        from mlflow.entities import LoggedModelOutput
+
+        known = {model.name for model in self._models()}
+        made = []
+        for version in versions:
+            name = f"version-{version.number}"
+            if name in known:
+                continue
+            model = self.client.create_logged_model(self.experiment_id, name, self.run_id, dict(version.tags))
+            self.client.finalize_logged_model(model.model_id, "READY")
+            made.append(LoggedModelOutput(model.model_id, version.number))
+            if version.accuracy is not None:
+                told = {"step": version.number, "model_id": model.model_id}
+                self.client.log_metric(self.run_id, "final/version_accuracy", version.accuracy, **told)
+        if made:
+            self.client.log_outputs(self.run_id, made)
+
+    def _models(self) -> Sequence[LoggedModel]:
+        found: Sequence[LoggedModel] = self.client.search_logged_models(
+            [self.experiment_id], f"source_run_id = '{self.run_id}'"
+        )
+        return found
+
+
+def open_run(
+    place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], told: Beginning
+) -> MlflowRun:
+    """Find the MLflow run of this rollflow run, or make it; tell what it was not told yet."""
+    from mlflow import MlflowClient
+    from mlflow.entities import Param
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if place.artifacts is not None:
+        place.artifacts.mkdir(parents=True, exist_ok=True)
+    client = MlflowClient(tracking_uri=place.uri)
+    experiment_id = _experiment(client, place)
+    found = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{tags[KEY_TAG]}'", max_results=1)
+    if found:
+        run = found[0]
+        client.update_run(run.info.run_id, status="RUNNING")
+    else:
+        below = {PARENT_TAG: _study(client, experiment_id, told.study)} if told.study else {}
+        run = client.create_run(experiment_id, run_name=tags[RUN_TAG], tags={**tags, **below})
+    fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
+    for start in range(0, len(fresh), PARAMETERS_A_CALL):
+        client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
+    last = {marker: int(run.data.metrics[marker]) for marker in MARKERS if marker in run.data.metrics}
+    opened = MlflowRun(client, run.info.run_id, experiment_id, last, ENDED_TAG in run.data.tags)
+    if BEGUN_TAG not in run.data.tags:
+        opened.log_beginning(told)
+    return opened
+
+
+def _experiment(client: MlflowClient, place: TrackingPlace) -> str:
+    experiment = client.get_experiment_by_name(place.experiment)
+    if experiment is None:
+        location = place.artifacts.as_uri() if place.artifacts is not None else None
+        return str(client.create_experiment(place.experiment, artifact_location=location, tags={KIND_TAG: KIND}))
+    if KIND_TAG not in experiment.tags:
+        client.set_experiment_tag(experiment.experiment_id, KIND_TAG, KIND)
+    return str(experiment.experiment_id)
+
+
+def _study(client: MlflowClient, experiment_id: str, name: str) -> str:
+    """The run that stands for a study: the oldest of that name, if two of its runs made it at the same time."""
+
+    def found() -> list[str]:
+        where, order = f"tags.`{STUDY_TAG}` = '{name}'", ["attributes.start_time ASC"]
+        return [run.info.run_id for run in client.search_runs([experiment_id], where, order_by=order)]
+
+    if not found():
+        made = client.create_run(experiment_id, run_name=name, tags={STUDY_TAG: name})
+        client.set_terminated(made.info.run_id, "FINISHED")  # nothing is logged to it
+    return found()[0]
+
+
+def _dataset(prompts: Prompts):  # type: ignore[no-untyped-def]
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    dataset = Dataset(prompts.name, prompts.digest, prompts.kind, prompts.source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+
+
+def _table(columns: Mapping[str, Sequence[object]]) -> dict[str, object]:
+    """As MLflow's pages show tables."""
+    return {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}

@@ -1,0 +1,49 @@
+"""A run's config as it may be shown: without secrets.
+
+User names, passwords and queries are taken out of addresses; keys whose names say that they hold a secret are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.flows.services.reachability import redact
+
+LENGTH = 6000  # of a value; MLflow takes no longer one
+SECRET_WORDS = {"secret", "secrets", "token", "password", "passwd", "credential", "credentials", "apikey", "auth"}
+SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A config tree as dotted keys and texts, without secrets."""
+    flat: dict[str, str] = {}
+    for name, value in without_secrets(tree).items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{key}.")
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            flat |= flatten({str(position): item for position, item in enumerate(value)}, f"{key}.")
+        else:
+            flat[key] = str(value)[:LENGTH]
+    return flat
+
+
+def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tree; what is no text stays as it is."""
+    return {name: _safe(value) for name, value in tree.items() if not names_secret(str(name))}
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, list | tuple):
+        return [_safe(item) for item in value]
+    return redact(value) if isinstance(value, str) and "://" in value else value
+
+
+def names_secret(key: str) -> bool:
+    """Whether a key reads as if its value were a secret (`api_token` does, `seconds_per_token` does not)."""
+    lower = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_").replace("per_token", "")
+    return bool(SECRET_WORDS & set(re.split(r"[^a-z0-9]+", lower))) or any(pair in lower for pair in SECRET_PAIRS)

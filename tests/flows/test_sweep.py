@@ -1,0 +1,103 @@
+"""`rollflow sweep`: which runs a study has, what is not made twice, what ends it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.commands import FAILED, OK, run, sweep
+from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.locations import all_runs
+from rollflow.flows.views.summary import SUMMARY
+from rollflow.tasks.run_context import RunContext
+from tests.support.refused import refused
+from tests.support.small_run import make_policy, train_small
+
+RECIPE = "flows/recipes/arithmetic.toml"
+
+
+def asked(*sets: str, seeds: int = 1) -> list[sweep.Point]:
+    return sweep.points_of(argparse.Namespace(recipe=Path(RECIPE), set=list(sets), seeds=seeds, study="rates"))
+
+
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("a=1,2", ["a=1", "a=2"]),
+        ("a=1", ["a=1"]),
+        ("a=[1, 2],[3]", ["a=[1, 2]", "a=[3]"]),
+        ('a="x,y",z', ['a="x,y"', "a=z"]),
+        ("a=[1,", ["a=[1,"]),  # no TOML: the recipe refuses it
+        ("a=", ["a="]),
+    ],
+)
+def test_a_comma_parts_values_unless_it_is_within_one(override: str, values: list[str]) -> None:
+    assert [one for [one] in sweep.combinations([override])] == values
+
+
+def test_a_study_is_every_value_with_every_seed() -> None:
+    points = asked("train.learning_rate=1e-4,3e-4", "train.objective.kind=grpo,tis", "seed=5", "versions=9", seeds=2)
+    found = [(p.config.train.learning_rate, p.config.train.objective.kind, p.config.seed) for p in points]
+    rates = [(rate, kind) for rate in (1e-4, 3e-4) for kind in ("grpo", "tis")]
+    assert found == [(*one, seed) for one in rates for seed in (5, 6)]
+    assert [point.run_id for point in points[:3]] == ["rates-0-s5", "rates-0-s6", "rates-1-s5"]
+    assert {(p.config.tracking.study, p.config.versions) for p in points} == {("rates", 9)}
+    assert points[-1].words == "train.learning_rate=3e-4, train.objective.kind=tis, seed 6"
+
+
+def test_bad_values_are_refused_before_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    given = ["sweep", RECIPE, "--set"]
+    assert "train.learning_rate = -1" in refused(capsys, *given, "train.learning_rate=1e-4,-1")
+    assert "--study" in refused(capsys, *given, "seed=1", "--study", "../out")
+    assert "--seeds 2000" in refused(capsys, *given, "seed=1", "--seeds", "2000")
+    assert not all_runs()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    make_policy(tmp_path / "policy")
+    tree = {
+        "name": "small",
+        "policy": {"path": str(tmp_path / "policy")},
+        "versions": 2,
+        "groups": 2,
+        "group_size": 4,
+        "async_ratio": 1,
+        "engine": {"kind": "transformers", "max_new_tokens": 8},
+        "train": {"warmup_versions": 0},
+        "evaluation": {"prompts": 4},
+    }
+    (tmp_path / "small.toml").write_text(to_toml(tree))
+    return tmp_path / "small.toml"
+
+
+def test_what_is_done_is_not_made_again_and_what_failed_is_said(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run of the higher rate fails the first time."""
+    driven: list[str] = []
+
+    def drive(context: RunContext) -> int:
+        driven.append(context.run_id)
+        if context.config.train.learning_rate == 1e-3 and driven.count(context.run_id) == 1:
+            return FAILED
+        train_small(context, 2)
+        context.store.put(SUMMARY, json.dumps({"audit": "clean"}).encode())
+        return OK
+
+    monkeypatch.setattr(run, "drive", drive)
+    given = ["sweep", str(recipe), "--set", "train.learning_rate=1e-4,1e-3", "--study", "mine"]
+    assert main(given) == FAILED
+    assert "failed: mine-1-s0 (train.learning_rate=1e-3, seed 0)" in capsys.readouterr().out
+    assert main(given) == OK
+    assert driven == ["mine-0-s0", "mine-1-s0", "mine-1-s0"]
+    assert "run mine-0-s0 is done" in capsys.readouterr().out
+    assert "begun with other values" in refused(capsys, *given, "--set", "groups=4")
