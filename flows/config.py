@@ -193,12 +193,25 @@ def _initials(key: str, known: Iterable[str]) -> list[str]:
 def describe_keys(section: type[Section] = RunConfig) -> list[str]:
     """One line per key: its name, its default, what it may be, what it means."""
     lines = []
-    for name, info in _fields(section):
-        if list(sections_of(info.annotation)):
-            continue
-        value = "" if info.is_required() else f" = {default_of(info)}"
-        lines.append(f"{name}{value}  # {allowed(info)}" + (f": {info.description}" if info.description else ""))
+    for one in key_values(section):
+        value = "" if one["required"] else f" = {one['default']}"
+        lines.append(f"{one['key']}{value}  # {one['allowed']}" + (f": {one['meaning']}" if one["meaning"] else ""))
     return list(dict.fromkeys(lines))
+
+
+def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
+    """The same for programs; a default is in TOML's words, as what is allowed is in people's."""
+    return [
+        {
+            "key": name,
+            "required": info.is_required(),
+            "default": None if info.is_required() else default_of(info),
+            "allowed": allowed(info),
+            "meaning": info.description or "",
+        }
+        for name, info in _fields(section)
+        if not list(sections_of(info.annotation))
+    ]
 
 
 def _keys(section: type[Section]) -> Iterable[str]:

@@ -8,6 +8,7 @@ policy, a family's options, whether a server answers) is found when the run is p
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from rollflow.flows.commands import OK
@@ -27,6 +28,9 @@ def command(options: argparse.Namespace) -> int:
     """`rollflow check RECIPE`."""
     config = load_recipe(options.recipe, options.set)
     check_files(config)
+    if options.json:
+        print(json.dumps(config.model_dump(mode="json")))
+        return OK
     if options.resolved:
         print(to_toml(config.model_dump(mode="json")), end="")
         return OK

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import json
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,10 +38,13 @@ LEAST_MEMORY = 6 * GIB
 LEAST_DISK = 5 * GIB
 
 
-def command(_: argparse.Namespace) -> int:
+def command(options: argparse.Namespace) -> int:
     """`rollflow doctor`."""
     checks = doctor(home())
-    print_checks(checks)
+    if options.json:
+        print(json.dumps([asdict(check) for check in checks]))
+    else:
+        print_checks(checks)
     return FAILED if any(check.outcome == "missing" for check in checks) else OK
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -20,26 +22,37 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def command(options: argparse.Namespace) -> int:
     """`rollflow gc RUN`."""
-    gc(find_run(options.run, options.store), options.older_than, options.dry_run)
+    context = find_run(options.run, options.store)
+    if options.json:
+        found, size = collected(context, options.older_than, options.dry_run)
+        told = [asdict(orphan) for orphan in found]
+        print(json.dumps({"objects": told, "bytes": size, "deleted": not options.dry_run}))
+    else:
+        gc(context, options.older_than, options.dry_run)
     return OK
 
 
-def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
-    """Show the run's orphans that are older than `older_than`, and delete them unless `dry_run`.
+def collected(context: RunContext, older_than: str, dry_run: bool) -> tuple[list[Orphan], int]:
+    """The run's orphans that are older than `older_than`, and their bytes; they are deleted unless `dry_run`.
 
     Raises:
         ConfigError: `older_than` is not an age, or there is no such run.
         Corrupt: the run's log is damaged, so that nothing can be said.
     """
-    console = console or Console(highlight=False)
     age = age_of(older_than)
     context.created  # noqa: B018 - says which run is not there
     found = orphans(context.store, store_clock(context.store), age)
+    return found, sum(orphan.size for orphan in found) if dry_run else collect(context.store, found)
+
+
+def gc(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
+    """`collected`, shown."""
+    console = console or Console(highlight=False)
+    found, freed = collected(context, older_than, dry_run)
     if not found:
         console.print(f"run {context.run_id}: nothing to collect that is older than {older_than}")
         return
     console.print(_table(found))
-    freed = sum(orphan.size for orphan in found) if dry_run else collect(context.store, found)
     console.print(f"{len(found)} objects, {freed:,} bytes {'would be deleted (--dry-run)' if dry_run else 'deleted'}")
 
 

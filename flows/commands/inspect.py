@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rollflow.flows.commands import OK
+from rollflow.flows.commands.inspected import (
+    batch_of,
+    check_key,
+    groups_of,
+    run_value,
+    trajectories_of,
+    trajectory_value,
+    upcoming,
+    version_value,
+)
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
-from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
-from rollflow.storage.log.lineage import Consumed, Fate, Waiting, fates
+from rollflow.storage.log.lineage import Consumed, Waiting, fates
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
-from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.records import GroupKey, Trajectory
 from rollflow.tasks.learners.restore import name_of
 from rollflow.tasks.run_context import RunContext
 
@@ -35,8 +46,21 @@ SHOWN = 12  # keys in a list; the rest is counted
 
 def command(options: argparse.Namespace) -> int:
     """`rollflow inspect RUN [VERSION|TRAJECTORY]`."""
-    inspect(find_run(options.run, options.store), options.what)
+    context = find_run(options.run, options.store)
+    if options.json:
+        print(json.dumps(value_of(context, options.what)))
+    else:
+        inspect(context, options.what)
     return OK
+
+
+def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
+    """What `inspect` prints, for programs."""
+    if what is None:
+        return run_value(context)
+    if (version := _version_named(what)) is not None:
+        return version_value(context, published(context, version))
+    return trajectory_value(context, *_trajectory_named(what))
 
 
 def inspect(context: RunContext, what: str | None, console: Console | None = None) -> None:
@@ -49,14 +73,22 @@ def inspect(context: RunContext, what: str | None, console: Console | None = Non
     context.created  # noqa: B018 - says which run is not there
     if what is None:
         _run(context, console)
-    elif re.fullmatch(r"\d+", what):
-        _version(context, int(what), console)
-    elif re.fullmatch(r"\d+\.\d+(\.\d+)?", what):
-        _trajectory(context, *(int(part) for part in what.split(".")), console=console)
+    elif (version := _version_named(what)) is not None:
+        _version(context, version, console)
     else:
+        _trajectory(context, *_trajectory_named(what), console=console)
+
+
+def _version_named(what: str) -> int | None:
+    return int(what) if re.fullmatch(r"\d+", what) else None
+
+
+def _trajectory_named(what: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?", what):
         raise ConfigError(
             f"{what!r} names neither a version (such as 7) nor a trajectory (PROMPT.ATTEMPT.SAMPLE, such as 12.0.3)"
         )
+    return tuple(int(part) for part in what.split("."))
 
 
 # --- the run ------------------------------------------------------------------------------------------------
@@ -76,7 +108,7 @@ def _run(context: RunContext, console: Console) -> None:
     table.add_row("trained on", f"{state.totals.rows} trajectories in {groups} groups, {tokens} response tokens")
     table.add_row("staleness", staleness_bar(state.totals.staleness, 24))
     table.add_row("in flight", _keys(state.in_flight))
-    table.add_row("next prompt", _upcoming(state.cursor))
+    table.add_row("next prompt", upcoming(state.cursor))
     console.print(table)
     if len(shares := context.config.shares) > 1:
         console.print(domains_table(trained_domains(state, context.config), shares))
@@ -173,7 +205,7 @@ def _trained_on(context: RunContext, entry: int, table: Table) -> None:
 
 def _tokens_by(context: RunContext, batch: BatchCommitted) -> str:
     try:
-        trajectories = [t for g in _groups(context, batch.file) for t in g.trajectories]
+        trajectories = [t for g in groups_of(context, batch.file) for t in g.trajectories]
     except Corrupt as error:
         return f"not to be read: {error}"
     counts = Counter(v for t in trajectories for v, chosen in zip(t.versions, t.loss_mask, strict=True) if chosen)
@@ -197,13 +229,13 @@ def _objects(context: RunContext, version: PolicyVersion) -> Table:
 
 def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | None = None, *, console: Console) -> None:
     key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
-    _check_key(key, attempts, context.log.state.cursor)
+    check_key(key, attempts, context.log.state.cursor)
     table, below = _grid(), None
     for other, fate in sorted(attempts.items()):
         table.add_row(f"attempt {other.attempt}", Text(str(fate), style="bold" if other == key else ""))
     fate = attempts[key]
     if isinstance(fate, Consumed | Waiting):
-        below = _answers(context, key, _batch_of(context, fate), sample, table)
+        below = _answers(context, key, batch_of(context, fate), sample, table)
     else:
         table.add_row("question", Text(_question(context, prompt)))
         table.add_row("responses", "not in storage: it was never committed")
@@ -214,14 +246,6 @@ def _trajectory(context: RunContext, prompt: int, attempt: int, sample: int | No
         console.print(below)
 
 
-def _batch_of(context: RunContext, fate: Consumed | Waiting) -> BatchCommitted:
-    if isinstance(fate, Waiting):
-        return context.batches.committed(context.log.state.waiting[fate.batch].entry)
-    entry = context.policies.find(fate.version).batch_entry
-    assert entry is not None, "only version 0 has no batch"
-    return context.batches.committed(entry)
-
-
 def _question(context: RunContext, prompt: int) -> str:
     """The question's text. Storage alone does not tell it if the run's prompts are not kept there."""
     try:
@@ -230,27 +254,11 @@ def _question(context: RunContext, prompt: int) -> str:
         return f"not to be had: {error}"
 
 
-def _check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> None:
-    if key in attempts:
-        return
-    if attempts:
-        issued = ", ".join(str(k.attempt) for k in attempts)
-        raise ConfigError(f"prompt {key.prompt} has no attempt {key.attempt}; it was issued as attempt {issued}")
-    raise ConfigError(
-        f"prompt {key.prompt} was not dispatched when the newest batch was committed; "
-        f"the next prompt is {_upcoming(cursor)}"
-    )
-
-
 def _answers(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
 ) -> Table | None:
     """One trajectory in full, added to `table`; or the group's question, and its trajectories as a table."""
-    group = next(g for g in _groups(context, batch.file) if g.key == key)
-    chosen = [t for t in group.trajectories if sample in (None, t.sample)]
-    if not chosen:
-        last = max(t.sample for t in group.trajectories)
-        raise ConfigError(f"{key.prompt}.{key.attempt} has samples 0 to {last}; there is no sample {sample}")
+    chosen = trajectories_of(context, key, batch, sample)
     one = chosen[0]
     asked = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if not mask]
     table.add_row("question", Text(context.tokenizer.decode(asked)))
@@ -262,10 +270,6 @@ def _answers(
     table.add_row("ending", one.ending.value)
     table.add_row("staleness", f"{batch.number - one.started_version} (started under version {one.started_version})")
     return None
-
-
-def _groups(context: RunContext, file: StoredObject) -> list[TrajectoryGroup]:
-    return TrajectoryBatch.from_bytes(context.batches.read(file)).groups()
 
 
 def _group(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:
@@ -309,11 +313,6 @@ def _keys(keys: Sequence[GroupKey]) -> str:
     named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return f"{named}{more}" if keys else "none"
-
-
-def _upcoming(cursor: Cursor) -> str:
-    """The next prompt of each source."""
-    return " or ".join(map(str, cursor.upcoming)) or "0"
 
 
 def _clock(at: float) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from rollflow.flows.commands import OK
 from rollflow.flows.commands.keys_page import keys_page
-from rollflow.flows.config import describe_keys
+from rollflow.flows.config import describe_keys, key_values
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 
@@ -16,6 +17,10 @@ def command(options: argparse.Namespace) -> int:
     if options.markdown:
         print(keys_page(), end="")
         return OK
-    for line in describe_keys(Hardware if options.hardware else RunConfig):
+    section = Hardware if options.hardware else RunConfig
+    if options.json:
+        print(json.dumps(key_values(section)))
+        return OK
+    for line in describe_keys(section):
         print(line)
     return OK

@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="validate a recipe")
     check.add_argument("recipe", type=Path)
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    check.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
+    whole = check.add_mutually_exclusive_group()
+    whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
+    whole.add_argument("--json", action="store_true", help="the same as one JSON object")
     check.set_defaults(verb="check")
 
     _looking_commands(commands)
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     which = keys.add_mutually_exclusive_group()
     which.add_argument("--hardware", action="store_true", help="those of a hardware file for `simulate`")
     which.add_argument("--markdown", action="store_true", help="all of both, as the page docs/configuration.md")
+    keys.add_argument("--json", action="store_true", help="one JSON list")
     keys.set_defaults(verb="keys")
 
     init = commands.add_parser("init", help="write a recipe to begin with, every key in a comment")
@@ -67,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     serve.set_defaults(verb="serve")
 
     doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
+    doctor.add_argument("--json", action="store_true", help="one JSON list")
     doctor.set_defaults(verb="doctor")
     return top
 
@@ -108,11 +112,13 @@ def _storage_commands(commands: Any) -> None:
     which = replay.add_mutually_exclusive_group()
     which.add_argument("version", nargs="?", type=int, help="default: the newest")
     which.add_argument("--all", action="store_true", help="every version, from the first")
+    replay.add_argument("--json", action="store_true", help="one JSON object a version")
     replay.set_defaults(verb="replay")
 
     inspect = commands.add_parser("inspect", help="lineage: what a run, a version or a trajectory came from")
     _run_argument(inspect, required=True)
     inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")
+    inspect.add_argument("--json", action="store_true", help="as one JSON object")
     inspect.set_defaults(verb="inspect")
 
     compare = commands.add_parser("compare", help="runs side by side: what differs, what came of it, what it cost")
@@ -145,6 +151,7 @@ def _storage_commands(commands: Any) -> None:
     _run_argument(gc, required=True)
     gc.add_argument("--dry-run", action="store_true", help="show them, delete nothing")
     gc.add_argument("--older-than", default="1h", metavar="AGE", help="e.g. 30m, 1h (the default), 2d")
+    gc.add_argument("--json", action="store_true", help="as one JSON object")
     gc.set_defaults(verb="gc")
 
 

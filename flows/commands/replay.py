@@ -7,7 +7,10 @@ batch its entry names, and compared file by file with what was published.
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Callable
+from typing import Any
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
@@ -22,11 +25,33 @@ CAUSE = "a replay is bit for bit the same only on the same kind of machine, with
 
 def command(options: argparse.Namespace) -> int:
     """`rollflow replay RUN [VERSION]`."""
-    return OK if replay(find_run(options.run, options.store), options.version, options.all) else FAILED
+    context = find_run(options.run, options.store)
+    say, tell = (_beside, _tell_value) if options.json else (print, _tell)
+    return OK if replay(context, options.version, options.all, say, tell) else FAILED
 
 
-def replay(context: RunContext, version: int | None, every: bool, say: Callable[[str], None] = print) -> bool:
+def _beside(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _tell(replayed: Replayed) -> None:
+    print(sentence(replayed), flush=True)
+
+
+def _tell_value(replayed: Replayed) -> None:
+    print(json.dumps(value_of(replayed)), flush=True)
+
+
+def replay(
+    context: RunContext,
+    version: int | None,
+    every: bool,
+    say: Callable[[str], None],
+    tell: Callable[[Replayed], None],
+) -> bool:
     """Train `version` (default: the newest) again, or `every` version from 1 on; whether all came out the same.
+
+    `tell` is told of each that was trained again, `say` everything else.
 
     Raises:
         ConfigError: there is no such version to train again.
@@ -40,7 +65,7 @@ def replay(context: RunContext, version: int | None, every: bool, say: Callable[
         return False
     for number in range(first, last + 1):
         replayed = train_again(policies, batches, learner, number)
-        say(sentence(replayed))
+        tell(replayed)
         if replayed.differences:
             say(f"version {number} was published by rollflow {replayed.version.code_version}; {CAUSE}")
             if number < last:
@@ -67,6 +92,20 @@ def sentence(replayed: Replayed) -> str:
     """What was trained again, and what came out."""
     number = replayed.version.number
     return f"version {number}: parent {number - 1}, {_batch(replayed.batch)}: {_outcome(replayed)}"
+
+
+def value_of(replayed: Replayed) -> dict[str, Any]:
+    """The same for programs."""
+    version, batch = replayed.version, replayed.batch
+    return {
+        "version": version.number,
+        "batch": batch.number,
+        "trajectories": batch.rows,
+        "state": bool(version.state),
+        "identical": not replayed.differences,
+        "differences": list(replayed.differences),
+        "sha256": {name_of(stored): stored.sha256 for stored in version.weights},
+    }
 
 
 def _batch(batch: BatchCommitted) -> str:

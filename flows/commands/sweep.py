@@ -9,14 +9,18 @@ its name: runs that are done are not made again.
 from __future__ import annotations
 
 import argparse
+import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from signal import SIGINT, SIGTERM
 
 from rich.console import Console
 
-from rollflow.flows.commands import FAILED, OK, run
+from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.commands.compare import compared_table
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import context_of, home, new_run_id, store_uri
@@ -144,7 +148,21 @@ def _made(point: Point, number: int, count: int) -> bool:
         return True
     if not context.store.exists(entry_path(0)):
         context = prepare(point.config, point.run_id)
-    code = run.drive(context)
+    code = drive(context)
     if code not in (OK, FAILED):
         raise KeyboardInterrupt
     return code == OK
+
+
+def drive(context: RunContext) -> int:
+    """The exit code of `rollflow resume` in a process of its own, which is stopped with this one: servers and Ray are
+    one run's, each.
+    """
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
+    child = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once
+    before = {number: signal.signal(number, lambda *_: child.terminate()) for number in (SIGINT, SIGTERM)}
+    try:
+        return child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.commands import FAILED, OK, run, sweep
+from rollflow.flows.commands import FAILED, OK, sweep
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.locations import all_runs
@@ -93,7 +93,7 @@ def test_what_is_done_is_not_made_again_and_what_failed_is_said(
         context.store.put(SUMMARY, json.dumps({"audit": "clean"}).encode())
         return OK
 
-    monkeypatch.setattr(run, "drive", drive)
+    monkeypatch.setattr(sweep, "drive", drive)
     given = ["sweep", str(recipe), "--set", "train.learning_rate=1e-4,1e-3", "--study", "mine"]
     assert main(given) == FAILED
     assert "failed: mine-1-s0 (train.learning_rate=1e-3, seed 0)" in capsys.readouterr().out
