@@ -7,6 +7,7 @@ there once.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # what is told once h
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
 VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
+SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"  # which files its pages show as tables
 PARAMETERS_A_CALL = 100  # MLflow takes no more in one
 
 
@@ -93,7 +95,8 @@ class MlflowRun:
         for name, text in told.texts.items():
             self.client.log_text(self.run_id, text, name)
         if told.samples:
-            self.client.log_dict(self.run_id, _table(told.samples), "samples.json")
+            self.client.log_dict(self.run_id, _table(told.samples), SAMPLES)
+            self.client.set_tag(self.run_id, TABLES_TAG, json.dumps([{"path": SAMPLES, "type": "table"}]))
         self._log_models(told.models)
         self.client.set_tag(self.run_id, ENDED_TAG, "yes")
         self.ended = True
