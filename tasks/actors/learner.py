@@ -39,6 +39,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard
 from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
@@ -101,6 +102,8 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.STARTING, "starting"
         self.steps = 0  # done on the way to a version
         self.restored: Restored | None = None
+        self._metrics: Mapping[str, float] = {}  # of the newest version that this actor made
+        self._gauges = Gauges(LEARNER, context.uri)
         self.meter = Meter()
         self.cpu = CpuClock(LEARNER)
         self._worker = ThreadPoolExecutor(1, "learner")
@@ -111,7 +114,7 @@ class LearnerActor:
     def status(self) -> LearnerStatus:
         """What the stage's flow and the live view show."""
         restored = self.restored or Restored(self.version)
-        return LearnerStatus(
+        status = LearnerStatus(
             waits_for=self.context.store.waits,
             costs=self.cpu.read(),
             idle=self.meter.idle_share(),
@@ -123,6 +126,7 @@ class LearnerActor:
             restored_from=restored.base,
             replayed=restored.replayed,
         )
+        return self._gauges.told(status, self._metrics)
 
     def run(self) -> int:
         """Train up to the last version; returns it. A second call joins the first and ends with it."""
@@ -313,6 +317,7 @@ class LearnerActor:
             )
             told, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
             self.policies.publish(self.writer, VersionPublished(version, batch_entry, *staged, probe, told, code))
+            self._metrics = told
             self._published(version)
 
         self._publishing.begin(publish)

@@ -22,6 +22,7 @@ import ray
 
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.flat import Int32s
+from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.coalesce import Coalescer
 from rollflow.tasks.collector import spare_collector
@@ -59,6 +60,7 @@ class RewardActor:
         self._finished = asyncio.Event()
         self._pool: asyncio.Task[RewardPool] | None = None
         self._cpu = CpuClock(REWARD, "reward workers")
+        self._gauges = Gauges(REWARD, context.uri)
 
     async def run(self) -> int:
         """Keep the workers until the run is finished; returns how many responses they scored.
@@ -118,7 +120,7 @@ class RewardActor:
         pool = self._pool.result()
         lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
         idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
-        return RewardStatus(waits, costs, idle, pool.scored, pool.timeouts)
+        return self._gauges.told(RewardStatus(waits, costs, idle, pool.scored, pool.timeouts))
 
 
 def start_reward(context: RunContext) -> Any:

@@ -28,6 +28,7 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
+from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.reward import RewardClient
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.collector import spare_collector
@@ -154,6 +155,7 @@ class RolloutActor:
         self.context, self._address = context, address
         self.channel = RayChannel()
         self.counts = Counts()
+        self._gauges = Gauges(ROLLOUT, context.uri)
         self._evaluating = asyncio.Event()  # there is an engine for it
         self._own: RayEngine | None = None  # which evaluates, and does nothing else
         self._judged = 0  # evaluated answers
@@ -281,7 +283,7 @@ class RolloutActor:
         counts = self.counts
         lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
         idle = await self._idle()  # asks the engines, which tell more than that
-        return RolloutStatus(
+        status = RolloutStatus(
             waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
             idle=idle,
@@ -305,6 +307,7 @@ class RolloutActor:
             evaluations_due=self.evaluations.due,
             judged=self._judged,
         )
+        return self._gauges.told(status)
 
     def _failed(self) -> dict[int, str]:
         """Why engines are out, by their number."""
