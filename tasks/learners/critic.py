@@ -95,9 +95,12 @@ class Critic:
         for name, tensor in saved:
             self.begun = True
             if name.startswith(WEIGHT):
-                self.model.get_parameter(name.removeprefix(WEIGHT)).copy_(tensor)
+                self._take(name.removeprefix(WEIGHT), tensor)
             else:
                 yield name, tensor
+
+    def _take(self, name: str, weight: Tensor) -> None:
+        self.model.get_parameter(name).copy_(weight)
 
     def _weights(self) -> dict[str, Tensor]:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}

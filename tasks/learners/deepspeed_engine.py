@@ -1,6 +1,7 @@
 """DeepSpeed: it shards moments (ZeRO 1), gradients too (2), weights too (3), adds up gradients, clips, and steps.
 
-Nothing of its own is stored: each rank's part of a tensor is put in its place, and the sum over ranks is the whole.
+Nothing of its own is stored. A rank's part of a tensor is a piece of it laid flat, and there it is put when the tensor
+is gathered; a rank may have none.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -121,43 +122,49 @@ class DeepSpeedOptimized(Engine):
             self.step += 1
             self._dirty = False
 
-    def whole(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+    def put(self, name: str, weight: Tensor) -> None:
         """See `Engine`."""
-        return {name: self._whole(name, None, everywhere).to(kind) for name, kind in self.types.items()}
+        self.own(name, None).copy_(self.part_of(name, weight))
+        self._put_policy(self.given[name], weight)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """See `Optimized`; where they are, see `whole`."""
-        if not self.step:
-            return {}
-        found = {f"step/{name}": torch.tensor(self.step) for name in self.given}
-        for name in self.given:
-            found |= {f"{key}/{name}": self._whole(name, key, everywhere=False) for key in MOMENTS[1:]}
-            if self.wide:
-                found[f"{MASTER}/{name}"] = self._whole(name, None, everywhere=False)
-        return found
-
-    def put(self, weights: Mapping[str, Tensor]) -> None:
+    def changed(self) -> Sequence[str]:
         """See `Engine`."""
-        for name, parameter in self.given.items():
-            self._put(name, None, weights[name])
-            self._put_policy(parameter, weights[name])
+        return list(self.given) if self.step else []
+
+    def steps(self, name: str) -> Tensor:
+        """See `Engine`; all at once."""
+        return torch.tensor(self.step)
+
+    def own(self, name: str, key: str | None) -> Tensor:
+        """See `Engine`."""
+        if (part := self._part(name)) is None:
+            return torch.empty(0)
+        flat, begin, _, numbers = part
+        source: Tensor = flat if key is None else self.zeroed.optimizer.state[flat][key]
+        return source.detach()[begin : begin + numbers]
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """See `Engine`."""
+        _, _, first, numbers = self._part(name) or (None, 0, 0, 0)
+        return whole.reshape(-1)[first : first + numbers]
 
     def load(self, given: Named) -> None:
-        """See `Optimized`; after `put`."""
-        saved = dict(given)
+        """See `Optimized`."""
         self.clear()
-        self.zeroed.optimizer.state.clear()
-        self.step = next((float(value) for name, value in saved.items() if name.startswith("step/")), 0.0)
-        if not self.step:
-            return
-        for flat in self._flats():
-            kept = self.zeroed.optimizer.state[flat] = {key: torch.zeros_like(flat) for key in MOMENTS[1:]}
-            kept["step"] = torch.tensor(self.step)
-        for name, kind in self.types.items():
-            for key in MOMENTS[1:]:
-                self._put(name, key, saved[f"{key}/{name}"])
-            if self.wide:
-                self._put_master(name, kind, saved[f"{MASTER}/{name}"])
+        kept, self.step = self.zeroed.optimizer.state, 0.0
+        kept.clear()
+        for saved, value in given:
+            key, _, name = saved.partition("/")
+            for flat in () if kept else self._flats():
+                kept[flat] = {moment: torch.zeros_like(flat) for moment in MOMENTS[1:]}
+            if key == "step":
+                self.step = float(value)
+            elif key == MASTER:
+                self._put_master(name, self.part_of(name, value))
+            else:
+                self.own(name, key).copy_(self.part_of(name, value))
+        for of_flat in kept.values():
+            of_flat["step"] = torch.tensor(self.step)
 
     def _flats(self) -> list[Tensor]:
         """What this rank's AdamW changes."""
@@ -180,31 +187,6 @@ class DeepSpeedOptimized(Engine):
         first = self.ranks.rank * size
         numbers = min(size, parameter.ds_numel - first)
         return (self._flats()[group], begin, first, numbers) if numbers > 0 else None
-
-    def _whole(self, name: str, key: str | None, everywhere: bool) -> Tensor:
-        """float32; without `key` the parameter as it is trained."""
-        found = torch.zeros(self.shapes[name])
-        if part := self._part(name):
-            flat, begin, first, numbers = part
-            source = flat if key is None else self.zeroed.optimizer.state[flat][key]
-            found.view(-1)[first : first + numbers] = source.detach()[begin : begin + numbers]
-        self.ranks.add(found)
-        return found if everywhere or not self.ranks.rank else torch.empty(0)
-
-    @torch.no_grad()
-    def _put(self, name: str, key: str | None, value: Tensor) -> None:
-        if part := self._part(name):
-            flat, begin, first, numbers = part
-            target = flat if key is None else self.zeroed.optimizer.state[flat][key]
-            target[begin : begin + numbers] = value.reshape(-1)[first : first + numbers]
-
-    @torch.no_grad()
-    def _put_master(self, name: str, kind: torch.dtype, value: Tensor) -> None:
-        """Where it does not round to the parameter's value, that stays (see `masters`)."""
-        if part := self._part(name):
-            flat, begin, first, numbers = part
-            own, master = flat[begin : begin + numbers], value.reshape(-1)[first : first + numbers]
-            own.copy_(torch.where(master.to(kind) == own.to(kind), master, own))
 
     @torch.no_grad()
     def _put_policy(self, parameter: Any, value: Tensor) -> None:

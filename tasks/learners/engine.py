@@ -1,20 +1,22 @@
 """An engine: what has parameters, gradients and moments in parts on all ranks, and gives them whole.
 
-    put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> whole, tensors
+    put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> weight, tensor
 
 - All ranks call everything here, in the same order.
-- What it gives has the names, shapes and types that `Optimized` has of the same parameters on one rank.
+- What it gives has the names, shapes and types that `Optimized` has of the same parameters on one rank. It is gathered
+  a tensor at a time: each rank puts its part in its place among zeros, and the sum over ranks is the whole.
 - It begins with the values that the parameters have, and no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rollflow.tasks.learners.config import Ranked
+from rollflow.tasks.learners.finite import all_finite
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import MASTER, MOMENTS, Optimized
 
@@ -53,15 +55,49 @@ class Engine(Optimized):
         """Add up the gradients of the losses that `passes` give, over all ranks; returns the losses."""
         raise NotImplementedError
 
-    def whole(self, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """The parameters, on the first rank; on the others empty, unless `everywhere`."""
+    def put(self, name: str, weight: Tensor) -> None:
+        """A parameter becomes this; `load` follows with the rest, or has it on its way."""
         raise NotImplementedError
 
-    def put(self, weights: Mapping[str, Tensor]) -> None:
-        """The parameters become these; `load` follows with the rest."""
+    def changed(self) -> Sequence[str]:
+        """The parameters that AdamW has changed; on each rank the same."""
         raise NotImplementedError
 
-    def like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def steps(self, name: str) -> Tensor:
+        """How often it has changed one of them."""
+        raise NotImplementedError
+
+    def own(self, name: str, key: str | None) -> Tensor:
+        """This rank's part of a moment, or, without `key`, of the parameter as it is trained; no copy."""
+        raise NotImplementedError
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """Where in the whole of it `own` stands; a view."""
+        raise NotImplementedError
+
+    def weight(self, name: str, *, everywhere: bool = False) -> Tensor:
+        """A parameter, on the first rank; on the others empty, unless `everywhere`."""
+        return self._gathered(name, None, everywhere).to(self.types[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Optimized`; on "meta", without values: `tensor` has these."""
+        return {n: t.to("meta") for n, t in self.like([f"step/{name}" for name in self.changed()]).items()}
+
+    def tensor(self, saved: str) -> Tensor:
+        """One of `tensors`, on the first rank; on the others empty, but for steps."""
+        key, _, name = saved.partition("/")
+        if key == "step":
+            return self.steps(name)
+        found = self._gathered(name, None if key == MASTER else key)
+        return found if self.wide else found.to(self.types[name])
+
+    def finite(self) -> dict[str, bool]:
+        """Of each parameter and its moments, whether all is that this rank has of it; on each rank the same names."""
+        found = {name: all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
+        keys = [(key, name) for key in MOMENTS[1:] for name in self.changed()]
+        return {**found, **{f"{key}/{name}": all_finite(self.own(name, key)) for key, name in keys}}
+
+    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """See `Optimized`."""
         named, one = {name.partition("/")[2] for name in saved}, torch.zeros(())
         kinds = {name: torch.float32 if self.wide else kind for name, kind in self.types.items() if name in named}
@@ -70,5 +106,17 @@ class Engine(Optimized):
         return {f"{key}/{name}": one if key == "step" else full[name] for name in full for key in keys}
 
     def alike(self) -> dict[str, Tensor]:
-        """Tensors with the names, shapes and types of `whole`, and no values."""
+        """Tensors with the names, shapes and types of the parameters, and no values."""
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
+
+    def _gathered(self, name: str, key: str | None, everywhere: bool = False) -> Tensor:
+        """The whole of what `own` has parts of, in float32, which any of them fits into."""
+        found = torch.zeros(self.shapes[name])
+        self.part_of(name, found).copy_(self.own(name, key))
+        self.ranks.add(found)
+        return found if everywhere or not self.ranks.rank else torch.empty(0)
+
+    def _put_master(self, name: str, own: Tensor) -> None:
+        """This rank's part of a master; where it does not round to the parameter, that stays (see `masters`)."""
+        kind, now = self.types[name], self.own(name, None)
+        now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))

@@ -7,13 +7,14 @@
 - AdamW changes the parts where FSDP has them. With masters the parts are these, in float32; what is gathered is rounded
   to the policy's type.
 - Gradients are added up in float32, behind each pass.
-- Rows are those of the first dimension, as many on each rank; the last ranks may have fewer, or none.
+- Rows are those of the first dimension, as many on each rank; the last ranks may have fewer, or none. There a tensor
+  has them when it is gathered.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -88,39 +89,46 @@ class FsdpOptimized(Engine):
         clip_grads_with_norm_(own, self.max_grad_norm, norm := square.sqrt().float())
         return float(norm)
 
-    def whole(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+    def put(self, name: str, weight: Tensor) -> None:
         """See `Engine`."""
-        parts = self.trained.parameters
-        return {name: self._whole(name, parts[name].detach().to(kind), everywhere) for name, kind in self.types.items()}
+        self.own(name, None).copy_(self.part_of(name, weight))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """See `Optimized`; where they are, see `whole`."""
-        own = super().tensors()
-        if self.wide:
-            changed = [name.partition("/")[2] for name in own if name.startswith("step/")]
-            own |= {f"{MASTER}/{name}": self.trained.parameters[name].detach() for name in changed}
-        return {name: self._whole(name.partition("/")[2], part) if part.dim() else part for name, part in own.items()}
-
-    @torch.no_grad()
-    def put(self, weights: Mapping[str, Tensor]) -> None:
+    def changed(self) -> Sequence[str]:
         """See `Engine`."""
-        for name, part in self.trained.parameters.items():
-            part.copy_(self._own(weights[name]))
+        return [name for name, part in self.trained.parameters.items() if part in self.adamw.state]
+
+    def steps(self, name: str) -> Tensor:
+        """See `Engine`."""
+        return self.own(name, "step")
+
+    def own(self, name: str, key: str | None) -> Tensor:
+        """See `Engine`."""
+        part = self.trained.parameters[name]
+        found: Tensor = part if key is None else self.adamw.state[part][key]
+        return found.detach()
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """See `Engine`."""
+        rows = -(-len(whole) // self.ranks.count)
+        return whole[self.ranks.rank * rows :][:rows]
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
-        """See `Optimized`; after `put`."""
+        """See `Optimized`. Masters are taken last: where weights are on the way, they come behind."""
         self.clear()
-        super().load((name, self._taken(name, value)) for name, value in given)
+        masters = dict[str, Tensor]()
+        super().load(self._but_masters(given, masters))
+        for name, own in masters.items():
+            self._put_master(name, own)
 
-    def _taken(self, saved: str, value: Tensor) -> Tensor:
-        """This rank's part of what was saved; where a master does not round to the weight, the weight."""
-        key, _, name = saved.partition("/")
-        own = self._own(value) if value.dim() else value
-        if key != MASTER:
-            return own
-        kind, part = self.types[name], self.trained.parameters[name].detach()
-        return torch.where(own.to(kind) == part.to(kind), own, part)
+    def _but_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of what was saved; those of masters go into `masters`."""
+        for saved, value in given:
+            key, _, name = saved.partition("/")
+            if key == MASTER:
+                masters[name] = self.part_of(name, value).clone()  # else the whole file would stay
+            else:
+                yield saved, value if key == "step" else self.part_of(name, value)
 
     def _in_parts(self) -> Any:
         """The model, from here on in parts: its modules of another type than most, its layers, and the rest of it."""
@@ -151,22 +159,6 @@ class FsdpOptimized(Engine):
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:
                 yield name, found.to_local()
-
-    def _first(self, rows: int) -> int:
-        """Where this rank's part of so many rows begins."""
-        return min(rows, self.ranks.rank * -(-rows // self.ranks.count))
-
-    def _own(self, whole: Tensor) -> Tensor:
-        """This rank's part."""
-        rows = -(-len(whole) // self.ranks.count)
-        return whole[self._first(len(whole)) :][:rows]
-
-    def _whole(self, name: str, part: Tensor, everywhere: bool = False) -> Tensor:
-        """Of all ranks' parts, in their type; on the first rank, or `everywhere`."""
-        found = torch.zeros(self.shapes[name])  # in float32, which any of them fits into
-        self._own(found).copy_(part)
-        self.ranks.add(found)
-        return found.to(part.dtype) if everywhere or not self.ranks.rank else torch.empty(0)
 
 
 def _of_another_type(model: nn.Module) -> list[nn.Module]:

@@ -76,9 +76,9 @@ class LoraPolicy(TrainedPolicy):
         """The adapter, and what AdamW keeps of it."""
         return {**self._adapter(), **super().tensors()}
 
-    def like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """See `Optimized`."""
-        return {**self._adapter(), **super().like(_others(saved))}
+        return {**self._adapter(), **super().like(name for name in saved if not name.startswith(ADAPTER))}
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
@@ -207,7 +207,3 @@ def _parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]
     for name, layer in layers.items():
         yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight
         yield f"{name}.lora_B.weight", layer.lora_B[NAME].weight
-
-
-def _others(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in saved.items() if not name.startswith(ADAPTER)}

@@ -8,7 +8,7 @@ it has one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class Optimized:
             for key, value in {**kept, **({MASTER: parameter} if self.trained.wide else {})}.items()
         }
 
-    def like(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
         """Tensors of the parameters that `saved` has something of: with their shapes and types, not their values."""
         named = {name.partition("/")[2] for name in saved}
         one = torch.zeros(())

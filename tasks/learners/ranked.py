@@ -32,6 +32,7 @@ from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
 from rollflow.tasks.learners.config import Ranked
+from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
 from rollflow.tasks.learners.rank_process import (
     FAILED,
@@ -99,13 +100,11 @@ class RankedLearner:
 
     def weights(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        found: Mapping[str, Data] = self._asked("weights")
-        return found
+        return self._gathered(self._own.weights())
 
     def state(self) -> Mapping[str, Data]:
         """See `Learner`."""
-        found: Mapping[str, Data] = self._asked("state")
-        return found
+        return self._gathered(self._own.state())
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
@@ -121,6 +120,10 @@ class RankedLearner:
     @property
     def _sharded(self) -> bool:
         return self._own.sharded
+
+    def _gathered(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
+        """The first rank's files; those of a sharded learner come from all ranks, each when it is asked for."""
+        return Gathered(files, lambda file: self._asked("gathered", file)) if self._sharded else files
 
     def _asked(self, name: str, *given: Any) -> Any:
         """What the first rank's method gives; of a sharded learner it is work of all ranks."""

@@ -218,7 +218,7 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
                 "gives other weights; was it trained on another kind of machine, with other threads or another torch "
                 "build?"
             )
-        learner.load(weights, learner.state())
+        learner.load(weights, dict(learner.state()))
 
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:

@@ -5,7 +5,8 @@
 - All ranks take as many passes as the one that has the most, since in each they meet: one with fewer runs a row whose
   loss counts nothing.
 - It begins whole, so that a cold start trains the whole model; it is sharded before the first step or load.
-- What is stored has the names and shapes of the torch learner's, whole.
+- What is stored has the names and shapes of the torch learner's, whole; it is put together file by file, on the first
+  rank, when a file is asked for.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import WEIGHT, Critic, others, value_loss
 from rollflow.tasks.learners.engine import Engine
 from rollflow.tasks.learners.finite import check_figures
+from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import check_fit
+from rollflow.tasks.learners.randomness import random_state
 from rollflow.tasks.learners.reference import named_tensors
-from rollflow.tasks.learners.shards import Named
-from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.learners.shards import Named, file_of, index_of, layout
+from rollflow.tasks.learners.torch_learner import CRITIC, REFERENCE, STATE, WEIGHTS, TorchLearner
 from rollflow.tasks.learners.trained_policy import TrainedPolicy
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
@@ -42,13 +45,13 @@ class ShardedPolicy(TrainedPolicy, Engine):
         self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}
         super(TrainedPolicy, self).__init__(model, config, ranks)  # the engine's
 
-    def weights(self) -> dict[str, Tensor]:
-        """See `TrainedPolicy`; where they are, see `whole`."""
-        return {**self.whole(), **self.rest}
-
     def everywhere(self) -> dict[str, Tensor]:
         """The weights, on each rank."""
-        return {**self.whole(everywhere=True), **self.rest}
+        return {**{name: self.weight(name, everywhere=True) for name in self.types}, **self.rest}
+
+    def weights(self) -> dict[str, Tensor]:
+        """See `TrainedPolicy`; what is in parts without values: `weight` has these."""
+        return self.weights_like()
 
     def weights_like(self) -> dict[str, Tensor]:
         """See `TrainedPolicy`."""
@@ -57,10 +60,11 @@ class ShardedPolicy(TrainedPolicy, Engine):
     @torch.no_grad()
     def take(self, weights: Named) -> None:
         """See `TrainedPolicy`."""
-        given = dict(weights)
-        self.put(given)
-        for name, tensor in self.rest.items():
-            tensor.copy_(given[name])
+        for name, tensor in weights:
+            if name in self.rest:
+                self.rest[name].copy_(tensor)
+            else:
+                self.put(name, tensor)
 
 
 class ShardedCritic(Critic):
@@ -79,7 +83,8 @@ class ShardedCritic(Critic):
         if not self.begun:
             own = {f"decoder{name.removeprefix(self._decoder)}": t for name, t in self._policy_weights().items()}
             shapes = self.optimized.shapes
-            self.optimized.put({**own, **{n: torch.zeros(shapes[n]) for n in shapes if n.startswith("head.")}})
+            for name, shape in shapes.items():
+                self.optimized.put(name, torch.zeros(shape) if name.startswith("head.") else own[name])
             self.optimized.load(())
             self.begun = True
 
@@ -101,16 +106,16 @@ class ShardedCritic(Critic):
             own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
             check_fit("the critic's state does", saved, {**own, **self.optimized.like(others(saved))})
 
-    def load(self, saved: Named) -> None:
-        """See `Critic`."""
-        given = dict(saved)
-        self.begun = bool(given)
-        if given:
-            self.optimized.put({name: given[f"{WEIGHT}{name}"] for name in self.optimized.shapes})
-        self.optimized.load(others(given).items())
+    def _take(self, name: str, weight: Tensor) -> None:
+        self.optimized.put(name, weight)
+
+    def tensor(self, saved: str) -> Tensor:
+        """One of `tensors`, on the first rank."""
+        of = self.optimized
+        return of.weight(saved.removeprefix(WEIGHT)) if saved.startswith(WEIGHT) else of.tensor(saved)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.whole().items()}
+        return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
 
 
 class ShardedLearner(TorchLearner):
@@ -147,6 +152,50 @@ class ShardedLearner(TorchLearner):
             return super().logprobs(tokens)
         found = self.policy.run(lambda: torch.tensor(TorchLearner.logprobs(self, tokens), dtype=torch.float64))
         return tuple(found.tolist())
+
+    def broken(self) -> str | None:
+        """See `Learner`; each rank looks at its own parts."""
+        if not self.sharded:
+            return super().broken()
+        found = {**(self.critic.optimized.finite() if self.critic else {}), **self.policy.finite()}
+        wrong = torch.tensor([not finite for finite in found.values()], dtype=torch.float32)
+        self.ranks.add(wrong)
+        return next((name for name, ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`; a sharded one's files are `gathered` when they are asked for."""
+        return self._files([WEIGHTS]) if self.sharded else super().weights()
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`; likewise."""
+        return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
+
+    def gathered(self, file: str) -> Data:
+        """A file of the weights or the state, on the first rank; on the others nothing of use."""
+        for stem, shards in self._stored().items():
+            if file in shards:
+                return file_of({name: self._tensor(stem, name, like) for name, like in shards[file].items()})
+            if file in (index := index_of(stem, shards)):
+                return index[file]
+        raise KeyError(file)
+
+    def _files(self, stems: Sequence[str]) -> Mapping[str, Data]:
+        found = {stem: shards for stem, shards in self._stored().items() if stem in stems}
+        return Gathered([name for stem, s in found.items() for name in (*s, *index_of(stem, s))], self.gathered)
+
+    def _stored(self) -> dict[str, dict[str, dict[str, Tensor]]]:
+        """By stem and file, the tensors that are stored: on "meta" what is in parts."""
+        own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
+        roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
+        stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
+        return {stem: layout(stem, tensors, self.shard_bytes) for stem, tensors in stored.items()}
+
+    def _tensor(self, stem: str, name: str, like: Tensor) -> Tensor:
+        if like.device.type != "meta":
+            return like
+        if stem == WEIGHTS:
+            return self.policy.weight(name)
+        return self.critic.tensor(name) if self.critic and stem == CRITIC else self.policy.tensor(name)
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
         """See `Roles`."""

@@ -41,17 +41,27 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
     """File name -> pieces, for files named after `stem` ("weights/model")."""
+    shards = layout(stem, tensors, shard_bytes)
+    return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
+
+
+def layout(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
+    """Which tensors stand in which file, by the files' names; no value of them is read."""
     shards = _split(tensors, shard_bytes)
+    count = len(shards)
+    if count == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Data]:
+    """The file that says where each tensor is; none of a single file."""
     if len(shards) == 1:
-        return {f"{stem}.safetensors": _pieces(shards[0])}
-    count, files, where = len(shards), dict[str, Data](), dict[str, str]()
-    for number, shard in enumerate(shards, 1):
-        name = f"{stem}-{number:05d}-of-{count:05d}.safetensors"
-        files[name] = _pieces(shard)
-        where |= dict.fromkeys(shard, name.rpartition("/")[2])
-    total = sum(t.nbytes for t in tensors.values())
+        return {}
+    where = {name: file.rpartition("/")[2] for file, shard in shards.items() for name in shard}
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    return {**files, f"{stem}.safetensors{INDEX}": json.dumps(index, indent=2).encode()}
+    return {f"{stem}.safetensors{INDEX}": json.dumps(index, indent=2).encode()}
 
 
 def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
@@ -85,7 +95,7 @@ def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Te
     return shards
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
+def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
     """One file: the header's length, the header, then the tensors one after the other."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -18,11 +18,11 @@ from rollflow.storage.errors import NotFinite, RankFailed
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.ranked import RankedLearner
 from rollflow.tasks.learners.updates import Updates
-from tests.contracts.test_learners import batch, saved
+from tests.contracts.test_learners import batch, changed, saved
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_ranks import one_with_signal
-from tests.tasks.test_sharded import KINDS, NEAR, SOAK, alone, begun, farthest, tensors
+from tests.tasks.test_sharded import KINDS, NEAR, SOAK, alone, assert_gathered_file_by_file, begun, farthest, tensors
 from tests.tasks.test_sharded import sharded as deepspeed
 
 RATE = 1e-4
@@ -92,6 +92,11 @@ def test_it_trains_what_one_rank_trains_and_each_goes_on_from_the_other(
     for learner in (made, again):
         learner.step(batch(11), 11)
     assert farthest(tensors(made), tensors(again)) < NEAR
+    assert_gathered_file_by_file(made)
+    assert made.broken() is None
+    weights, state = saved(made)
+    made.load(weights, changed(state, lambda found: found[min(found)].view(-1)[-1].fill_(math.nan)))
+    assert str(made.broken()).startswith("exp_avg/")  # on the last rank
     made._others.end()
 
 
@@ -216,5 +221,7 @@ def test_a_policy_in_bfloat16_has_masters_in_parts(folder: Path, kind: str) -> N
     beside.step(batch(3), 3)
     made.load(stored[0], saved(beside)[1])
     assert saved(made)[0] == stored[0]  # whose masters these are not
+    made.load(*stored)
+    assert saved(made) == stored  # a critic's masters stand before its weights
     for one in (made, beside):
         one._others.end()

@@ -20,11 +20,12 @@ from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Reference, TorchTrain, TrainConfig
+from rollflow.tasks.learners.rank_process import Call
 from rollflow.tasks.learners.ranked import RankedLearner
 from rollflow.tasks.learners.shards import from_files
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
-from tests.contracts.test_learners import batch, saved
+from tests.contracts.test_learners import batch, changed, saved
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_ranks import one_with_signal
 
@@ -101,6 +102,17 @@ def tensors(made: Any) -> Mapping[str, Tensor]:
     return from_files({**made.weights(), **made.state()})
 
 
+def assert_gathered_file_by_file(made: RankedLearner) -> None:
+    """What is stored can be named without any rank's work; each file that is asked for is the work of all."""
+    asked, order = [], made._others.order
+    made._others.order = lambda given: (asked.append(given), order(given))  # type: ignore[method-assign,func-returns-value]
+    files = {**dict.fromkeys(made.weights()), **dict.fromkeys(made.state())}
+    assert (len(files), asked) == (3 if "learner/critic.safetensors" in files else 2, [])
+    assert made.state()["learner/state.safetensors"]
+    assert asked == [Call("gathered", ("learner/state.safetensors",))]
+    made._others.order = order  # type: ignore[method-assign]
+
+
 def test_what_the_section_sets_is_refused_in_the_options() -> None:
     for options in ({"gradient_clipping": 2.0}, {"zero_optimization": {"stage": 3}}):
         with pytest.raises(ValidationError, match=r"train\.options\..*: take it away; set train\."):
@@ -129,6 +141,7 @@ def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(folder: Pat
         assert {name: told[name] for name in one} == pytest.approx(one, abs=NEAR, rel=1e-4)
     assert farthest(tensors(made), tensors(torch_one)) < NEAR
     assert made.logprobs((3, 4, 5)) == pytest.approx(torch_one.logprobs((3, 4, 5)), abs=NEAR * 10)
+    assert_gathered_file_by_file(made)
     stored = saved(made)
     again = begun(folder, TorchTrain(learning_rate=1e-4, **KINDS[kind]))
     again.load(*stored)
@@ -139,6 +152,10 @@ def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(folder: Pat
     made.step(batch(11), 11)
     again.step(batch(11), 11)
     assert farthest(tensors(made), tensors(again)) < NEAR
+    assert made.broken() is None
+    weights, state = saved(made)
+    made.load(weights, changed(state, lambda found: found[min(found)].view(-1)[-1].fill_(math.nan)))
+    assert str(made.broken()).startswith("exp_avg/")  # on the other rank
     made._others.end()
 
 

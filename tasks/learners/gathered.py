@@ -1,0 +1,27 @@
+"""Files that are put together from parts on several ranks when they are asked for: whoever stores them holds few."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from rollflow.storage.objects.base import Data
+
+
+class Gathered(Mapping[str, Data]):
+    """Files by name, gathered one at a time whoever asks, and not kept. As long as what they are of does not change."""
+
+    def __init__(self, names: Iterable[str], gather: Callable[[str], Data]) -> None:
+        self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
+
+    def __getitem__(self, name: str) -> Data:
+        if name not in self._names:
+            raise KeyError(name)
+        with self._turn:
+            return self._gather(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
