@@ -113,7 +113,9 @@ class Engine(Optimized):
         """The whole of what `own` has parts of, in float32, which any of them fits into."""
         found = torch.zeros(self.shapes[name])
         self.part_of(name, found).copy_(self.own(name, key))
-        self.ranks.add(found)
+        ranks = self.ranks if everywhere else self.ranks.beside  # a step may be under way
+        assert ranks is not None
+        ranks.add(found)
         return found if everywhere or not self.ranks.rank else torch.empty(0)
 
     def _put_master(self, name: str, own: Tensor) -> None:

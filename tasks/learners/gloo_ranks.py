@@ -30,12 +30,22 @@ class GlooRanks(Ranks):
     """One of several ranks, by gloo. See `ranks`."""
 
     def __init__(
-        self, store: Store, rank: int, count: int, seconds: float, check: Callable[[], None] = lambda: None
+        self,
+        store: Store,
+        rank: int,
+        count: int,
+        seconds: float,
+        check: Callable[[], None] = lambda: None,
+        name: str = "group",
     ) -> None:
-        """All ranks of a group come here at about the same time; `seconds` bound what they do together from then on."""
+        """All ranks of a group come here at about the same time; `seconds` bound what they do together from then on.
+
+        `name`: of the group, where the same ranks have several.
+        """
         self.rank, self.count, self._check = rank, count, check
-        self.store = store
-        self._group: Any = ProcessGroupGloo(PrefixStore("group", store), rank, count, _options())
+        self.store, self._name = store, name
+        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _options())
+        self.beside: GlooRanks | None = None  # the same ranks, for what they do beside a step
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds
         self._done = 0
@@ -91,11 +101,20 @@ class GlooRanks(Ranks):
 
     def behind(self) -> list[int]:
         """Ranks that have not come as far as this one; to be asked after a failure."""
-        return [rank for rank in range(self.count) if rank != self.rank and self._came(rank) < self._done]
+        found = [rank for rank in range(self.count) if rank != self.rank and self._came(rank) < self._done]
+        return found or (self.beside.behind() if self.beside else [])
+
+    def go_beside(self) -> None:
+        """Begin to have `beside`; work of all ranks."""
+        self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside")
 
     def _came(self, rank: int) -> int:
         """How often a rank has come to do something together."""
-        return int(self.store.get(_at(rank))) if self.store.check([_at(rank)]) else 0
+        return int(self.store.get(self._at(rank))) if self.store.check([self._at(rank)]) else 0
+
+    def _at(self, rank: int) -> str:
+        """Where a rank says how often it has come to do something together."""
+        return f"{self._name}/at/{rank}"
 
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
         """In float32, whatever type they have; a rank without a gradient adds zeros."""
@@ -108,7 +127,7 @@ class GlooRanks(Ranks):
     def _together(self, begin: Callable[[], Any]) -> None:
         self._done += 1
         try:
-            self.store.set(_at(self.rank), str(self._done))
+            self.store.set(self._at(self.rank), str(self._done))
             begin().wait()
         except RuntimeError as error:
             raise Lost(str(error)) from error
@@ -133,11 +152,6 @@ def _options() -> Any:
     found._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
     found._timeout = timedelta(seconds=START_SECONDS)
     return found
-
-
-def _at(rank: int) -> str:
-    """Where a rank says how often it has come to do something together."""
-    return f"at/{rank}"
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

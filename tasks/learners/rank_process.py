@@ -1,6 +1,7 @@
 """The process of a rank that is not the first: it does what the first one orders, and nothing else.
 
     orders --> load what the first rank sends | take a step on the batch that it sends --> next order
+    files that are asked for --> its parts of them, beside the step                     --> next file
 
 - It ends with its owner, however that one ends, also where it is stopped itself: the process that it was forked from
   ends with the owner, and the kernel kills it with that one.
@@ -15,14 +16,17 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from threading import Condition, Thread
 from typing import Any
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite
@@ -31,6 +35,7 @@ from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked, TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
 from rollflow.tasks.learners.ranks import Lost, lost
+from rollflow.tasks.learners.settling import Stopped, told
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
@@ -65,6 +70,46 @@ class Call:
     given: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Give your parts of a file that is stored, as they are once `after` orders have been obeyed."""
+
+    file: str
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipes:
+    """Where a rank is told: what to do, and what to give beside it."""
+
+    orders: Connection
+    asked: Connection
+
+    def close(self) -> None:
+        """Both."""
+        self.orders.close()
+        self.asked.close()
+
+
+class Obeyed:
+    """How many orders a rank has obeyed."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, Condition()
+
+    def one_more(self) -> None:
+        """Another one."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def wait_for(self, count: int, seconds: float) -> None:
+        """Until they are so many; `Lost` if that takes longer."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._count >= count, seconds):
+                raise Lost(f"{count} orders were not obeyed within {seconds:g} s")
+
+
 def learner_of(config: Ranked) -> type[TorchLearner]:
     """What each rank runs; raises `ConfigError` where its library is not installed."""
     if isinstance(config, DeepSpeedTrain):
@@ -81,19 +126,39 @@ def learner_of(config: Ranked) -> type[TorchLearner]:
     return TorchLearner
 
 
-def run_rank(rank: int, port: int, orders: Connection, config: Ranked, start: LearnerStart) -> None:
+def run_rank(rank: int, port: int, pipes: Pipes, config: Ranked, start: LearnerStart) -> None:
     """Until the owner ends. `port` is where the owner has the ranks' store."""
     _end_with_owner()
     _be_named(f"rank {rank} of {config.ranks}")
-    store = store_at(port)
-    try:
+    store, obeyed = store_at(port), Obeyed()
+    with _ending(store, rank):
         learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends all
         store.set(ready(rank), "")
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds)
+        Thread(target=_give, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
         while True:
-            order = orders.recv()
+            order = pipes.orders.recv()
             with lost():
                 _obey(learner, ranks, order)
+            obeyed.one_more()
+
+
+def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: Obeyed) -> None:
+    """Parts of files, until the owner ends."""
+    ranks = learner.ranks
+    assert isinstance(ranks, GlooRanks)
+    with _ending(store, ranks.rank):
+        while True:
+            ask: Ask = asked.recv()
+            obeyed.wait_for(ask.after, ranks.seconds)
+            learner.gather(ask.file)
+
+
+@contextlib.contextmanager
+def _ending(store: Store, rank: int) -> Iterator[None]:
+    """How the process ends, by what its work raises."""
+    try:
+        yield
     except EOFError:
         return
     except Lost:
@@ -114,8 +179,9 @@ def _obey(learner: TorchLearner, ranks: GlooRanks, order: Call | Load | Step) ->
             learner.take(weights, state)  # each file as it comes
             learner.width, learner.blank = order.width, False
         case Step():
-            with contextlib.suppress(NotFinite):  # the first rank says it
-                learner.step(TrajectoryBatch.from_bytes(bytes(received(ranks, order.size))), order.version)
+            with contextlib.suppress(NotFinite, Stopped):  # the first rank says it
+                batch = TrajectoryBatch.from_bytes(bytes(received(ranks, order.size)))
+                learner.step(batch, order.version, partial(told, ranks))
 
 
 def sent(ranks: GlooRanks, data: Data) -> None:

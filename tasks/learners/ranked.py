@@ -7,6 +7,8 @@
   cold start, a `load`) is sent its weights and state.
 - A rank that ends, or that does not come to the others within `train.rank_seconds`, is named in one sentence
   (`RankFailed`), and all ranks end: a new learner begins from storage.
+- Nothing that is stored changes on any rank before it has settled. So ranks go on while a version is stored; files of a
+  learner in parts are gathered meanwhile, by threads and a group of ranks of their own.
 - No rank outlives this process.
 
 Each other process is forked from one that has done the imports.
@@ -20,9 +22,11 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,8 +41,10 @@ from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
 from rollflow.tasks.learners.rank_process import (
     FAILED,
     LOST,
+    Ask,
     Call,
     Load,
+    Pipes,
     Step,
     failed,
     learner_of,
@@ -47,6 +53,7 @@ from rollflow.tasks.learners.rank_process import (
     sent,
 )
 from rollflow.tasks.learners.ranks import Lost, lost
+from rollflow.tasks.learners.settling import Stopped, settled
 
 IMPORTS = "rollflow.tasks.learners.rank_imports"  # done once, in the process that ranks are forked from
 READY_SECONDS = 300.0  # for a rank to import, and to read the model
@@ -79,14 +86,15 @@ class RankedLearner:
         Raises:
             RankFailed: a rank ended, or hangs; this learner is of no more use. So do all others of a sharded learner.
         """
-        settle()  # first: the others would wait for this rank, and a slow store is no hang
+        if not self._alike:
+            settle()  # what is sent to the others is read from what is stored
         with self._together(f"version {version + 1} was trained"):
             if not self._alike:
                 self._share()
             data = batch.to_pieces()
             self._others.order(Step(version, _size(data)))
             sent(self._ranks, data)
-            return self._own.step(batch, version)
+            return self._own.step(batch, version, partial(settled, self._ranks, settle))
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""
@@ -123,7 +131,16 @@ class RankedLearner:
 
     def _gathered(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
         """The first rank's files; those of a sharded learner come from all ranks, each when it is asked for."""
-        return Gathered(files, lambda file: self._asked("gathered", file)) if self._sharded else files
+        if not self._sharded:
+            return files
+        after = self._others.ordered
+
+        def gather(file: str) -> Data:
+            with self._together(f"{file} was gathered"):
+                self._others.ask(Ask(file, after))
+                return files[file]
+
+        return Gathered(files, gather)
 
     def _asked(self, name: str, *given: Any) -> Any:
         """What the first rank's method gives; of a sharded learner it is work of all ranks."""
@@ -141,6 +158,8 @@ class RankedLearner:
                 yield
         except NotFinite:
             raise  # of all ranks alike
+        except Stopped as stopped:
+            raise stopped.error or stopped from None  # likewise
         except Lost as error:
             raise self._others.failed(what, error) from error
         except BaseException:
@@ -169,14 +188,17 @@ class Others:
     def __init__(self, config: Ranked, start: LearnerStart) -> None:
         self._config = config
         self._store = first_store()
+        self.ordered = 0  # orders that were given
         self._processes: dict[int, BaseProcess] = {}
-        self._orders: dict[int, Connection] = {}
+        self._pipes: dict[int, Pipes] = {}
         self._ranks: GlooRanks | None = None  # until all are there
         self._failed: RankFailed | None = None
+        self._failing = Lock()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([IMPORTS])
         for rank in range(1, config.ranks):
-            self._orders[rank], theirs = context.Pipe()
+            pairs = context.Pipe(), context.Pipe()
+            self._pipes[rank], theirs = (Pipes(*ends) for ends in zip(*pairs, strict=True))
             given = rank, self._store.port, theirs, config, start
             self._processes[rank] = context.Process(target=run_rank, args=given, daemon=True)
             self._processes[rank].start()
@@ -198,20 +220,22 @@ class Others:
 
     def order(self, order: Call | Load | Step) -> None:
         """Tell all of them what to do."""
-        try:
-            for orders in self._orders.values():
-                orders.send(order)
-        except OSError as error:
-            raise Lost(str(error)) from error
+        self.ordered += 1
+        _send([pipes.orders for pipes in self._pipes.values()], order)
+
+    def ask(self, ask: Ask) -> None:
+        """Have all of them give what they have of a file, whatever they do."""
+        _send([pipes.asked for pipes in self._pipes.values()], ask)
 
     def failed(self, when: str, error: Exception) -> RankFailed:
-        """Ends all of them; the error says which rank is to blame."""
-        if self._failed is None:
-            self._failed = RankFailed(
-                f"{self._blamed(error)} while {when}; all ranks end, and begin again from storage"
-            )
-            self.end()
-        return self._failed
+        """Ends all of them; the error says which rank is to blame. A step and what is beside it fail together."""
+        with self._failing:
+            if self._failed is None:
+                self._failed = RankFailed(
+                    f"{self._blamed(error)} while {when}; all ranks end, and begin again from storage"
+                )
+                self.end()
+            return self._failed
 
     def _blamed(self, error: Exception) -> str:
         """What is wrong with which rank. Those that lost another end by themselves in a moment."""
@@ -230,8 +254,8 @@ class Others:
         """End all of them."""
         for process in self._processes.values():
             process.kill()
-        for orders in self._orders.values():
-            orders.close()
+        for pipes in self._pipes.values():
+            pipes.close()
 
     def _check(self) -> None:
         if ended := [rank for rank, process in self._processes.items() if not process.is_alive()]:
@@ -246,6 +270,15 @@ class Others:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {self._config.ranks}"
+
+
+def _send(to: Sequence[Connection], what: object) -> None:
+    """`Lost` where nobody hears it."""
+    try:
+        for pipe in to:
+            pipe.send(what)
+    except OSError as error:
+        raise Lost(str(error)) from error
 
 
 def _size(data: Data) -> int:

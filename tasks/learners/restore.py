@@ -33,6 +33,7 @@ from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
+from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.run_context import RunContext
 
@@ -157,9 +158,10 @@ def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
     return tuple(sorted(n for n in published.keys() | made.keys() if published.get(n) != made.get(n)))
 
 
-def files(learner: Learner, *, state: bool = True) -> dict[str, Data]:
-    """What a version stores: name -> content."""
-    return {**learner.weights(), **(learner.state() if state else {})}
+def files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
+    """What a version stores: name -> content. A learner in parts gathers each when it is asked for."""
+    weights, rest = learner.weights(), learner.state() if state else {}
+    return Gathered([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
 
 
 def name_of(stored: StoredObject) -> str:
@@ -223,7 +225,7 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:
     """Put back what the replay made again, byte for byte; returns the paths."""
-    made: Mapping[str, Data] = files(learner)
+    made = files(learner)
     healed = []
     for stored in damaged:
         data = made[name_of(stored)]

@@ -35,6 +35,8 @@ from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import Rows
 
+Stored = dict[str, dict[str, dict[str, Tensor]]]  # tensors by name, by file, by stem
+
 
 class ShardedPolicy(TrainedPolicy, Engine):
     """A policy behind an engine; of which kind, the other base of a class that derives from this one says."""
@@ -138,6 +140,7 @@ class ShardedLearner(TorchLearner):
         weights = {name: b"".join(pieces(data)) for name, data in self.weights().items()}
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
+        self.ranks.go_beside()
         self.policy = self.engine_of_policy(self.model, self.config, self.ranks)
         if critic is not None:
             critic.shard(self.policy, self.engine(critic.model, self.config, self.ranks))
@@ -170,21 +173,25 @@ class ShardedLearner(TorchLearner):
         """See `Learner`; likewise."""
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
-    def gathered(self, file: str) -> Data:
-        """A file of the weights or the state, on the first rank; on the others nothing of use."""
-        for stem, shards in self._stored().items():
+    def gather(self, file: str) -> None:
+        """On any rank but the first: give it what is here of a file of the weights or the state."""
+        self._file(self._stored(), file)
+
+    def _files(self, stems: Sequence[str]) -> Mapping[str, Data]:
+        stored = {stem: shards for stem, shards in self._stored().items() if stem in stems}
+        names = [name for stem, shards in stored.items() for name in (*shards, *index_of(stem, shards))]
+        return Gathered(names, partial(self._file, stored))
+
+    def _file(self, stored: Stored, file: str) -> Data:
+        for stem, shards in stored.items():
             if file in shards:
                 return file_of({name: self._tensor(stem, name, like) for name, like in shards[file].items()})
             if file in (index := index_of(stem, shards)):
                 return index[file]
         raise KeyError(file)
 
-    def _files(self, stems: Sequence[str]) -> Mapping[str, Data]:
-        found = {stem: shards for stem, shards in self._stored().items() if stem in stems}
-        return Gathered([name for stem, s in found.items() for name in (*s, *index_of(stem, s))], self.gathered)
-
-    def _stored(self) -> dict[str, dict[str, dict[str, Tensor]]]:
-        """By stem and file, the tensors that are stored: on "meta" what is in parts."""
+    def _stored(self) -> Stored:
+        """What is stored now: on "meta" what is in parts."""
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
@@ -247,6 +254,7 @@ class ShardedUpdates(Updates):
         roles.ranks.add(total)
         figures = {"loss": float(total), "grad_norm": policy.clip()}
         check_figures(figures, self.seen.version)
+        self.settle()
         policy.apply()
         self.seen.updates += 1
         return figures

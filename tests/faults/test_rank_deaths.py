@@ -79,7 +79,7 @@ TROUBLE: dict[str, tuple[Callable[[RankedLearner], None], float, str]] = {
         "rank 1 of 3 did not come to the others within 3 s",
     ),
     "failing": (
-        lambda made: made._others._orders[2].send(Load({}, {}, None)),
+        lambda made: made._others._pipes[2].orders.send(Load({}, {}, None)),
         60.0,
         "rank 2 of 3 failed (Corrupt: weights do not fit the model: ",
     ),

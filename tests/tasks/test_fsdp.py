@@ -22,7 +22,17 @@ from tests.contracts.test_learners import batch, changed, saved
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_ranks import one_with_signal
-from tests.tasks.test_sharded import KINDS, NEAR, SOAK, alone, assert_gathered_file_by_file, begun, farthest, tensors
+from tests.tasks.test_sharded import (
+    KINDS,
+    NEAR,
+    SOAK,
+    alone,
+    assert_gathered_beside_a_step,
+    assert_gathered_file_by_file,
+    begun,
+    farthest,
+    tensors,
+)
 from tests.tasks.test_sharded import sharded as deepspeed
 
 RATE = 1e-4
@@ -120,6 +130,11 @@ def test_each_rank_has_its_part_and_what_four_stored_goes_on_on_any_number(folde
         assert saved(other) == stored
         other.step(batch(1), 1)
         assert farthest(tensors(other), expected) < NEAR
+
+
+@pytest.mark.long
+def test_what_is_stored_is_gathered_while_the_next_step_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_gathered_beside_a_step(in_parts(folder, **KINDS["PPO with a critic"]), monkeypatch)
 
 
 @pytest.mark.soak

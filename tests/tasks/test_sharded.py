@@ -20,12 +20,11 @@ from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Reference, TorchTrain, TrainConfig
-from rollflow.tasks.learners.rank_process import Call
 from rollflow.tasks.learners.ranked import RankedLearner
 from rollflow.tasks.learners.shards import from_files
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
-from tests.contracts.test_learners import batch, changed, saved
+from tests.contracts.test_learners import batch, changed, joined, saved
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_ranks import one_with_signal
 
@@ -104,13 +103,13 @@ def tensors(made: Any) -> Mapping[str, Tensor]:
 
 def assert_gathered_file_by_file(made: RankedLearner) -> None:
     """What is stored can be named without any rank's work; each file that is asked for is the work of all."""
-    asked, order = [], made._others.order
-    made._others.order = lambda given: (asked.append(given), order(given))  # type: ignore[method-assign,func-returns-value]
+    asked, ask = [], made._others.ask
+    made._others.ask = lambda given: (asked.append(given.file), ask(given))  # type: ignore[method-assign,func-returns-value]
     files = {**dict.fromkeys(made.weights()), **dict.fromkeys(made.state())}
     assert (len(files), asked) == (3 if "learner/critic.safetensors" in files else 2, [])
     assert made.state()["learner/state.safetensors"]
-    assert asked == [Call("gathered", ("learner/state.safetensors",))]
-    made._others.order = order  # type: ignore[method-assign]
+    assert asked == ["learner/state.safetensors"]
+    made._others.ask = ask  # type: ignore[method-assign]
 
 
 def test_what_the_section_sets_is_refused_in_the_options() -> None:
@@ -171,6 +170,35 @@ def test_a_rank_without_rows_takes_part_and_one_that_is_stopped_is_named(folder:
     os.kill(rank_of(made), signal.SIGSTOP)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 did not come to the others within 30 s"):
         made.step(one_with_signal(10), 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=SOAK), pytest.param(3, marks=SOAK)])
+def test_what_is_stored_is_gathered_while_the_next_step_runs(
+    folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_gathered_beside_a_step(sharded(folder, zero, **KINDS["PPO with a critic"]), monkeypatch)
+
+
+def assert_gathered_beside_a_step(made: RankedLearner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of its passes, and once more before anything changes; the step is what it would have been."""
+    made.step(batch(0), 0)
+    before, found = saved(made), list[object]()
+    made.step(batch(1), 1)
+    expected = saved(made)
+    made.load(*before)
+    given, loss_of = (made.weights(), made.state()), Updates.loss_of
+
+    def gather() -> None:
+        if len(found) < 2:
+            found.append(tuple(map(joined, given)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Updates, "loss_of", lambda *given, **named: (loss_of(*given, **named), gather())[0])
+        made.step(batch(1), 1, gather)
+    assert found == [before, before]
+    assert saved(made) == expected
+    made._others.end()
 
 
 @pytest.mark.long

@@ -1,0 +1,69 @@
+"""Ranks settle together: none changes anything before the first one may; here ranks are threads."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from rollflow.storage.errors import StoreFailed
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.ranks import Ranks
+from rollflow.tasks.learners.settling import Stopped, settled, told
+from tests.contracts.test_learners import batch, saved
+from tests.support.rank_threads import on_ranks
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_ranks import begun
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def settle_of(ranks: Ranks, settle: Any) -> Any:
+    """What a rank's step is given."""
+    assert isinstance(ranks, GlooRanks)
+    return partial(settled, ranks, settle) if ranks.rank == 0 else partial(told, ranks)
+
+
+def test_no_rank_changes_anything_before_the_first_one_has_settled(folder: Path) -> None:
+    stored = Event()
+
+    def work(ranks: Ranks) -> tuple[bool, bool]:
+        made = begun(folder, TorchTrain(minibatches=2), ranks)
+        before, apply, when = saved(made), made.policy.apply, list[bool]()
+        made.policy.apply = lambda: (when.append(stored.is_set()), apply())  # type: ignore[method-assign,func-returns-value]
+        made.step(batch(0), 0, settle_of(ranks, lambda: (time.sleep(0.2), stored.set())))
+        return when == [True, True], saved(made) != before
+
+    assert on_ranks(3, work) == [(True, True)] * 3
+
+
+def test_what_the_first_one_fails_with_ends_the_step_on_all_and_changes_nothing(folder: Path) -> None:
+    error = StoreFailed("the store is full")
+
+    def full() -> None:
+        raise error
+
+    def work(ranks: Ranks) -> BaseException | None:
+        made, quiet = (begun(folder, TorchTrain(), ranks) for _ in range(2))
+        before = saved(made)
+        with pytest.raises(Stopped) as caught:
+            made.step(batch(0), 0, settle_of(ranks, full))
+        assert saved(made) == before
+        for one in (made, quiet):
+            one.step(batch(1), 0)
+        assert saved(made) == saved(quiet)
+        return caught.value.error
+
+    assert on_ranks(2, work) == [error, None]
+
+
+def test_a_store_that_is_slower_than_ranks_wait_for_each_other_is_no_hang() -> None:
+    on_ranks(2, lambda ranks: settle_of(ranks, lambda: time.sleep(2.5))(), seconds=1.0)
