@@ -50,15 +50,16 @@ class Setting:
     dtype: str  # of the policy
     masters: str  # `train.master_dtype`
     ranks: int
-    learner: str  # torch or deepspeed
+    learner: str  # torch, in parts by FSDP2 (sharded), or deepspeed
     tokens: int  # of a response; 0: no step is taken, and only memory is measured
 
     @property
     def train(self) -> TrainConfig:
         """`[train]`."""
         given = {"ranks": self.ranks, "master_dtype": self.masters, "micro_tokens": 512, "warmup_versions": 0}
-        kind = DeepSpeedTrain if self.learner == "deepspeed" else TorchTrain
-        return kind.model_validate({**given, "learner": self.learner})
+        if self.learner == "deepspeed":
+            return DeepSpeedTrain.model_validate(given)
+        return TorchTrain.model_validate({**given, "sharded": self.learner == "sharded"})
 
 
 class Memory:

@@ -143,10 +143,10 @@ class DeepSpeedOptimized(Engine):
         source: Tensor = flat if key is None else self.zeroed.optimizer.state[flat][key]
         return source.detach()[begin : begin + numbers]
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
+    def place(self, name: str) -> tuple[int, int]:
         """See `Engine`."""
-        _, _, first, numbers = self._part(name) or (None, 0, 0, 0)
-        return whole.reshape(-1)[first : first + numbers]
+        _, _, begin, numbers = self._part(name) or (None, 0, 0, 0)
+        return begin, numbers
 
     def load(self, given: Named) -> None:
         """See `Optimized`."""

@@ -4,13 +4,14 @@
 
 - All ranks call everything here, in the same order.
 - What it gives has the names, shapes and types that `Optimized` has of the same parameters on one rank. It is gathered
-  a tensor at a time: each rank puts its part in its place among zeros, and the sum over ranks is the whole.
+  a tensor at a time: the other ranks send their parts of it to the first one, and hold no more than these.
 - It begins with the values that the parameters have, and no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -71,13 +72,27 @@ class Engine(Optimized):
         """This rank's part of a moment, or, without `key`, of the parameter as it is trained; no copy."""
         raise NotImplementedError
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """Where in the whole of it `own` stands; a view."""
+    def place(self, name: str) -> tuple[int, int]:
+        """Where this rank's part begins in the whole of a parameter, laid flat, and its numbers."""
         raise NotImplementedError
 
-    def weight(self, name: str, *, everywhere: bool = False) -> Tensor:
-        """A parameter, on the first rank; on the others empty, unless `everywhere`."""
-        return self._gathered(name, None, everywhere).to(self.types[name])
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """Where in the whole of it `own` stands; a view."""
+        return _piece(whole, *self.place(name)).view_as(self.own(name, None))
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter, on the first rank; on the others empty."""
+        return self._gathered(name, None).to(self.types[name])
+
+    def everywhere(self) -> dict[str, Tensor]:
+        """The parameters, whole, on each rank; not beside a step."""
+        return {name: self._everywhere(name).to(kind) for name, kind in self.types.items()}
+
+    def _everywhere(self, name: str) -> Tensor:
+        found = torch.zeros(self.shapes[name])
+        self.part_of(name, found).copy_(self.own(name, None))
+        self.ranks.add(found)
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """See `Optimized`; on "meta", without values: `tensor` has these."""
@@ -109,16 +124,29 @@ class Engine(Optimized):
         """Tensors with the names, shapes and types of the parameters, and no values."""
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
 
-    def _gathered(self, name: str, key: str | None, everywhere: bool = False) -> Tensor:
+    def _gathered(self, name: str, key: str | None) -> Tensor:
         """The whole of what `own` has parts of, in float32, which any of them fits into."""
-        found = torch.zeros(self.shapes[name])
-        self.part_of(name, found).copy_(self.own(name, key))
-        ranks = self.ranks if everywhere else self.ranks.beside  # a step may be under way
-        assert ranks is not None
-        ranks.add(found)
-        return found if everywhere or not self.ranks.rank else torch.empty(0)
+        assert self.ranks.beside is not None
+        own, places = self.own(name, key).reshape(-1).float(), self._places[name]
+        found = torch.empty(0 if self.ranks.rank else self.shapes[name])
+        self.ranks.beside.to_first(own, [_piece(found, *place) for place in places])
+        return found.add_(0.0)  # no -0: a sum over ranks had none, and runs were recorded with these
+
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[int, int]]]:
+        """Of each parameter, `place` on every rank; found out by all of them together."""
+        assert self.ranks.beside is not None
+        found = torch.zeros(self.ranks.count, len(self.types), 2, dtype=torch.int64)
+        found[self.ranks.rank] = torch.tensor([self.place(name) for name in self.types])
+        self.ranks.beside.add(found)
+        return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
     def _put_master(self, name: str, own: Tensor) -> None:
         """This rank's part of a master; where it does not round to the parameter, that stays (see `masters`)."""
         kind, now = self.types[name], self.own(name, None)
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))
+
+
+def _piece(whole: Tensor, begin: int, numbers: int) -> Tensor:
+    """A view of it, laid flat."""
+    return whole.reshape(-1)[begin : begin + numbers]

@@ -107,10 +107,12 @@ class FsdpOptimized(Engine):
         found: Tensor = part if key is None else self.adamw.state[part][key]
         return found.detach()
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
+    def place(self, name: str) -> tuple[int, int]:
         """See `Engine`."""
-        rows = -(-len(whole) // self.ranks.count)
-        return whole[self.ranks.rank * rows :][:rows]
+        shape = self.shapes[name]
+        rows, numbers = -(-shape[0] // self.ranks.count), shape[1:].numel()
+        begin, end = (min(rank * rows, shape[0]) for rank in (self.ranks.rank, self.ranks.rank + 1))
+        return begin * numbers, (end - begin) * numbers
 
     @torch.no_grad()
     def load(self, given: Named) -> None:

@@ -61,7 +61,7 @@ class GlooRanks(Ranks):
     def add(self, found: Tensor) -> None:
         """See `Ranks`."""
         if found.numel():
-            self._together(lambda: self._group.allreduce(found, timeout=self._bound))
+            self._together(lambda: self._group.allreduce(found, timeout=self._bound).wait())
 
     @torch.no_grad()
     def add_gradients(self, parameters: Iterable[nn.Parameter], loss: float) -> float:
@@ -97,7 +97,15 @@ class GlooRanks(Ranks):
 
     def from_first(self, data: Tensor) -> None:
         """Put what the first rank has in its place."""
-        self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound))
+        self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
+
+    def to_first(self, own: Tensor, parts: Sequence[Tensor]) -> None:
+        """On the first rank, put what each has as its `own` into the place of its part; all of them in one piece."""
+        if self.rank:
+            self._together(lambda: self._sent(own))
+            return
+        parts[0].copy_(own)
+        self._together(lambda: self._received(parts))
 
     def behind(self) -> list[int]:
         """Ranks that have not come as far as this one; to be asked after a failure."""
@@ -116,6 +124,15 @@ class GlooRanks(Ranks):
         """Where a rank says how often it has come to do something together."""
         return f"{self._name}/at/{rank}"
 
+    def _sent(self, own: Tensor) -> None:
+        if own.numel():
+            self._group.send([own], 0, 0).wait(self._bound)
+
+    def _received(self, parts: Sequence[Tensor]) -> None:
+        for rank, part in enumerate(parts):
+            if rank and part.numel():
+                self._group.recv([part], rank, 0).wait(self._bound)
+
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
         """In float32, whatever type they have; a rank without a gradient adds zeros."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -124,11 +141,11 @@ class GlooRanks(Ranks):
         for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter)
 
-    def _together(self, begin: Callable[[], Any]) -> None:
+    def _together(self, work: Callable[[], object]) -> None:
         self._done += 1
         try:
             self.store.set(self._at(self.rank), str(self._done))
-            begin().wait()
+            work()
         except RuntimeError as error:
             raise Lost(str(error)) from error
 

@@ -48,8 +48,8 @@ class ShardedPolicy(TrainedPolicy, Engine):
         super(TrainedPolicy, self).__init__(model, config, ranks)  # the engine's
 
     def everywhere(self) -> dict[str, Tensor]:
-        """The weights, on each rank."""
-        return {**{name: self.weight(name, everywhere=True) for name in self.types}, **self.rest}
+        """See `Engine`; the weights."""
+        return {**super().everywhere(), **self.rest}
 
     def weights(self) -> dict[str, Tensor]:
         """See `TrainedPolicy`; what is in parts without values: `weight` has these."""
