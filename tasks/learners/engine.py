@@ -106,9 +106,12 @@ class Engine(Optimized):
         found = self._gathered(name, None if key == MASTER else key)
         return found if self.wide else found.to(self.types[name])
 
-    def finite(self) -> dict[str, bool]:
-        """Of each parameter and its moments, whether all is that this rank has of it; on each rank the same names."""
-        found = {name: all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
+    def finite(self, weight: str = "") -> dict[str, bool]:
+        """Of each parameter and its moments, whether all is that this rank has of it; on each rank the same names.
+
+        `weight`: what the parameters' names begin with where they are stored.
+        """
+        found = {f"{weight}{name}": all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
         keys = [(key, name) for key in MOMENTS[1:] for name in self.changed()]
         return {**found, **{f"{key}/{name}": all_finite(self.own(name, key)) for key, name in keys}}
 

@@ -40,6 +40,7 @@ from rollflow.tasks.learners.torch_learner import TorchLearner
 
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+CHUNK = 2**25  # bytes that are sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +186,30 @@ def _obey(learner: TorchLearner, ranks: GlooRanks, order: Call | Load | Step) ->
 
 
 def sent(ranks: GlooRanks, data: Data) -> None:
-    """Give bytes to the other ranks."""
-    _broadcast(ranks, bytearray().join(pieces(data)))
+    """Give bytes to the other ranks; of them no more is copied than a chunk."""
+    for chunk in _chunks(data):
+        ranks.from_first(torch.frombuffer(chunk, dtype=torch.uint8))
 
 
 def received(ranks: GlooRanks, size: int) -> memoryview:
     """Bytes that the first rank gives."""
     data = bytearray(size)
-    _broadcast(ranks, data)
+    for begin in range(0, size, CHUNK):
+        ranks.from_first(torch.frombuffer(data, dtype=torch.uint8, count=min(CHUNK, size - begin), offset=begin))
     return memoryview(data)
 
 
-def _broadcast(ranks: GlooRanks, data: bytearray) -> None:
-    if data:
-        ranks.from_first(torch.frombuffer(data, dtype=torch.uint8))
+def _chunks(data: Data) -> Iterator[bytearray]:
+    """All of its bytes, `CHUNK` at a time."""
+    chunk = bytearray()
+    for piece in pieces(data):
+        for begin in range(0, len(piece), CHUNK):
+            chunk += piece[begin : begin + CHUNK]
+            if len(chunk) >= CHUNK:
+                yield chunk[:CHUNK]
+                chunk = chunk[CHUNK:]
+    if chunk:
+        yield chunk
 
 
 def ready(rank: int) -> str:

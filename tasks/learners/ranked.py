@@ -116,14 +116,13 @@ class RankedLearner:
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
         """See `Learner`."""
-        if not self._sharded:
+        if not self._own.can_shard:
             self._own.load(weights, state)
             self._alike = False
             return
         self._own.check(weights, state)
         with self._together("a version was loaded"):
-            self._send(weights, state)
-            self._own.take(weights.items(), state.items())
+            self._become(weights, state)
 
     @property
     def _sharded(self) -> bool:
@@ -168,10 +167,23 @@ class RankedLearner:
 
     def _share(self) -> None:
         """Make the others what this rank is."""
-        self._send(self._own.weights(), self._own.state())
+        weights, state = self._own.weights(), self._own.state()
         if self._own.can_shard:
+            self._become(weights, state)
+        else:
+            self._send(weights, state)
+        self._alike = True
+
+    def _become(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """All ranks become what these files say, each its parts of one after the other."""
+        if not self._sharded:
             self._others.order(Call("shard"))
             self._own.shard()
+        self._send(weights, state)
+        self._own.take(weights.items(), state.items())
+        if self._own.blank:
+            self._others.order(Call("try_model"))
+            self._own.try_model()
         self._alike = True
 
     def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:

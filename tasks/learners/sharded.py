@@ -1,10 +1,11 @@
 """A learner whose weights, gradients and moments are in parts on its ranks. What it trains is what `TorchLearner` does.
 
-    torch learner, whole on each rank --shard--> engines, with what it had --> step, load, weights, state: of all ranks
+    torch learner, whole or blank --shard--> engines --take--> step, load, weights, state: of all ranks
 
 - All ranks take as many passes as the one that has the most, since in each they meet: one with fewer runs a row whose
   loss counts nothing.
-- It begins whole, so that a cold start trains the whole model; it is sharded before the first step or load.
+- It begins whole, so that a cold start trains the whole model; it is sharded before the first step or load. What it is
+  then, or becomes, is sent file by file, and each rank keeps its parts.
 - What is stored has the names and shapes of the torch learner's, whole; it is put together file by file, on the first
   rank, when a file is asked for.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollflow.storage.objects.base import Data, pieces
+from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import WEIGHT, Critic, others, value_loss
 from rollflow.tasks.learners.engine import Engine
@@ -135,9 +136,7 @@ class ShardedLearner(TorchLearner):
         raise NotImplementedError
 
     def shard(self) -> None:
-        """Begin to be in parts. Work of all ranks, as all that follows it."""
-        files = {name: b"".join(pieces(data)) for name, data in self.state().items()}
-        weights = {name: b"".join(pieces(data)) for name, data in self.weights().items()}
+        """Begin to be in parts; `take` follows. Work of all ranks, as all that follows it."""
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
         self.ranks.go_beside()
@@ -147,7 +146,19 @@ class ShardedLearner(TorchLearner):
         if self.reference is not None:
             self.reference.now = self.policy.everywhere
         self.critic, self.updates, self.sharded = critic, ShardedUpdates, True
-        self.take(weights.items(), files.items())
+
+    @torch.no_grad()
+    def try_model(self) -> None:
+        """See `Roles`."""
+
+        def tried() -> Tensor:
+            TorchLearner.try_model(self)
+            return torch.zeros(())
+
+        if self.sharded:
+            self.policy.run(tried)
+        else:
+            super().try_model()
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """See `Learner`."""
@@ -160,7 +171,8 @@ class ShardedLearner(TorchLearner):
         """See `Learner`; each rank looks at its own parts."""
         if not self.sharded:
             return super().broken()
-        found = {**(self.critic.optimized.finite() if self.critic else {}), **self.policy.finite()}
+        critic = self.critic.optimized.finite(WEIGHT) if self.critic and self.critic.begun else {}
+        found = {**critic, **self.policy.finite()}
         wrong = torch.tensor([not finite for finite in found.values()], dtype=torch.float32)
         self.ranks.add(wrong)
         return next((name for name, ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)

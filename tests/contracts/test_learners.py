@@ -79,6 +79,9 @@ CASES |= {
     ),
     "DeepSpeed, ZeRO 3, critic": DeepSpeedTrain(minibatches=2, objective=PartsObjective(kind="ppo"), zero=3),
 }
+CASES["in parts, bfloat16, critic"] = TorchTrain(
+    sharded=True, ranks=2, minibatches=2, objective=PartsObjective(kind="ppo")
+)
 CASES["two ranks, critic"] = TorchTrain(warmup_versions=2, minibatches=2, objective=PartsObjective(kind="ppo"), ranks=2)
 PROBE = (3, 4, 5, 6)
 Files = dict[str, bytes]
@@ -92,8 +95,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(*always: str) -> list[ParameterSet]:
-    """All; DeepSpeed's ranks take seconds to start, so most of their tests are in `make soak`."""
-    soak = {name for name in CASES if name.startswith("DeepSpeed")} - set(always)
+    """All; ranks of learners in parts take seconds to start, so most of their tests are in `make soak`."""
+    soak = {name for name in CASES if name.startswith(("DeepSpeed", "in parts"))} - set(always)
     return [pytest.param(name, marks=[pytest.mark.soak] if name in soak else []) for name in CASES]
 
 

@@ -133,6 +133,19 @@ def test_each_rank_has_its_part_and_what_four_stored_goes_on_on_any_number(folde
 
 
 @pytest.mark.long
+def test_a_critic_that_has_not_begun_is_not_looked_at(folder: Path) -> None:
+    """Its memory is whatever was there."""
+    made = in_parts(folder, **KINDS["PPO with a critic"])
+    stored = saved(made)
+    for parameter in made.model.parameters():
+        parameter.data.fill_(math.nan)
+    made.load(*stored)
+    assert made.broken() is None
+    assert saved(made) == stored
+    made._others.end()
+
+
+@pytest.mark.long
 def test_what_is_stored_is_gathered_while_the_next_step_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_gathered_beside_a_step(in_parts(folder, **KINDS["PPO with a critic"]), monkeypatch)
 
