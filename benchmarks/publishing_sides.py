@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +27,18 @@ import transformers.models.auto.modeling_auto  # noqa: F401 - what is imported i
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import RunCreated, VersionPublished
 from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import Learner, LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.learners.freed import give_back
-from rollflow.tasks.learners.restore import files, restore
+from rollflow.tasks.learners.gathered import movers
+from rollflow.tasks.learners.restore import restore
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
 GROUPS, SIZE, PROMPT = 4, 4, 16
@@ -132,8 +134,8 @@ def published(folder: Path, setting: Setting) -> dict[str, Any]:
         began = time.monotonic()
         checked(learner)
         check = time.monotonic() - began
-        staged = (policies.stage(writer, 0, learner.weights()), policies.stage(writer, 0, learner.state()))
-        policies.publish(writer, VersionPublished(0, None, *staged))
+        weights, state = staged(policies, writer, 0, (learner.weights(), learner.state()))
+        policies.publish(writer, VersionPublished(0, None, weights, state))
         line = time.monotonic() - began
     share = sum(stored.size for stored in policies.find(0).objects)
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
@@ -158,7 +160,7 @@ def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Set
     began = time.monotonic()
     learner.step(batch(1, setting.tokens), 1)
     alone, waited = time.monotonic() - began, 0.0
-    publishing, made = Publishing(), files(learner)
+    publishing, made = Publishing(), (learner.weights(), learner.state())
 
     def settle() -> None:
         nonlocal waited
@@ -167,12 +169,19 @@ def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Set
         waited += time.monotonic() - began
 
     def stage() -> None:
-        policies.stage(writer, 1, made)
+        staged(policies, writer, 1, made)
 
     publishing.begin(stage)
     began = time.monotonic()
     learner.step(batch(2, setting.tokens), 2, settle)
     return {"step": alone, "step_beside": time.monotonic() - began, "waited": waited}
+
+
+def staged(
+    policies: PolicyStore, writer: Writer, version: int, made: Iterable[Mapping[str, Data]]
+) -> list[tuple[StoredObject, ...]]:
+    """As a learner's actor does."""
+    return [policies.stage(writer, version, files, movers(files)) for files in made]
 
 
 def checked(learner: Learner) -> None:

@@ -87,14 +87,19 @@ class PolicyStore:
 
     # --- what is published --------------------------------------------------------------------------------------
 
-    def stage(self, writer: Writer, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
-        """Upload objects of a version that is not published yet; names like "weights/model.safetensors"."""
+    def stage(
+        self, writer: Writer, version: int, files: Mapping[str, Data], movers: int = MOVERS
+    ) -> tuple[StoredObject, ...]:
+        """Upload objects of a version that is not published yet; names like "weights/model.safetensors".
+
+        `movers`: how many at a time, where each is made when it is asked for.
+        """
 
         def staged(name: str) -> StoredObject:
             path, parts = f"policies/{version:08d}/{writer.claim}/{name}", pieces(files[name])
             return StoredObject(path, sum(map(len, parts)), self.store.put(path, parts))
 
-        return tuple(each(staged, files))
+        return tuple(each(staged, files, movers))
 
     def publish(self, writer: Writer, version: VersionPublished) -> PolicyVersion:
         """Commit a version. What it was trained on is named by its batch's entry.
@@ -230,12 +235,12 @@ class PolicyStore:
         each(copied, version.weights)
 
 
-def each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def each(work: Callable[[Item], Result], items: Iterable[Item], movers: int = MOVERS) -> list[Result]:
     """Do `work` on all items, several at a time; returns the results in their order."""
     listed = list(items)
     if len(listed) < 2:
         return [work(item) for item in listed]
-    with ThreadPoolExecutor(MOVERS) as pool:
+    with ThreadPoolExecutor(movers) as pool:
         return list(pool.map(work, listed))
 
 

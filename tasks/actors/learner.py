@@ -45,6 +45,7 @@ from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.base import AGAIN, Learner
+from rollflow.tasks.learners.gathered import movers
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.run_context import RunContext, claim
@@ -311,12 +312,13 @@ class LearnerActor:
         found = {name: float(value) for name, value in metrics.items() if np.isfinite(value)}
 
         def publish() -> None:
-            staged = (
-                self.policies.stage(self.writer, version, weights),
-                self.policies.stage(self.writer, version, state),
+            weight_objects, state_objects = (
+                self.policies.stage(self.writer, version, files, movers(files)) for files in (weights, state)
             )
             told, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
-            self.policies.publish(self.writer, VersionPublished(version, batch_entry, *staged, probe, told, code))
+            self.policies.publish(
+                self.writer, VersionPublished(version, batch_entry, weight_objects, state_objects, probe, told, code)
+            )
             self._metrics = told
             self._published(version)
 

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rollflow.storage.objects.base import Data
+from rollflow.storage.policies import MOVERS
+
+GATHERED = 2  # files that are moved at a time: one is gathered while another is written
 
 
 class Gathered(Mapping[str, Data]):
@@ -25,3 +28,8 @@ class Gathered(Mapping[str, Data]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def movers(files: Mapping[str, Data]) -> int:
+    """How many of them to move at a time: each that is gathered takes memory until it is stored."""
+    return GATHERED if isinstance(files, Gathered) else MOVERS

@@ -1,0 +1,128 @@
+"""A learner in parts: while a version is stored, or loaded, no process holds the whole of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config
+
+from rollflow.storage.objects.base import pieces
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.restore import MappedFiles, files
+from tests.contracts.test_learners import batch
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there the kernel tells the most of a process"),
+]
+
+FILE = 2**22  # bytes of tensors in one, where a tensor has no more
+FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed is given back at once
+SIDE = """
+import json, sys
+from pathlib import Path
+from tests.tasks.test_memory_in_parts import SIDES
+if __name__ == "__main__":
+    print(json.dumps(SIDES[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """17 million parameters, no tensor of more than a million."""
+    found = tmp_path_factory.mktemp("policy")
+    Qwen2Config(
+        vocab_size=400,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(found)
+    return found
+
+
+def begun(folder: Path, *, blank: bool) -> RankedLearner:
+    config = TorchTrain(sharded=True, ranks=2, warmup_versions=0)
+    start = LearnerStart(folder, trained=False, blank=blank, versions=9, shard_bytes=FILE)
+    made = build_learner(config, start)
+    assert isinstance(made, RankedLearner)
+    return made
+
+
+def pids(made: RankedLearner) -> list[int]:
+    """Of all ranks, the first one first."""
+    return [os.getpid(), *(process.pid for process in made._others._processes.values() if process.pid is not None)]
+
+
+def memory(pid: int, what: str) -> int:
+    """Bytes that a process has (VmRSS), or the most that it had (VmHWM)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+class Most:
+    """The most that processes have from now on, above what they have now."""
+
+    def __init__(self, of: Iterable[int]) -> None:
+        gc.collect()
+        self._before = {pid: memory(pid, "VmRSS") for pid in of}
+        for pid in self._before:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def found(self) -> list[int]:
+        """In their order."""
+        return [memory(pid, "VmHWM") - before for pid, before in self._before.items()]
+
+
+def stores(policy: Path, folder: Path) -> list[int]:
+    """A version after a step, its files one after the other."""
+    made = begun(policy, blank=False)
+    made.step(batch(0), 0)
+    most, given = Most(pids(made)), files(made)
+    for name in given:
+        with (folder / name.replace("/", "-")).open("wb") as file:
+            file.writelines(pieces(given[name]))
+    return most.found()
+
+
+def loads(policy: Path, folder: Path) -> list[int]:
+    """What the other one stored, for the first time."""
+    weights, state = (
+        MappedFiles({path.name.replace("-", "/", 1): path for path in folder.glob(f"{part}-*")})
+        for part in ("weights", "learner")
+    )
+    made = begun(policy, blank=True)
+    most = Most(pids(made))
+    made.load(weights, state)
+    return most.found()
+
+
+SIDES = {"stores": stores, "loads": loads}
+
+
+def side(name: str, policy: Path, folder: Path) -> list[int]:
+    """What it found, in a process of its own."""
+    command = [sys.executable, "-c", SIDE, name, str(policy), str(folder)]
+    done = subprocess.run(command, env={**os.environ, **FREED}, capture_output=True, text=True, check=True)
+    return [int(most) for most in json.loads(done.stdout.splitlines()[-1])]
+
+
+def test_no_process_holds_the_whole(folder: Path, tmp_path: Path) -> None:
+    """To store is a file or two more than it has; to load, its half, a file or two, and what is imported meanwhile."""
+    most = side("stores", folder, tmp_path)
+    whole = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert max(most) < 5 * FILE < whole / 8
+    assert max(side("loads", folder, tmp_path)) < 0.75 * whole
