@@ -3,8 +3,8 @@
     step v --> check --> [ hash, upload --> commit v + 1 --> acknowledge batch v --> prune ]    the thread
                   +----> lease batch v + 1 --> forward, backward --> settle --> optimizer's step
 
-- Nothing is copied: the next step leaves the tensors alone until it has settled. It waits only where the store takes
-  longer than its forward and backward passes.
+- Nothing is copied: the next step leaves the tensors alone until it has settled, on all ranks. It waits only where the
+  store takes longer than its forward and backward passes.
 - One version at a time is on its way, and the next one is not begun before that one is committed.
 - What failed is raised by every `settle` until it is dealt with: nothing goes on behind a version that is not there.
 """
