@@ -9,15 +9,18 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 
 from rollflow.storage.errors import StoreFailed
+from rollflow.tasks.learners import settling
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.ranks import Ranks
-from rollflow.tasks.learners.settling import Stopped, settled, told
+from rollflow.tasks.learners.settling import Stopped, Word, settled, told
 from tests.contracts.test_learners import batch, saved
 from tests.support.rank_threads import on_ranks
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.waiting import HANG_SECONDS
 from tests.tasks.test_ranks import begun
 
 
@@ -53,6 +56,7 @@ def test_what_the_first_one_fails_with_ends_the_step_on_all_and_changes_nothing(
 
     def work(ranks: Ranks) -> BaseException | None:
         made, quiet = (begun(folder, TorchTrain(), ranks) for _ in range(2))
+        ranks.add(torch.zeros(1))  # all have begun, which seeds the one generator of these threads
         before = saved(made)
         with pytest.raises(Stopped) as caught:
             made.step(batch(0), 0, settle_of(ranks, full))
@@ -65,5 +69,23 @@ def test_what_the_first_one_fails_with_ends_the_step_on_all_and_changes_nothing(
     assert on_ranks(2, work) == [error, None]
 
 
-def test_a_store_that_is_slower_than_ranks_wait_for_each_other_is_no_hang() -> None:
-    on_ranks(2, lambda ranks: settle_of(ranks, lambda: time.sleep(2.5))(), seconds=1.0)
+def test_while_a_slow_store_is_waited_for_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they wait no longer for a word than for anything else. Here the store waits until the third one."""
+    heard, third, say = list[Word](), Event(), settling._say
+
+    def hear(ranks: GlooRanks, word: Word = Word.WAIT) -> Word:
+        word = say(ranks, word)
+        if ranks.rank:
+            heard.append(word)
+        if len(heard) == 3:
+            third.set()
+        return word
+
+    def slow() -> None:
+        assert third.wait(HANG_SECONDS), "nothing was said"
+
+    monkeypatch.setattr(settling, "_say", hear)
+    monkeypatch.setattr(settling, "TIMES", 1000)
+    on_ranks(2, lambda ranks: settle_of(ranks, slow)())
+    assert heard[:3] == [Word.WAIT] * 3
+    assert heard[-1] == Word.GO_ON
