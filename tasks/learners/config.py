@@ -127,6 +127,10 @@ class DeepSpeedTrain(Ranked):
     learner: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed: its ZeRO optimizers, over ranks")
     ranks: int = Field(2, gt=1, description="processes that train together, each on its part of a batch; on a CPU only")
     zero: Literal[1, 2, 3] = Field(2, description="what ranks share: moments (1), gradients too (2), weights too (3)")
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="to the processor's memory: masters and moments (optimizer); with zero = 3 weights, too (all)",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="of DeepSpeed's own config; what this section sets is refused there"
     )
@@ -139,6 +143,8 @@ class DeepSpeedTrain(Ranked):
             refuse("train.critic.model", "head", 'with learner = "deepspeed" a critic has an engine; choose "own"')
         if self.master_dtype == "policy":
             refuse("train.master_dtype", "policy", 'DeepSpeed keeps float32; choose "float32"')
+        if self.offload == "all" and self.zero < 3:
+            refuse("train.offload", "all", 'weights are in parts only with zero = 3; choose that, or "optimizer"')
         for name, own in OURS.items():
             outer, _, inner = name.partition(".")
             given = self.options.get(outer)
@@ -159,8 +165,8 @@ OURS = {
     "fp16": "policy.dtype",
     "data_types": "train.master_dtype",
     "zero_optimization.stage": "train.zero",
-    "zero_optimization.offload_optimizer": "nothing: all is in the memory of the processor",
-    "zero_optimization.offload_param": "nothing: all is in the memory of the processor",
+    "zero_optimization.offload_optimizer": "train.offload",
+    "zero_optimization.offload_param": "train.offload",
 }
 
 EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")

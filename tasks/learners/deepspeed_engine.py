@@ -208,13 +208,19 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,  # counted by itself, and by us
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
-        "zero_optimization": {"stage": config.zero},
+        "zero_optimization": {"stage": config.zero, **_offloaded(config)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": False},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**31,
     }
+
+
+def _offloaded(config: DeepSpeedTrain) -> dict[str, Any]:
+    """What is in the processor's memory, by DeepSpeed's names; not pinned, which only a GPU copies faster from."""
+    keys = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
+    return {key: {"device": "cpu", "pin_memory": False} for key in keys[config.offload]}
 
 
 def merged(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,8 @@ def test_what_the_section_sets_is_refused_in_the_options() -> None:
         with pytest.raises(ValidationError, match=r"train\.options\..*: take it away; set train\."):
             DeepSpeedTrain(options=options)
     assert DeepSpeedTrain(options={"zero_optimization": {"reduce_bucket_size": 1000}}).zero == 2
+    with pytest.raises(ValidationError, match=r"train\.offload = 'all': .*; choose that, or \"optimizer\""):
+        DeepSpeedTrain(offload="all")
 
 
 SOAK = pytest.mark.soak
@@ -124,17 +126,25 @@ SOAK = pytest.mark.soak
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("zero", "kind"),
+    ("zero", "offload", "kind"),
     [
-        (2, "PPO with a critic"),
-        (3, "PPO with a critic"),
-        pytest.param(1, "PPO with a critic", marks=SOAK),
-        *(pytest.param(z, kind, marks=SOAK) for z in (1, 2, 3) for kind in KINDS if "critic" not in kind),
+        (2, "none", "PPO with a critic"),
+        (3, "all", "PPO with a critic"),
+        pytest.param(1, "none", "PPO with a critic", marks=SOAK),
+        *(
+            pytest.param(z, "none", kind, marks=SOAK)
+            for z in (1, 2, 3)
+            for kind in KINDS
+            if z == 3 or "PPO w" not in kind
+        ),
+        *(pytest.param(z, "optimizer", "PPO with a critic", marks=SOAK) for z in (1, 2, 3)),
     ],
 )
-def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(folder: Path, zero: int, kind: str) -> None:
+def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(
+    folder: Path, zero: int, offload: str, kind: str
+) -> None:
     torch_one, expected = alone(folder, kind)
-    made = sharded(folder, zero, **KINDS[kind])
+    made = sharded(folder, zero, offload=offload, **KINDS[kind])
     for version, one in enumerate(expected):
         told = made.step(batch(version), version)
         assert {name: told[name] for name in one} == pytest.approx(one, abs=NEAR, rel=1e-4)
@@ -202,10 +212,20 @@ def assert_gathered_beside_a_step(made: RankedLearner, monkeypatch: pytest.Monke
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=SOAK), pytest.param(3, marks=SOAK)])
-def test_what_is_not_finite_changes_nothing(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("zero", "offload"),
+    [
+        (2, "none"),
+        *(pytest.param(zero, "none", marks=SOAK) for zero in (1, 3)),
+        *(pytest.param(zero, "optimizer", marks=SOAK) for zero in (1, 2)),
+        pytest.param(3, "all", marks=SOAK),
+    ],
+)
+def test_what_is_not_finite_changes_nothing(
+    folder: Path, zero: int, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is on the first rank alone; the others say so, too, and the next step is what it would have been."""
-    made, quiet = sharded(folder, zero), begun(folder, TorchTrain(learning_rate=1e-4))
+    made, quiet = sharded(folder, zero, offload=offload), begun(folder, TorchTrain(learning_rate=1e-4))
     for one in (made, quiet):
         one.step(batch(0), 0)
     before, loss_of = saved(made), Updates.loss_of
@@ -221,13 +241,21 @@ def test_what_is_not_finite_changes_nothing(folder: Path, zero: int, monkeypatch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=SOAK), pytest.param(3, marks=SOAK)])
-def test_in_bfloat16_masters_are_in_parts(folder: Path, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "offload"),
+    [
+        (2, "none"),
+        *(pytest.param(zero, "none", marks=SOAK) for zero in (1, 3)),
+        pytest.param(2, "optimizer", marks=SOAK),
+        pytest.param(3, "all", marks=SOAK),
+    ],
+)
+def test_in_bfloat16_masters_are_in_parts(folder: Path, zero: int, offload: str) -> None:
     """What differs is what bfloat16 rounds of gradients: 1 to 3% of what ten steps change, on two torch ranks, too."""
     alone, again = (
         begun(folder, TorchTrain(learning_rate=1e-4, **KINDS["GRPO, several passes"]), "bfloat16") for _ in range(2)
     )
-    made = sharded(folder, zero, "bfloat16", **KINDS["GRPO, several passes"])
+    made = sharded(folder, zero, "bfloat16", offload=offload, **KINDS["GRPO, several passes"])
     for version in range(10):
         alone.step(batch(version), version)
         made.step(batch(version), version)
