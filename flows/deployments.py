@@ -1,59 +1,99 @@
-"""The runner: serves the six flows as Prefect deployments, so that runs can be started from the UI or a schedule.
+"""The runner: serves the flows as Prefect deployments, so that runs can be started from the UI or a schedule.
 
 `python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is told to stop. It polls every
 second, because a run's stages should not wait for the default ten. A session such as `rollflow run` watches it. Without
 a session, automations do: see `services/automations.py`.
+
+A session of one run serves the six flows by the run's key. `rollflow serve` serves them by its own name, and
+`post-training` once more for each recipe: those that come with rollflow, and those of `rollflow deploy`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from uuid import UUID
 
-from prefect.deployments.runner import RunnerDeployment
 from prefect.runner import Runner
-from prefect.types.entrypoint import EntrypointType
 
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.keepalive.stages import deployment
+from rollflow.flows.locations import home
 from rollflow.flows.post_training import post_training
 from rollflow.flows.recover import recover
 from rollflow.flows.reward import reward
 from rollflow.flows.rollout import rollout
+from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_recipes
 from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
-from rollflow.flows.services.prefect_api import insist
+from rollflow.flows.services.prefect_api import INTERNAL, OF_SESSION, RECIPE, SERVED, insist
+from rollflow.flows.services.registering import Offer
 from rollflow.flows.train import train
 
 POLL_SECONDS = 1
+LOOK_SECONDS = 2.0  # for recipes that are new
 LIMIT = 40  # flow runs at a time; one run has four, and Prefect's default is 5
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
-def deployments() -> list[RunnerDeployment]:
-    """One deployment per flow, by module path: a file path would give the flow a wrong `__module__`."""
-    name, by_module = deployment(), EntrypointType.MODULE_PATH
-    made = [flow.to_deployment(name=name, entrypoint_type=by_module, description=flow.__doc__) for flow in FLOWS]
-    return cast(list[RunnerDeployment], made)  # outside an event loop it answers at once
+def deployments() -> list[Offer]:
+    """The six flows under the name of this runner."""
+    name = deployment()
+    tags = (INTERNAL,) if name == SERVED else (INTERNAL, OF_SESSION)
+    return [Offer(flow, name, description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
 
 
-async def serve(made: Sequence[RunnerDeployment], ready: Path | None, *, automations: bool) -> None:
+def of_recipe(recipe: ServedRecipe) -> Offer:
+    """`post-training` with a recipe as its defaults."""
+    config = recipe.config.model_dump(mode="json")
+    text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
+    return Offer(post_training, recipe.config.name, {"config": config}, text, (RECIPE,), hidden=("storage",))
+
+
+def of_recipes() -> list[Offer]:
+    """One deployment for each recipe that is served here; a file that is no recipe any more is told and left."""
+    return [of_recipe(recipe) for recipe in served_recipes(lambda wrong: print(wrong, file=sys.stderr, flush=True))]
+
+
+async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool, recipes: bool = False) -> None:
     """Register the deployments and run what is asked of them."""
     beat = HEARTBEAT_SECONDS if automations else None
     runner = Runner(
         name="rollflow", query_seconds=POLL_SECONDS, pause_on_shutdown=False, limit=LIMIT, heartbeat_seconds=beat
     )
     ids: dict[str, UUID] = {}
-    for one in made:
-        ids[str(one.flow_name)] = await runner.aadd_deployment(one)
-    if automations:
-        await asyncio.to_thread(insist, lambda: install(deployment(), ids))
+
+    async def add(offers: Iterable[Offer]) -> None:
+        for one in offers:
+            ids[f"{one.flow_name}/{one.name}"] = await runner.aadd_deployment(cast(Any, one))
+        if automations:
+            await asyncio.to_thread(insist, lambda: install(deployment(), ids))
+
+    await add([*made, *(of_recipes() if recipes else ())])
     if ready:
         ready.touch()
+    following = asyncio.create_task(_follow_recipes(add)) if recipes else None
     await runner.start()
+    if following:
+        following.cancel()
+
+
+async def _follow_recipes(add: Any) -> None:
+    """Serve the recipes that `rollflow deploy` names while this runner lives."""
+    seen = _written()
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if (now := _written()) != seen:
+            seen = now
+            await add(of_recipes())
+
+
+def _written() -> int:
+    file = recipes_file(home())
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def main() -> None:
@@ -61,7 +101,8 @@ def main() -> None:
     parser.add_argument("--ready", type=Path, help="a file to make once the deployments are registered")
     parser.add_argument("--no-automations", action="store_true", help="somebody else starts crashed runs again")
     given = parser.parse_args()
-    asyncio.run(serve(deployments(), given.ready, automations=not given.no_automations))
+    recipes = deployment() == SERVED
+    asyncio.run(serve(deployments(), given.ready, automations=not given.no_automations, recipes=recipes))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from uuid import UUID, uuid4
 
 from rollflow.flows.keepalive.services import RAY, RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.locations import home
-from rollflow.flows.services.prefect_api import api, crash_orphans, going, insist, start
+from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, going, insist, start
 from rollflow.flows.services.process import PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
+from rollflow.flows.services.registering import sweep, withdraw
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
@@ -31,7 +32,6 @@ from rollflow.tasks.run_context import RunContext
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 1.0
-SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
 
 
 def check_addresses(config: RunConfig, store: str) -> None:
@@ -159,10 +159,15 @@ def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Sessi
         start_together(*services.values(), meanwhile=_import_prefect)
         if server or name != SERVED:  # nobody else serves these deployments
             insist(lambda: crash_orphans(name, "its session died", scheduled=True))
+            insist(sweep)
         runner.start()
         yield Session(name, page, services | {RUNNER: runner})
     finally:
-        stop_together(*services.values(), runner)
+        runner.stop()
+        if runner.pid > 0:  # it may have registered them
+            with contextlib.suppress(Unreachable):
+                withdraw(name)
+        stop_together(*services.values())
 
 
 def _import_prefect() -> None:

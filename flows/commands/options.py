@@ -69,6 +69,10 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
     serve.set_defaults(verb="serve")
 
+    deploy = commands.add_parser("deploy", help="make each recipe of a folder a deployment in the Prefect UI")
+    deploy.add_argument("folder", type=Path)
+    deploy.set_defaults(verb="deploy")
+
     doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
     doctor.add_argument("--json", action="store_true", help="one JSON list")
     doctor.set_defaults(verb="doctor")

@@ -9,8 +9,9 @@ import threading
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import home
+from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
-from rollflow.flows.session import SERVED, open_session
+from rollflow.flows.session import open_session
 from rollflow.flows.views.tracking import VIEW
 
 

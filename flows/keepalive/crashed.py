@@ -19,7 +19,7 @@ from uuid import UUID
 
 from rollflow.flows.keepalive.restarts import GaveUp, Pending, pause_after
 from rollflow.flows.locations import attach_run, context_of, run_id_of, store_uri
-from rollflow.flows.services.prefect_api import api, emit, flow_state, supervisors
+from rollflow.flows.services.prefect_api import api, emit, flow_state, served, supervisors
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.journal.recoveries import Notes
@@ -64,7 +64,7 @@ class Successor:
 
 
 class PickUp:
-    """Follows up the crashed supervisors of one deployment, for as long as it is looked at."""
+    """Follows up the crashed supervisors of a runner's deployments, for as long as it is looked at."""
 
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
@@ -75,9 +75,9 @@ class PickUp:
         """Follow up the crashes that are new; one that cannot be is told once and left."""
         self._starting = [successor for successor in self._starting if not is_up(successor)]
         with contextlib.suppress(Unreachable), api() as client:
-            here = client.read_deployment_by_name(f"post-training/{self._deployment}").id
+            here = {one.id for one in client.read_deployments(deployment_filter=served(self._deployment))}
             for run in supervisors(client):
-                new = run.deployment_id == here and run.state_type == "CRASHED" and run.id not in self._seen
+                new = run.deployment_id in here and run.state_type == "CRASHED" and run.id not in self._seen
                 if new and self._followed_up(run, log):
                     self._seen.add(run.id)
 

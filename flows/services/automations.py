@@ -26,7 +26,7 @@ ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
 def install(deployment: str, ids: Mapping[str, UUID]) -> None:
-    """Create or replace the two automations. `ids` are the deployments' ids by the name of their flow."""
+    """Create or replace the two automations. `ids` are the deployments' ids by their names: flow/deployment."""
     with api() as client:
         for automation in (silent_flow_runs(deployment, ids), crashed_supervisors(deployment, ids)):
             there = client.read_automations_by_name(automation.name)
@@ -64,11 +64,11 @@ def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
     trigger = EventTrigger(
         expect={"prefect.flow-run.Crashed"},
         match=_resource({"prefect.resource.id": "prefect.flow-run.*"}),
-        match_related=_of(ids["post-training"]),
+        match_related=_of(*(one for name, one in ids.items() if name.startswith("post-training/"))),
         for_each={"prefect.resource.id"},
     )
     crashed = {"__prefect_kind": "jinja", "template": "{{ flow_run.id }}"}
-    action = RunDeployment(deployment_id=ids["recover"], parameters={"flow_run_id": crashed})
+    action = RunDeployment(deployment_id=ids[f"recover/{deployment}"], parameters={"flow_run_id": crashed})
     return _automation(f"rollflow: {deployment}: crashed supervisors start again", trigger, action)
 
 
@@ -85,7 +85,7 @@ def _automation(name: str, trigger: Any, action: Any) -> Any:
 
 
 def _of(*deployments: UUID) -> Any:
-    which = [f"prefect.deployment.{one}" for one in deployments]
+    which = sorted(f"prefect.deployment.{one}" for one in deployments)
     return _resource({"prefect.resource.role": "deployment", "prefect.resource.id": which})
 
 

@@ -29,6 +29,8 @@ CALL_SECONDS = 5.0
 RETRIES = 2  # after 2 and 4 s, where the server answers that it cannot (SQLite is locked) or not at all any more
 INSIST_SECONDS = 60.0
 PAGE = 200  # flow runs the server gives at once
+SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
+INTERNAL, RECIPE, OF_SESSION = "internal", "recipe", "of one command"  # tags of deployments
 
 
 @contextmanager
@@ -141,21 +143,24 @@ def created_at(flow_run: FlowRun) -> float:
     return flow_run.created.timestamp() if flow_run.created else 0.0
 
 
+def served(deployment: str) -> Any:
+    """A filter: the deployments of this name; `SERVED` has those of recipes, too."""
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
+
+    if deployment != SERVED:
+        return DeploymentFilter(name=DeploymentFilterName(any_=[deployment]))
+    either: Any = {"operator": "or_", "tags": DeploymentFilterTags(all_=[RECIPE])}
+    return DeploymentFilter(name=DeploymentFilterName(any_=[deployment]), **either)
+
+
 def going(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
     """The flow runs of a deployment that have not ended."""
-    from prefect.client.schemas.filters import (
-        DeploymentFilter,
-        DeploymentFilterName,
-        FlowRunFilter,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-    )
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 
     open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
-    here = DeploymentFilter(name=DeploymentFilterName(any_=[deployment]))
-    return client.read_flow_runs(flow_run_filter=unfinished, deployment_filter=here, limit=PAGE)
+    return client.read_flow_runs(flow_run_filter=unfinished, deployment_filter=served(deployment), limit=PAGE)
 
 
 def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:

@@ -268,10 +268,8 @@ def test_automations_are_installed_once(deployment: str) -> None:
         supervisor = client.read_deployment_by_name(f"post-training/{deployment}").id
         recover = client.create_deployment(flow_id=client.create_flow_from_name("recover"), name=deployment)
     seen = []
-    for ids in ({"post-training": supervisor, "recover": recover},) * 2 + (
-        {"post-training": recover, "recover": recover},
-    ):
-        install(deployment, ids)
+    for first in (supervisor, supervisor, recover):
+        install(deployment, {f"post-training/{deployment}": first, f"recover/{deployment}": recover})
         with api() as client:
             seen.append(
                 {one.name: (one.id, one.description) for one in client.read_automations() if deployment in one.name}

@@ -14,7 +14,6 @@ from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from prefect.types.entrypoint import EntrypointType
 
 from rollflow.flows.locations import attach_run
 from rollflow.flows.views.status import STATUS, Phase, RunStatus
@@ -49,6 +48,7 @@ def post_training(config: dict[str, Any], run_id: str | None = None, storage: st
 def main() -> None:
     from rollflow.flows.deployments import serve
     from rollflow.flows.recover import recover
+    from rollflow.flows.services.registering import Offer
     from tests.support.trivial_supervisor import (
         post_training,  # not the one of `__main__`: flow processes import it by name
     )
@@ -57,9 +57,9 @@ def main() -> None:
     parser.add_argument("--ready", type=Path)
     parser.add_argument("--automations", action="store_true")
     given = parser.parse_args()
-    by_module = EntrypointType.MODULE_PATH
-    made: Any = [one.to_deployment(name=NAME, entrypoint_type=by_module) for one in (post_training, recover)]
-    asyncio.run(serve(made, given.ready, automations=given.automations))
+    asyncio.run(
+        serve([Offer(one, NAME) for one in (post_training, recover)], given.ready, automations=given.automations)
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,19 @@
+"""`rollflow deploy FOLDER`: each recipe of a folder becomes a deployment in the Prefect UI."""
+
+from __future__ import annotations
+
+import argparse
+
+from rollflow.flows.commands import OK
+from rollflow.flows.locations import home
+from rollflow.flows.served_recipes import add_folder, recipes_of
+
+
+def command(options: argparse.Namespace) -> int:
+    """Check the recipes, and have them served by `rollflow serve`, now or when it starts."""
+    recipes = recipes_of(options.folder)
+    add_folder(home(), options.folder.absolute())
+    for recipe in recipes:
+        print(f"post-training/{recipe.config.name}  {recipe.file}")
+    print("a `rollflow serve` of this home serves them: one that runs within seconds, else from its next start on")
+    return OK

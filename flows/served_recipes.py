@@ -1,0 +1,97 @@
+"""The recipes that `rollflow serve` offers in the Prefect UI: those of rollflow, and folders that were deployed.
+
+`rollflow deploy FOLDER` adds a folder. Which ones there are is kept in `deployed.json` in the run home.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollflow.flows.config import load_recipe
+from rollflow.flows.locations import home
+from rollflow.flows.services.prefect_api import SERVED
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+
+SHIPPED = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRecipe:
+    """A recipe, where it was read, and the comment that it begins with."""
+
+    config: RunConfig
+    file: Path
+    about: str
+
+
+def recipes_file(place: Path) -> Path:
+    """Where the deployed folders are kept."""
+    return place / "deployed.json"
+
+
+def folders(place: Path) -> list[Path]:
+    """The folders whose recipes are served, rollflow's own first."""
+    file = recipes_file(place)
+    return [SHIPPED, *(Path(one) for one in (json.loads(file.read_text()) if file.exists() else []))]
+
+
+def add_folder(place: Path, folder: Path) -> None:
+    """Serve the recipes of `folder` from now on. To add it again makes a runner read it again."""
+    kept = [str(one) for one in folders(place)[1:] if one != folder]
+    place.mkdir(parents=True, exist_ok=True)
+    new = recipes_file(place).with_suffix(".new")
+    new.write_text(json.dumps([*kept, str(folder)]))
+    new.replace(recipes_file(place))
+
+
+def recipes_of(folder: Path) -> list[ServedRecipe]:
+    """The recipes of a folder.
+
+    Raises:
+        ConfigError: there is none, one is wrong, or two have one name.
+    """
+    files = sorted(folder.glob("*.toml"))
+    if not files:
+        raise ConfigError(f"there is no recipe in {str(folder)!r}; name a folder with *.toml files")
+    found: dict[str, ServedRecipe] = {}
+    for file in files:
+        recipe = _read(file)
+        name = recipe.config.name
+        if name == SERVED or name in found:
+            other = "rollflow's own flows" if name == SERVED else f"{found[name].file.name!r}"
+            raise ConfigError(f"{str(file)!r}: name = {name!r} is that of {other}, too; give it another name")
+        found[name] = recipe
+    return list(found.values())
+
+
+def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
+    """Every recipe that is served in this home, of one name the one deployed last; `tell` hears what is wrong."""
+    found: dict[str, ServedRecipe] = {}
+    for folder in folders(home()):
+        try:
+            found |= {recipe.config.name: recipe for recipe in recipes_of(folder)}
+        except ConfigError as error:
+            tell(f"not served: {error}")
+    return list(found.values())
+
+
+def _read(file: Path) -> ServedRecipe:
+    try:
+        config = load_recipe(file, [])
+    except ConfigError as error:
+        raise ConfigError(f"{str(file)!r}: {error}") from None
+    return ServedRecipe(config, file, _comment(file))
+
+
+def _comment(file: Path) -> str:
+    """The comment that the file begins with."""
+    lines = []
+    for line in file.read_text(encoding="utf-8-sig").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    return " ".join(lines)

@@ -1,0 +1,164 @@
+"""What is registered as a deployment, and how: registering again keeps what a person made in the Prefect UI.
+
+Prefect's own upsert replaces the schedules, the default parameters, the description and the tags. Here:
+
+- schedules and the pause are never sent after a deployment is made;
+- of its parameters, description, tags and limit, those are sent that are still as they were registered last. A digest
+  of what they were then is kept in the deployment's version;
+- the entrypoint and the form are ours: they follow the code.
+
+Where nothing differs nothing is sent, so that the runs that a schedule has planned stay, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from rollflow.flows.services.prefect_api import OF_SESSION, api, insist
+
+if TYPE_CHECKING:
+    from prefect import Flow
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
+
+SILENT_SECONDS = 120.0  # a session's runner asks for work every second
+PERSONS = ("parameters", "description", "tags", "concurrency_limit")  # what a person may change on the page
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One deployment as it is offered to a Prefect server. `limit` is of flow runs at a time; more are cancelled."""
+
+    flow: Flow[Any, Any]
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""
+    tags: tuple[str, ...] = ()
+    limit: int | None = None
+    hidden: tuple[str, ...] = ()  # parameters that the form does not show
+    storage: None = None  # a runner asks
+
+    @property
+    def flow_name(self) -> str:
+        return self.flow.name
+
+    @property
+    def entrypoint(self) -> str:
+        """By module: a path would give the flow a wrong `__module__`."""
+        return f"{self.flow.fn.__module__}.{self.flow.fn.__name__}"
+
+    async def aapply(self) -> UUID:
+        """Register it; what `prefect.Runner` calls."""
+        return await asyncio.to_thread(insist, lambda: register(self))
+
+
+def register(offer: Offer) -> UUID:
+    """Make or update the deployment; returns its id."""
+    from prefect.exceptions import ObjectNotFound
+
+    with api() as client:
+        try:
+            there = client.read_deployment_by_name(f"{offer.flow_name}/{offer.name}")
+        except ObjectNotFound:
+            return _create(client, offer)
+        _update(client, there, offer)
+        return there.id
+
+
+def _create(client: SyncPrefectClient, offer: Offer) -> UUID:
+    from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+
+    cancel = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
+    return client.create_deployment(
+        flow_id=client.create_flow_from_name(offer.flow_name),
+        concurrency_options=cancel if offer.limit else None,
+        enforce_parameter_schema=True,
+        **_ours(offer),
+        **_persons(offer),
+        name=offer.name,
+    )
+
+
+def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Offer) -> None:
+    from prefect.client.schemas.actions import DeploymentUpdate
+
+    last, now = (there.version or "").rpartition(" ")[2].split("."), _persons(offer)
+    untouched = [digest == _digest(_there(there, name)) for name, digest in zip(PERSONS, last, strict=False)]
+    ours = {name: now[name] for name, as_it_was in zip(PERSONS, untouched, strict=False) if as_it_was}
+    sent = _ours(offer) | ours
+    digests = [_digest(now[name]) if name in ours else old for name, old in zip(PERSONS, last, strict=False)]
+    sent["version"] = f"{version('rollflow')} {'.'.join(digests)}"
+    if changed := {name: value for name, value in sent.items() if value != _there(there, name)}:
+        client.update_deployment(there.id, DeploymentUpdate(**changed))
+
+
+def _ours(offer: Offer) -> dict[str, Any]:
+    """What follows the code, whatever a person did."""
+    digests = ".".join(_digest(value) for value in _persons(offer).values())
+    return {
+        "entrypoint": offer.entrypoint,
+        "parameter_openapi_schema": form(offer.flow, offer.hidden),
+        "version": f"{version('rollflow')} {digests}",
+    }
+
+
+def _persons(offer: Offer) -> dict[str, Any]:
+    values = (dict(offer.parameters), offer.description, sorted(offer.tags), offer.limit)
+    return dict(zip(PERSONS, values, strict=True))
+
+
+def _there(there: DeploymentResponse, name: str) -> Any:
+    if name == "concurrency_limit":
+        return there.global_concurrency_limit.limit if there.global_concurrency_limit else None
+    if name == "tags":
+        return sorted(there.tags)
+    return getattr(there, name)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> dict[str, Any]:
+    """The form that the UI shows for a flow's parameters, as a JSON schema."""
+    from prefect.utilities.callables import parameter_schema
+
+    schema: dict[str, Any] = parameter_schema(flow).model_dump(mode="json", exclude_unset=True)
+    schema["properties"] = {name: one for name, one in schema["properties"].items() if name not in hidden}
+    return schema
+
+
+def withdraw(name: str) -> None:
+    """Delete the deployments of this name: their session ends."""
+    with api() as client:
+        for one in _tagged(client, OF_SESSION):
+            if one.name == name:
+                client.delete_deployment(one.id)
+
+
+def sweep() -> list[str]:
+    """Delete deployments of sessions that died: nobody has asked for their work for long. Returns their names."""
+    with api() as client:
+        dead = [one for one in _tagged(client, OF_SESSION) if _silent(one)]
+        for one in dead:
+            client.delete_deployment(one.id)
+    return sorted({one.name for one in dead})
+
+
+def _tagged(client: SyncPrefectClient, tag: str) -> list[DeploymentResponse]:
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
+
+    return client.read_deployments(deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[tag])))
+
+
+def _silent(one: DeploymentResponse) -> bool:
+    asked = one.last_polled or one.created
+    return asked is not None and time.time() - asked.timestamp() > SILENT_SECONDS

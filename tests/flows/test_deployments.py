@@ -1,0 +1,167 @@
+"""Deployments: what a person made in the UI stays whoever registers again; what one command registered goes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+from rollflow.flows.evaluate import evaluate
+from rollflow.flows.services import registering
+from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, going, start
+from rollflow.flows.services.process import PrefectServer, Runner
+from rollflow.flows.services.registering import Offer, register, sweep, withdraw
+from tests.support.prefect_home import give
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
+
+BUSY = 503
+CRON = {"cron": "0 2 * * *", "timezone": "Europe/Berlin"}
+RECIPE = '# A small one.\nname = "{name}"\nversions = {versions}\n[policy]\npath = "p"\n'
+
+
+class Page:
+    """What the Prefect UI does, by the HTTP API that it uses."""
+
+    def __init__(self, server: PrefectServer) -> None:
+        user, _, secret = server.env["PREFECT_API_AUTH_STRING"].partition(":")
+        self._client = httpx.Client(base_url=server.api_url, auth=(user, secret), timeout=60)
+
+    def ask(self, how: str, where: str, what: Any = None) -> Any:
+        while (answer := self._client.request(how, where, json=what)).status_code == BUSY:
+            time.sleep(1)  # SQLite was locked for longer than the server waits
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+    def read(self, name: str) -> dict[str, Any]:
+        return dict(self.ask("GET", f"/deployments/name/{name}"))
+
+    def all(self) -> set[str]:
+        return {one["name"] for one in self.ask("POST", "/deployments/filter", {})}
+
+    def change(self, name: str, **what: Any) -> None:
+        self.ask("PATCH", f"/deployments/{self.read(name)['id']}", what)
+
+    def schedule(self, name: str) -> None:
+        self.ask("POST", f"/deployments/{self.read(name)['id']}/schedules", [{"active": True, "schedule": CRON}])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
+    home = tmp_path_factory.mktemp("deployments")
+    give(prefect_database, home)
+    server = PrefectServer(home)
+    auth = server.env["PREFECT_API_AUTH_STRING"]
+    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
+        yield server
+
+
+@pytest.fixture
+def offer(server: PrefectServer) -> Offer:
+    return Offer(evaluate, f"o-{uuid.uuid4().hex[:6]}", {"version": 3}, "as we say", ("ours",))
+
+
+def test_what_a_person_changed_stays_and_the_rest_follows_the_code(server: PrefectServer, offer: Offer) -> None:
+    page, name = Page(server), f"evaluate/{offer.name}"
+    made = register(offer)
+    assert page.read(name)["parameters"] == {"version": 3}
+    page.schedule(name)
+    page.change(name, paused=True)
+    page.change(name, description="mine")
+    newer = replace(offer, parameters={"version": 4}, description="as we say now", tags=("ours", "new"))
+    for _ in range(2):
+        assert register(newer) == made
+        there = page.read(name)
+        assert (there["description"], there["parameters"], there["tags"]) == ("mine", {"version": 4}, ["new", "ours"])
+        assert there["paused"]
+        assert [one["schedule"]["cron"] for one in there["schedules"]] == [CRON["cron"]]
+    page.change(name, parameters={"version": 9}, tags=["hers"])
+    register(replace(newer, parameters={"version": 5}, tags=()))
+    assert (page.read(name)["parameters"], page.read(name)["tags"]) == ({"version": 9}, ["hers"])
+    page.change(name, parameters={"version": 4})  # as it was registered last: ours again
+    register(replace(newer, parameters={"version": 5}))
+    assert page.read(name)["parameters"] == {"version": 5}
+
+
+def test_where_nothing_differs_nothing_is_sent(server: PrefectServer, offer: Offer) -> None:
+    """An update would drop the flow runs that a schedule has planned."""
+    page, name = Page(server), f"evaluate/{offer.name}"
+    register(offer)
+    before = page.read(name)["updated"]
+    register(offer)
+    assert page.read(name)["updated"] == before
+
+
+def test_deployments_of_one_command_go_with_it_and_those_of_dead_ones_are_swept(
+    server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, living, dead = Page(server), *(replace(offer, name=f"{w}-{offer.name}", tags=(OF_SESSION,)) for w in "ld")
+    for one in (offer, living, dead):
+        register(one)
+    assert sweep() == []
+    monkeypatch.setattr(registering, "_silent", lambda one: one.name == dead.name)
+    assert sweep() == [dead.name]
+    assert {offer.name, living.name} <= page.all()
+    withdraw(living.name)
+    withdraw(offer.name)  # a person's, or served for all: no session's to delete
+    assert living.name not in page.all()
+    assert offer.name in page.all()
+
+
+def serving(server: PrefectServer, home: Path) -> Runner:
+    env = server.env | {"ROLLFLOW_HOME": str(home), "ROLLFLOW_DEPLOYMENT": SERVED}
+    ready = home / "ready"
+    arguments = ["--ready", str(ready), "--no-automations"]
+    return Runner(home / "runner.log", env, arguments=arguments, ready=ready, start_seconds=180)
+
+
+def test_a_schedule_a_pause_and_a_default_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
+    """The runner of `serve` is ended, started again, killed, and started again; a folder is deployed meanwhile."""
+    page, recipes = Page(server), tmp_path / "recipes"
+    recipes.mkdir()
+    (recipes / "a.toml").write_text(RECIPE.format(name="mine", versions=7))
+    (tmp_path / "deployed.json").write_text(json.dumps([str(recipes)]))
+    name = "post-training/mine"
+    with serving(server, tmp_path) as runner:
+        there = page.read(name)
+        assert there["parameters"]["config"]["versions"] == 7
+        assert there["tags"] == ["recipe"]
+        assert there["description"].startswith("A small one.")
+        assert "storage" not in there["parameter_openapi_schema"]["properties"]
+        assert page.read("rollout/rollflow")["tags"] == ["internal"]
+        assert "arithmetic" in page.all()
+        page.schedule(name)
+        page.change(name, paused=True)
+        mine = there["parameters"] | {"config": there["parameters"]["config"] | {"versions": 11}}
+        page.change(name, parameters=mine)
+        (recipes / "b.toml").write_text(RECIPE.format(name="another", versions=3))
+        (tmp_path / "deployed.json").write_text(json.dumps([str(recipes), str(recipes)]))
+        until(lambda: "another" in page.all())
+        runner.restart()
+        os.kill(runner.processes[0], signal.SIGKILL)
+        until(lambda: not runner.running)
+        runner.restart()
+        there = page.read(name)
+    assert there["paused"]
+    assert [one["schedule"]["timezone"] for one in there["schedules"]] == [CRON["timezone"]]
+    assert there["parameters"]["config"]["versions"] == 11
+
+
+def test_flow_runs_of_recipes_belong_to_who_serves(server: PrefectServer, offer: Offer) -> None:
+    other = replace(offer, tags=("recipe",))
+    register(other)
+    with api() as client:
+        run = start(client, "evaluate", other.name, {"run": "/somewhere/a"})
+        assert run in {one.id for one in going(client, SERVED)}
+        assert run not in {one.id for one in going(client, "rollflow-else")}
