@@ -1,7 +1,8 @@
 """What `rollflow run` holds while a run lasts: a Prefect server, a Ray cluster, a runner. What is not given is private.
 
 Everything that it started ends with it, whatever the reason. What it did not start (`PREFECT_API_URL`,
-`cluster.address`) is used and left as it was. A service that it started is started again when it dies
+`cluster.address`, a stack that is up) is used and left as it was; the Prefect server is the home's, and ends with the
+last command that uses it. A service that it started is started again when it dies
 (`keepalive.services`), and so is the run's supervisor (`keepalive.supervisor`).
 """
 
@@ -14,13 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from uuid import UUID, uuid4
 
 from rollflow.flows.keepalive.services import RAY, RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.locations import home
-from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, going, insist, start
+from rollflow.flows.services import stack
+from rollflow.flows.services.home_server import HomeServer
+from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, flow_state, going, insist, start
 from rollflow.flows.services.process import PrefectServer, Runner, Service, start_together, stop_together
+from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.flows.services.registering import sweep, withdraw
@@ -32,6 +37,8 @@ from rollflow.tasks.run_context import RunContext
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 1.0
+CANCEL_SECONDS = 60.0
+STACK = "stack"
 
 
 def check_addresses(config: RunConfig, store: str) -> None:
@@ -40,7 +47,7 @@ def check_addresses(config: RunConfig, store: str) -> None:
     Every node of the cluster must reach the run's `store`, too.
     """
     check_store_reach(store, config.cluster.address)
-    if url := os.environ.get("PREFECT_API_URL"):
+    if url := prefect_url():
         check_prefect(url)
     check_ray(config.cluster.address)
     if config.cluster.address != "auto" and open_store(store).local_path("runs"):
@@ -54,19 +61,16 @@ def check_addresses(config: RunConfig, store: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """The services of one command, by role. `page` is the Prefect UI; a private one asks for what `login` says."""
+    """The services of one command, by role. `page` is the Prefect UI; a private one asks for what `login` says.
+
+    `environment` is what a process needs to use them. Where the session found a stack that is up, it holds no services.
+    """
 
     deployment: str
     page: str
     services: Mapping[str, Service]
-
-    @property
-    def login(self) -> str:
-        """How a person gets what the page asks for; "" if the server is not ours."""
-        server = self.services.get(SERVER)
-        if not isinstance(server, PrefectServer):
-            return ""
-        return f" (asks for what this prints: cat {shlex.quote(str(server.auth_file))})"
+    login: str = ""  # how a person gets what the page asks for; "" if the server is not ours
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self, context: RunContext) -> UUID:
         """Start the supervisor's flow run."""
@@ -117,12 +121,18 @@ class Session:
 
     def cancel(self, context: RunContext) -> None:
         """End the run's flow runs as cancelled, and its actors if the cluster is not ours to stop."""
-        self._cancel_flows()
-        if context.config.cluster.address != "auto":
+        if RUNNER in self.services:
+            self._cancel_flows()
+        else:
+            self._ask_to_cancel(context)
+        address = context.config.cluster.address
+        if address == "auto" and RAY not in self.services:
+            address = self.environment["ROLLFLOW_RAY_ADDRESS"]
+        if address != "auto":
             from rollflow.flows.keepalive.stages import kill_actors
             from rollflow.flows.services import cluster
 
-            with cluster.attached(context.config.cluster.address, context.key):
+            with cluster.attached(address, context.key):
                 kill_actors(context)
 
     def _cancel_flows(self) -> None:
@@ -132,28 +142,50 @@ class Session:
             for run in going(client, self.deployment):
                 client.set_flow_run_state(run.id, Cancelled(message="stopped by Ctrl-C"), force=True)
 
+    def _ask_to_cancel(self, context: RunContext) -> None:
+        """Have another's runner end the processes of this run, and wait for that."""
+        from rollflow.flows.keepalive.stages import cancel
+
+        with contextlib.suppress(Unreachable):
+            with api() as client:
+                found = [run for run in going(client, self.deployment) if context.uri in run.parameters.values()]
+                for run in found:
+                    cancel(client, run.id)
+            limit = time.monotonic() + CANCEL_SECONDS
+            while found and time.monotonic() < limit:
+                time.sleep(POLL_SECONDS)
+                found = [run for run in found if not flow_state(run.id).is_final()]
+
 
 @contextmanager
-def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Session]:
+def session_of(context: RunContext) -> Iterator[Session]:
+    """The services for one run: a stack that is up in this home, or a session of its own."""
+    up, given = stack.find(home()), prefect_url()
+    if up is None or given not in ("", up.environment["PREFECT_API_URL"]):
+        with open_session(context.key, context.config.cluster.address) as session:
+            yield session
+        return
+    os.environ.update(up.environment)
+    yield Session(SERVED, up.page, {STACK: stack.BorrowedStack(home())}, up.login, up.environment)
+
+
+@contextmanager
+def open_session(name: str, ray_address: str, *extra: Service, ray_port: int | None = None) -> Iterator[Session]:
     """Start what is not given, serve the deployments as `name`, and end all of it with the block."""
-    place = home()
-    server = None if os.environ.get("PREFECT_API_URL") else PrefectServer(place)
-    ray = RayHead(place) if ray_address == "auto" else None
-    page = server.ui_url if server else os.environ["PREFECT_API_URL"].removesuffix("/api")
+    place, given = home(), prefect_url()
+    server = None if given else HomeServer(place)
+    ray = RayHead(place, port=ray_port) if ray_address == "auto" else None
+    page = server.ui_url if server else given.removesuffix("/api")
     environment = {
-        **(server.env if server else {}),
+        **(server.env if server else {"PREFECT_API_URL": given}),
         **(ray.env | {"ROLLFLOW_RAY_ADDRESS": ray.address} if ray else {}),
         "ROLLFLOW_HOME": str(place),
         "ROLLFLOW_DEPLOYMENT": name,
         "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server else page,
     }
-    logs, ready = place / "logs" / name, place / "cache" / name / "runner-ready"
-    ready.parent.mkdir(parents=True, exist_ok=True)
-    told = environment | {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
-    watched = [] if name == SERVED and not server else ["--no-automations"]
-    runner = Runner(logs / "runner.log", told, arguments=["--ready", str(ready), *watched], ready=ready)
-    given = {SERVER: server, RAY: ray, **{service.what: service for service in extra}}
-    services = {role: service for role, service in given.items() if service is not None}
+    held = {SERVER: server, RAY: ray, **{service.what: service for service in extra}}
+    services = {role: service for role, service in held.items() if service is not None}
+    runner = _runner(place, name, environment, watched=name != SERVED or server is not None)
     os.environ.update(environment)
     try:
         start_together(*services.values(), meanwhile=_import_prefect)
@@ -161,13 +193,26 @@ def open_session(name: str, ray_address: str, *extra: Service) -> Iterator[Sessi
             insist(lambda: crash_orphans(name, "its session died", scheduled=True))
             insist(sweep)
         runner.start()
-        yield Session(name, page, services | {RUNNER: runner})
+        yield Session(name, page, services | {RUNNER: runner}, _login(server), environment)
     finally:
         runner.stop()
         if runner.pid > 0:  # it may have registered them
             with contextlib.suppress(Unreachable):
                 withdraw(name)
         stop_together(*services.values())
+
+
+def _runner(place: Path, name: str, environment: Mapping[str, str], *, watched: bool) -> Runner:
+    """The runner of a session; where no session watches its runs, automations do."""
+    log, ready = place / "logs" / name / "runner.log", place / "cache" / name / "runner-ready"
+    ready.parent.mkdir(parents=True, exist_ok=True)
+    told = {**environment, "PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
+    arguments = ["--ready", str(ready), *(["--no-automations"] if watched else [])]
+    return Runner(log, told, arguments=arguments, ready=ready)
+
+
+def _login(server: PrefectServer | None) -> str:
+    return f" (asks for what this prints: cat {shlex.quote(str(server.auth_file))})" if server else ""
 
 
 def _import_prefect() -> None:

@@ -66,8 +66,7 @@ def parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(verb="completion")
 
-    serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
-    serve.set_defaults(verb="serve")
+    _serving_commands(commands)
 
     deploy = commands.add_parser("deploy", help="make each recipe of a folder a deployment in the Prefect UI")
     deploy.add_argument("folder", type=Path)
@@ -107,6 +106,24 @@ def _looking_commands(commands: Any) -> None:
     top = commands.add_parser("top", help="watch a run (default: the newest) until it ends or Ctrl-C; it goes on")
     _run_argument(top, required=False)
     top.set_defaults(verb="top")
+
+
+def _serving_commands(commands: Any) -> None:
+    """Verbs that hold servers."""
+    serve = commands.add_parser("serve", help="serve the deployments, the Prefect UI and MLflow until Ctrl-C")
+    up = commands.add_parser("up", help="`serve` in the background, until `down`; commands in the same home use it")
+    for command in (serve, up):
+        for name in ("prefect", "mlflow", "ray"):
+            wanted = "a port on loopback; default: the one that this home had last"
+            command.add_argument(f"--{name}-port", type=_positive, metavar="PORT", help=wanted)
+        database = (
+            "for Prefect, e.g. postgresql+asyncpg://user@host/prefect; default: what this home had last, or SQLite"
+        )
+        command.add_argument("--database", metavar="URL", help=database)
+    serve.set_defaults(verb="serve")
+    up.set_defaults(verb="up")
+    down = commands.add_parser("down", help="end what `up` started in this home; what it stored stays")
+    down.set_defaults(verb="down")
 
 
 def _storage_commands(commands: Any) -> None:

@@ -13,7 +13,7 @@ from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import new_run_id, store_uri
 from rollflow.flows.prepare import prepare
-from rollflow.flows.session import Session, check_addresses, open_session
+from rollflow.flows.session import Session, check_addresses, session_of
 from rollflow.flows.views.audit_table import show_audit
 from rollflow.flows.views.console import open_view, print_summary
 from rollflow.flows.views.status import STATUS, RunStatus, read_status
@@ -36,7 +36,7 @@ def drive(context: RunContext) -> int:
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM: how a job scheduler says Ctrl-C
     try:
-        with open_session(context.key, context.config.cluster.address) as session:
+        with session_of(context) as session:
             status = _show(session, context)
     except KeyboardInterrupt:
         return _stopped(context)

@@ -1,28 +1,65 @@
-"""`rollflow serve`: start runs from the Prefect UI, compare them in MLflow."""
+"""`rollflow serve`: start runs from the Prefect UI, compare them in MLflow. `rollflow up` does so behind you."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import threading
+from urllib.parse import urlsplit
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import home
+from rollflow.flows.services import stack
+from rollflow.flows.services.home_server import addresses, is_free, remember, stable_port
+from rollflow.flows.services.locks import is_held
 from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
+from rollflow.flows.services.reachability import redact
 from rollflow.flows.session import open_session
 from rollflow.flows.views.tracking import VIEW
+from rollflow.storage.errors import ConfigError
 
 
-def command(_: argparse.Namespace) -> int:
+def command(options: argparse.Namespace) -> int:
     """Serve the deployments and both UIs until Ctrl-C."""
-    mlflow = MlflowServer(home())
+    place = home()
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    with open_session(SERVED, "auto", mlflow) as session:
-        pages = f"Prefect {session.page}/deployments{session.login}\nMLflow  {mlflow.url}/#/experiments{VIEW}"
-        print(f"{pages}\nCtrl-C ends both", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            session.serve(lambda line: print(line, flush=True), ended)
+    with stack.only_one(place):
+        remember(place, **asked(options))
+        mlflow = MlflowServer(place, port=stable_port(place, "mlflow"))
+        with open_session(SERVED, "auto", mlflow, ray_port=stable_port(place, "ray")) as session:
+            page = f"{mlflow.url}/#/experiments{VIEW}"
+            up = stack.Stack(os.getpid(), session.page, session.login, page, dict(session.environment))
+            stack.announce(place, up)
+            print(f"{up.pages}\nCtrl-C ends both", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                session.serve(lambda line: print(line, flush=True), ended)
     return OK
+
+
+def asked(options: argparse.Namespace) -> dict[str, int | str]:
+    """The addresses that a person asks for, which the home keeps.
+
+    Raises:
+        ConfigError: one of them cannot be.
+    """
+    ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port, "ray": options.ray_port}
+    given = {name: port for name, port in ports.items() if port is not None and port != addresses(home()).get(name)}
+    for name, port in given.items():
+        if not is_free(port):
+            raise ConfigError(f"--{name}-port {port}: something listens there already; give another port")
+    if options.database is not None and options.database != addresses(home()).get("database"):
+        if urlsplit(options.database).password:
+            raise ConfigError(
+                f"--database {redact(options.database)!r} has a password, and the home keeps the address: "
+                "take it out, and set PGPASSWORD"
+            )
+        given["database"] = options.database
+    if is_held(home() / "prefect" / "holder") and given.keys() & {"prefect", "database"}:
+        raise ConfigError(
+            f"a command uses the Prefect server of {home()}, which stays where it is until that has ended"
+        )
+    return given

@@ -64,6 +64,7 @@ class Service(ABC):
     def __init__(self, log: Path, *, start_seconds: float) -> None:
         self.log = log
         self.start_seconds = start_seconds
+        self.passed_on: tuple[int, ...] = ()  # open files that every process of it holds
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -94,6 +95,7 @@ class Service(ABC):
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=self.passed_on,
             )
 
     def wait(self) -> None:
@@ -219,20 +221,28 @@ def write_secret(file: Path, text: str) -> None:
         made.write(text)
 
 
+def new_auth() -> str:
+    """What a Prefect server asks for, and what its clients say."""
+    return f"rollflow:{secrets.token_hex(32)}"
+
+
 class PrefectServer(Service):
-    """A private Prefect server on a free loopback port, its SQLite database in `home/prefect`.
+    """A private Prefect server on loopback, on a free port if none is given; SQLite in `home/prefect` or `database`.
 
     Its API answers only to those who know its secret string, and its pages ask for it. `auth_file` holds the string
     while the server lives. The database is migrated when it is first made, which takes most of the first start.
     """
 
-    def __init__(self, home: Path, *, start_seconds: float = 120.0) -> None:
+    def __init__(
+        self, home: Path, *, port: int | None = None, auth: str = "", database: str = "", start_seconds: float = 120.0
+    ) -> None:
         self.home = home.absolute() / "prefect"
         super().__init__(self.home / "server.log", start_seconds=start_seconds)
-        self._port = free_port()
+        self._port = port or free_port()
+        self._database = database
         self.ui_url = f"http://127.0.0.1:{self._port}"
         self.api_url = f"{self.ui_url}/api"
-        self._auth = f"rollflow:{secrets.token_hex(32)}"
+        self._auth = auth or new_auth()
         self.auth_file = self.home / f"auth-{self._port}"
 
     @property
@@ -263,6 +273,8 @@ class PrefectServer(Service):
         # A setting meant for the person's own server (a database URL, an auth string) must not leak into this one.
         private = {"PREFECT_HOME": str(self.home), "PREFECT_UI_API_URL": self.api_url}
         private["PREFECT_SERVER_API_AUTH_STRING"] = self._auth
+        if self._database:
+            private["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
         return without("PREFECT_", os.environ) | QUIET_PREFECT | private | QUIET_SERVER
 
     def _ready(self) -> bool:
@@ -290,12 +302,12 @@ QUIET_SERVER = {
 
 
 class MlflowServer(Service):
-    """The MLflow UI over the run home's SQLite store, on a free loopback port."""
+    """The MLflow UI over the run home's SQLite store, on loopback; on a free port if none is given."""
 
-    def __init__(self, home: Path, *, start_seconds: float = 120.0) -> None:
+    def __init__(self, home: Path, *, port: int | None = None, start_seconds: float = 120.0) -> None:
         self.folder = home.absolute() / "mlflow"
         super().__init__(self.folder / "server.log", start_seconds=start_seconds)
-        self._port = free_port()
+        self._port = port or free_port()
         self.url = f"http://127.0.0.1:{self._port}"
 
     @property

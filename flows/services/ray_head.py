@@ -41,6 +41,7 @@ class RayHead(Service):
         cpus: int | None = None,
         gpus: int | None = None,
         object_store_bytes: int = 256 * 2**20,
+        port: int | None = None,
         start_seconds: float = 90.0,
     ) -> None:
         RayHead._count += 1
@@ -50,7 +51,7 @@ class RayHead(Service):
         self._gpus = gpus
         self._object_store_bytes = object_store_bytes
         self.temp = short_folder(self.folder)
-        self._port = free_port()
+        self._port = port or free_port()
         self.address = f"127.0.0.1:{self._port}"
 
     @property

@@ -262,7 +262,7 @@ def test_the_end_of_a_run_is_told_as_soon_as_its_store_answers(
         yield
 
     monkeypatch.setattr("rollflow.tasks.run_context.open_store", opened)
-    monkeypatch.setattr("rollflow.flows.commands.run.open_session", session)
+    monkeypatch.setattr("rollflow.flows.commands.run.session_of", session)
     monkeypatch.setattr(run_command, "_show", lambda *_: RunStatus("run", "done"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert run_command.drive(RunContext(patient.uri, patient.cache)) == 0

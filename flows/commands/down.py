@@ -1,0 +1,15 @@
+"""`rollflow down`: end what `rollflow up` started in this home; what it stored stays."""
+
+from __future__ import annotations
+
+import argparse
+
+from rollflow.flows.commands import OK
+from rollflow.flows.locations import home
+from rollflow.flows.services import stack
+
+
+def command(_: argparse.Namespace) -> int:
+    """End the servers of this home, if they are up."""
+    print("down" if stack.end(home()) else f"nothing is up in {home()}")
+    return OK

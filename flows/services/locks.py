@@ -1,0 +1,60 @@
+"""Locks on files of the run home. The system frees one when the last process that holds it ends, however it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+POLL_SECONDS = 0.05
+
+
+def take(file: Path, *, shared: bool = False) -> int | None:
+    """Take the lock without waiting: the open file that holds it, or None where another has it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(held, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        return None
+    return held
+
+
+def is_held(file: Path) -> bool:
+    """Whether somebody holds the lock as its only owner."""
+    held = take(file, shared=True)
+    if held is not None:
+        os.close(held)
+    return held is None
+
+
+def await_free(file: Path, seconds: float) -> bool:
+    """Wait until nobody holds the lock; False if that took too long."""
+    limit = time.monotonic() + seconds
+    while is_held(file):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+@contextlib.contextmanager
+def one_at_a_time(file: Path, seconds: float = 30.0) -> Iterator[None]:
+    """Hold the lock for a block that takes milliseconds.
+
+    Raises:
+        TimeoutError: another process holds it for that long.
+    """
+    limit = time.monotonic() + seconds
+    while (held := take(file)) is None:
+        if time.monotonic() > limit:
+            raise TimeoutError(f"waited {seconds:g} s for {file}, which another process holds")
+        time.sleep(POLL_SECONDS)
+    try:
+        yield
+    finally:
+        os.close(held)

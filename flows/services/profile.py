@@ -1,0 +1,27 @@
+"""The Prefect server that a person uses: `PREFECT_API_URL`, or what the active Prefect profile says of it.
+
+Imports no Prefect, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def prefect_url() -> str:
+    """The address of that server's API; "" where there is none, or `PREFECT_API_URL` is set to nothing."""
+    given = os.environ.get("PREFECT_API_URL")
+    return given if given is not None else str(_active().get("PREFECT_API_URL", ""))
+
+
+def _active() -> dict[str, Any]:
+    folder = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    file = Path(os.environ.get("PREFECT_PROFILES_PATH", folder / "profiles.toml")).expanduser()
+    try:
+        kept = tomllib.loads(file.read_text())
+        return dict(kept["profiles"][os.environ.get("PREFECT_PROFILE", kept["active"])])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one that Prefect itself would complain of
+        return {}

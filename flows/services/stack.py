@@ -1,0 +1,129 @@
+"""The stack that `rollflow up` or `serve` holds in a run home: found, waited for and ended by other commands.
+
+up.lock    held by the process that serves, as long as it lives
+up.json    what another command needs to use the stack; only this user can read it, for it has secrets
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollflow.flows.services.locks import await_free, is_held, take
+from rollflow.flows.services.process import Service, write_secret
+from rollflow.storage.errors import ConfigError, Unreachable
+
+END_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack that is up. `environment` is what a process needs to use it."""
+
+    pid: int
+    page: str
+    login: str
+    mlflow: str
+    environment: Mapping[str, str]
+
+    @property
+    def pages(self) -> str:
+        """Where a person looks."""
+        return f"Prefect {self.page}/deployments{self.login}\nMLflow  {self.mlflow}"
+
+
+class BorrowedStack(Service):
+    """The stack as a command sees that uses it: whoever holds it starts its services again, and a person the stack."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home / "logs" / "up.log", start_seconds=1.0)
+        self._home = home
+
+    @property
+    def what(self) -> str:
+        return f"the stack of `rollflow up` in {self._home}"
+
+    @property
+    def running(self) -> bool:
+        """Whether somebody holds it."""
+        return is_held(self._home / "up.lock")
+
+    @property
+    def pid(self) -> int:
+        """None of its processes is this command's, to count or to end."""
+        return 0
+
+    @property
+    def processes(self) -> list[int]:
+        return []
+
+    def launch(self) -> None:
+        """Not this command's to start."""
+
+    relaunch = launch
+
+    def _command(self) -> Sequence[str]:
+        return ()
+
+    def _environment(self) -> Mapping[str, str]:
+        return {}
+
+    def _ready(self) -> bool:
+        return find(self._home) is not None
+
+
+def find(home: Path) -> Stack | None:
+    """The stack that is up in this home."""
+    if not is_held(home / "up.lock"):
+        return None
+    try:
+        return Stack(**json.loads((home / "up.json").read_text()))
+    except FileNotFoundError:  # it is starting
+        return None
+
+
+@contextlib.contextmanager
+def only_one(home: Path) -> Iterator[None]:
+    """Be the process that serves in this home.
+
+    Raises:
+        ConfigError: another one is.
+    """
+    held = take(home / "up.lock")
+    if held is None:
+        found = find(home)
+        where = f"\n{found.pages}" if found else ""
+        raise ConfigError(f"the servers of {home} are up already; `rollflow down` ends them{where}")
+    (home / "up.json").unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        (home / "up.json").unlink(missing_ok=True)
+        os.close(held)
+
+
+def announce(home: Path, stack: Stack) -> None:
+    """Let other commands find it."""
+    write_secret(home / "up.json.new", json.dumps(asdict(stack)))
+    (home / "up.json.new").replace(home / "up.json")
+
+
+def end(home: Path) -> bool:
+    """End the stack of this home; False if none is up.
+
+    Raises:
+        Unreachable: it did not end.
+    """
+    found = find(home)
+    if found is None:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(found.pid, signal.SIGTERM)
+    if not await_free(home / "up.lock", END_SECONDS):
+        raise Unreachable(f"waited {END_SECONDS:.0f} s for the servers of {home} to end (process {found.pid})")
+    return True

@@ -1,0 +1,141 @@
+"""The servers of a run home: one Prefect server for all commands, at the address it had; a stack is found by others."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.commands.serve import asked
+from rollflow.flows.services import stack
+from rollflow.flows.services.home_server import POLL_SECONDS, HomeServer, addresses, remember, stable_port
+from rollflow.flows.services.locks import take
+from rollflow.flows.services.process import free_port
+from rollflow.flows.services.profile import prefect_url
+from rollflow.flows.services.reachability import http_answers
+from rollflow.storage.errors import ConfigError
+from tests.support.prefect_home import give
+from tests.support.waiting import HANG_SECONDS, until
+
+FIRST = """
+import sys
+import time
+from pathlib import Path
+from rollflow.flows.services.home_server import HomeServer
+server = HomeServer(Path(sys.argv[1]))
+server.start()
+print(server.api_url, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_commands_of_one_home_share_a_server_until_the_last_one_ends(tmp_path: Path, prefect_database: Path) -> None:
+    """The first is killed, the second goes on with the same server; it dies, and comes back at its address."""
+    give(prefect_database, tmp_path)
+    first = subprocess.Popen(
+        [sys.executable, "-c", FIRST, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    url = first.stdout.readline().strip()
+    second = HomeServer(tmp_path)
+    assert (second.api_url, second.running) == (url, True)
+    assert stat.S_IMODE(second.auth_file.stat().st_mode) == 0o600
+    second.start()
+    holder = second.pid
+    first.kill()
+    first.communicate()
+    time.sleep(4 * POLL_SECONDS)  # some looks of the holder later
+    assert second.pid == holder
+    os.kill(second.processes[-1], signal.SIGKILL)
+    until(lambda: not second.running)
+    second.restart()
+    assert second.api_url == url
+    assert http_answers(f"{url}/health", seconds=HANG_SECONDS)
+    second.stop()
+    assert not second.running
+    third = HomeServer(tmp_path)
+    assert (third.api_url, third.env) == (url, second.env)
+    third.stop()
+
+
+def test_a_port_stays_unless_another_has_it(tmp_path: Path) -> None:
+    port = stable_port(tmp_path, "prefect")
+    assert stable_port(tmp_path, "prefect") == port
+    other = free_port()
+    remember(tmp_path, mlflow=other)
+    assert stable_port(tmp_path, "mlflow") == other
+    with subprocess.Popen(
+        [sys.executable, "-m", "http.server", str(other), "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL
+    ) as listening:
+        until(lambda: http_answers(f"http://127.0.0.1:{other}", seconds=30))
+        assert stable_port(tmp_path, "mlflow") != other
+        listening.kill()
+    assert addresses(tmp_path).keys() == {"prefect", "mlflow"}
+
+
+def options(**given: object) -> argparse.Namespace:
+    nothing: dict[str, object] = dict.fromkeys(("prefect_port", "mlflow_port", "ray_port", "database"))
+    return argparse.Namespace(**(nothing | given))
+
+
+def test_what_a_home_cannot_keep_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    database = "postgresql+asyncpg://me@db/prefect"
+    assert asked(options(database=database)) == {"database": database}
+    with pytest.raises(ConfigError, match=r"has a password.*PGPASSWORD") as refused:
+        asked(options(database="postgresql+asyncpg://me:hidden@db/prefect"))
+    assert "hidden" not in str(refused.value)
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL
+    ) as listening:
+        until(lambda: http_answers(f"http://127.0.0.1:{port}", seconds=30))
+        with pytest.raises(ConfigError, match=f"--mlflow-port {port}: something listens there"):
+            asked(options(mlflow_port=port))
+        listening.kill()
+    held = take(tmp_path / "prefect" / "holder")
+    assert held is not None
+    with pytest.raises(ConfigError, match="a command uses the Prefect server"):
+        asked(options(database=database))
+    os.close(held)
+
+
+def test_one_stack_in_a_home_and_others_find_it(tmp_path: Path) -> None:
+    assert stack.find(tmp_path) is None
+    assert not stack.end(tmp_path)
+    up = stack.Stack(os.getpid(), "http://p", "", "http://m", {"PREFECT_API_AUTH_STRING": "secret"})
+    with stack.only_one(tmp_path):
+        assert stack.find(tmp_path) is None  # it is starting
+        stack.announce(tmp_path, up)
+        assert stack.find(tmp_path) == up
+        assert stat.S_IMODE((tmp_path / "up.json").stat().st_mode) == 0o600
+        assert stack.BorrowedStack(tmp_path).running
+        with pytest.raises(ConfigError, match=r"up already; `rollflow down` ends them\nPrefect http://p/deployments"):
+            stack.only_one(tmp_path).__enter__()
+    assert stack.find(tmp_path) is None
+    assert not stack.BorrowedStack(tmp_path).running
+
+
+def test_an_active_profile_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    assert prefect_url() == ""
+    profiles = '[profiles.work]\nPREFECT_API_URL = "http://work/api"\n[profiles.none]\n'
+    (tmp_path / "profiles.toml").write_text(f'active = "work"\n{profiles}')
+    assert prefect_url() == "http://work/api"
+    monkeypatch.setenv("PREFECT_PROFILE", "none")
+    assert prefect_url() == ""
+    monkeypatch.setenv("PREFECT_API_URL", "http://given/api")
+    assert prefect_url() == "http://given/api"
+    monkeypatch.setenv("PREFECT_PROFILE", "work")
+    monkeypatch.setenv("PREFECT_API_URL", "")
+    assert prefect_url() == ""
