@@ -1,9 +1,13 @@
 """The supervisor: a run from its first version to its summary.
 
-    prepare --> claim --> rollout, reward, train --> follow the log --> end in order --> evaluate --> summary
+    prepare --> claim --> rollout, reward, train --> follow the log, block by block of versions --> end in order
+            --> evaluate --> audit --> summary
+
+Each is a step, which is a box on the flow run's page.
 
 It decides and watches; it carries no data. It reads what it knows about the run from the run's storage, so that another
 supervisor can take over when it dies. The newest claim on the run holds; an older supervisor is `Deposed` and stops.
+A person who stops, pauses or cancels the run leaves one that goes on from its storage.
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
-from prefect import flow, get_run_logger
+from prefect import State, flow, get_run_logger
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
+from prefect.states import Cancelled
 
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.keepalive.crashed import follows_another
+from rollflow.flows.keepalive.following import Following
 from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.spent import begin_anew
 from rollflow.flows.keepalive.stages import Stages
@@ -28,61 +34,95 @@ from rollflow.flows.locations import await_run, context_of, home, run_id_of, sto
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.reachability import check_store_reach
+from rollflow.flows.steps import Steps, blocks, run_name, suspend, tag, tags
+from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.mlflow_run import TrackingPlace
+from rollflow.flows.views.page import Page
 from rollflow.flows.views.run_facts import beginning, ending
+from rollflow.flows.views.status import Phase
 from rollflow.flows.views.status_writer import StatusWriter, points
+from rollflow.flows.views.stopping import Ended, take_back
 from rollflow.flows.views.summary import summarize
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
+from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.garbage import sweep
 from rollflow.storage.log.log import Writer
+from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
 from rollflow.tasks.run_context import RunContext, claim
 
-POLL_SECONDS = 0.5
-TELL_SECONDS = 1.0
 
-
-@flow(name="post-training", log_prints=False)
-def post_training(config: RunConfig, run_id: RunId | None = None, storage: RunPlace | None = None) -> dict[str, Any]:
+@flow(name="post-training", log_prints=False, flow_run_name=run_name, persist_result=True, result_serializer="json")
+def post_training(
+    config: RunConfig, run_id: RunId | None = None, storage: RunPlace | None = None
+) -> dict[str, Any] | State:
     """Train a policy. `run_id` names a new run, or one that exists and is to be continued.
 
     `storage` is given by the command line, which has prepared the run already: where its own storage lies.
     """
-    log = get_run_logger().info
-    context = await_run(storage) if storage else _prepared(config, run_id or run_id_of(config.name, flow_run.id))
+    step, log = Steps(), get_run_logger().info
+    context = step("prepare", lambda: _prepared(config, run_id, storage), lambda made: made.run_id)
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
-    supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
-    _begin_anew(context)
-    _sweep(context)
+    supervisor = step("claim", lambda: _claimed(context, address))
     place, missed = tracking_place(context.config), functools.partial(points, context)
     tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, beginning(context))
     with cluster.attached(address, context.key):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log)
-        writer = StatusWriter(context, stages, tracker)
+        writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
         try:
             if not trained(context):
-                stages.start()
-                _follow(stages, writer, supervisor)
-                writer.refresh("ending")
-                stages.end()
+                _train(step, stages, writer, supervisor, page)
+        except Ended as person:
+            _give_up(stages, writer, supervisor, person)
+            return _left(context, person)
         except BaseException as error:
             _give_up(stages, writer, supervisor, error)
             raise
-        left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
-        ends = [version for version in (0, context.config.versions) if version not in left_out]
-        accuracy = [evaluate(context.uri, version) for version in ends]
-        log("held-out accuracy %s", [e["accuracy"] for e in accuracy])
-        return _finish(stages, writer, supervisor)
+        accuracy = step("evaluate", lambda: _evaluate(context), lambda of: ", then ".join(f"{one:.3f}" for one in of))
+        log("held-out accuracy %s", accuracy)
+        report = step("audit", lambda: audit(context.store), lambda found: "clean" if found.clean else "violations")
+        return step("summarise", lambda: _finish(stages, writer, supervisor, report, page))
 
 
-def _prepared(config: RunConfig, run_id: str) -> RunContext:
+def _train(step: Steps, stages: Stages, writer: StatusWriter, supervisor: Writer, page: Page) -> None:
+    """From where the run stands to its last version, a step for each block of versions."""
+    context, following = writer.context, Following(stages, writer, supervisor)
+    every = list(blocks(0, context.config.versions))
+    page.links({"MLflow": writer.tracker.page, "storage": context.uri, "status": f"rollflow status {context.uri}"})
+    step("start the stages", stages.start)
+    told = list(rows(context, every))
+    for first, last in blocks(context.policies.newest(), context.config.versions):
+        name = f"versions {first} to {last}" if last > first else f"version {last}"
+        step(name, functools.partial(following.to_version, last), lambda _: writer.figures)
+        told += rows(context, every[len(told) : len(told) + 1])
+        page.progress(told)
+    step("end the stages", lambda: _end(following, stages, writer))
+
+
+def _end(following: Following, stages: Stages, writer: StatusWriter) -> None:
+    following.to_end()
+    writer.refresh("ending")
+    stages.end()
+
+
+def _evaluate(context: RunContext) -> list[float]:
+    """Held-out accuracy of the first and the last version, as the run stored it or made now."""
+    left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
+    ends = [version for version in (0, context.config.versions) if version not in left_out]
+    return [evaluate.fn(context.uri, version)["accuracy"] for version in ends]
+
+
+def _prepared(config: RunConfig, run_id: str | None, storage: str | None) -> RunContext:
     """The run in storage: new, or the one of that name."""
+    if storage:
+        return await_run(storage)
+    run_id = run_id or run_id_of(config.name, flow_run.id)
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
         prepare(config, run_id)
@@ -90,11 +130,25 @@ def _prepared(config: RunConfig, run_id: str) -> RunContext:
     return context
 
 
+def _claimed(context: RunContext, address: str) -> Writer:
+    """The run is this supervisor's now, on a page that says so."""
+    supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
+    with contextlib.suppress(Unreachable):  # a server that is away is no reason not to train
+        tag(tags(context.config, context.run_id, "supervisor"))
+    _begin_anew(context)
+    _sweep(context)
+    return supervisor
+
+
 def _begin_anew(context: RunContext) -> None:
-    """Where a person or a schedule starts the run, no restart of before counts against its budgets."""
+    """Where a person or a schedule starts the run, no restart of before counts against its budgets.
+
+    Nor does what was asked of the run before: it is to go on.
+    """
     with contextlib.suppress(RollflowError):  # a server or a store that does not answer is no reason not to train
         if not follows_another(UUID(str(flow_run.id))):
             begin_anew(context.store)
+            take_back(context.store)
 
 
 def _sweep(context: RunContext) -> None:
@@ -130,23 +184,6 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     return TrackingPlace.default(home(), experiment)
 
 
-def _follow(stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
-    """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
-    told, answered, patience = float("-inf"), time.monotonic(), writer.context.config.store.patience_seconds
-    while not stages.ended("rollout", "train"):
-        stages.look()
-        if time.monotonic() - told > TELL_SECONDS:
-            told = time.monotonic()
-            try:
-                supervisor.check()
-                writer.refresh()
-                answered = time.monotonic()
-            except (Unreachable, OSError):  # a folder; for others the store itself waits so long
-                if time.monotonic() - answered > patience:
-                    raise
-        time.sleep(POLL_SECONDS)
-
-
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
     """End the stages, unless another supervisor has them now, and say why."""
     if isinstance(error, GaveUp):  # because another one's roles deposed its own, perhaps
@@ -157,25 +194,48 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
         stages.abandon()
     if newer is not None:
         return  # status and tracking are another's, too
-    writer.failure = f"{type(error).__name__}: {error}"
+    phase, writer.failure = _ending(error)
     with contextlib.suppress(RollflowError):  # the store may be what failed; the error itself must come through
-        writer.refresh("failed")
-    writer.tracker.finish("FAILED")
+        writer.refresh(phase)
+    writer.tracker.finish("FAILED" if phase == "failed" else "KILLED")
 
 
-def _finish(stages: Stages, writer: StatusWriter, supervisor: Writer) -> dict[str, Any]:
+def _ending(error: BaseException) -> tuple[Phase, str]:
+    """How a run that did not come to its end has ended, and why."""
+    if isinstance(error, Pause) or (isinstance(error, Ended) and error.pause):
+        return "paused", "its flow run is paused; it goes on when that is resumed"
+    if isinstance(error, Ended):
+        return "stopped", str(error)
+    if isinstance(error, TerminationSignal):  # its flow run is cancelled, or its runner ends
+        return "stopped", "its flow run was told to end"
+    return "failed", f"{type(error).__name__}: {error}"
+
+
+def _left(context: RunContext, person: Ended) -> State:
+    """The state of the flow run of a run that a person ended."""
+    if person.pause:
+        raise Pause(state=suspend())
+    return Cancelled(message=f"{person}; go on with: rollflow resume {context.uri}")
+
+
+def _finish(
+    stages: Stages, writer: StatusWriter, supervisor: Writer, report: AuditReport, page: Page
+) -> dict[str, Any]:
     context, tracker = writer.context, writer.tracker
     with contextlib.suppress(StoreFailed, Unreachable):  # what is left of it is garbage, or for who resumes the run
         context.policies.prune(supervisor)  # what waited for an evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = tracker.page if context.config.tracking.uri else "rollflow serve"
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
-    summary = summarize(context, idle, stages.rollout, pages)
+    summary = summarize(context, report, idle, stages.rollout, pages)
     plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
     tracker.log_ending(ending(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())
+        page.plot(plot)
+    page.progress(list(rows(context, list(blocks(0, context.config.versions)))))  # with the last evaluations
+    page.close()
     writer.refresh("done")
     return summary

@@ -51,7 +51,7 @@ MAY: dict[str, set[str]] = {
 # Rooms that other processes' libraries stay in; a module stands for itself.
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"tasks/actors", "flows/services"},
-    "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/status_writer"},
+    "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/page", "flows/views/status_writer"},
     "mlflow": {"flows/views/tracking", "flows/views/mlflow_run"},
     "s3fs": {"storage/objects/s3_requests"},
     "vllm": {"tasks/engines"},

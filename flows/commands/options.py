@@ -103,6 +103,17 @@ def _looking_commands(commands: Any) -> None:
     status.add_argument("--json", action="store_true", help="as one JSON object")
     status.set_defaults(verb="status")
 
+    for verb, when in (("stop", "at its next version"), ("cancel", "at once")):
+        ended = commands.add_parser(verb, help=f"end a run {when}, wherever it runs; it can be resumed")
+        _run_argument(ended, required=True)
+        ended.add_argument("--no-wait", action="store_true", help="do not wait until it has ended")
+        ended.set_defaults(verb=verb)
+
+    logs = commands.add_parser("logs", help="what the flows of a run (default: the newest) said, on this machine")
+    _run_argument(logs, required=False)
+    logs.add_argument("--follow", action="store_true", help="go on with what is new, until it ends or Ctrl-C")
+    logs.set_defaults(verb="logs")
+
     top = commands.add_parser("top", help="watch a run (default: the newest) until it ends or Ctrl-C; it goes on")
     _run_argument(top, required=False)
     top.set_defaults(verb="top")

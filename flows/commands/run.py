@@ -40,6 +40,8 @@ def drive(context: RunContext) -> int:
             status = _show(session, context)
     except KeyboardInterrupt:
         return _stopped(context)
+    if status.phase == "stopped":  # by a person, elsewhere
+        return _stopped(context)
     if status.phase == "failed":
         reason = status.messages[-1] if status.messages else "no reason was recorded"
         print(f"rollflow: the run failed: {reason}", file=sys.stderr)
@@ -79,7 +81,7 @@ def _show(session: Session, context: RunContext) -> RunStatus:
 
 
 def _stopped(context: RunContext) -> int:
-    """After Ctrl-C: say what is stored, and how to go on."""
+    """After Ctrl-C, or a stop from elsewhere: say what is stored, and how to go on."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())

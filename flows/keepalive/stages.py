@@ -17,10 +17,13 @@ from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+from prefect.states import Running
 
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import api, going, start, states_of
+from rollflow.flows.steps import stand_in, tags, title
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.journal.usage import Usage
@@ -77,6 +80,8 @@ class Stages:
         self.restarts = Restarts.of_run(context)
         self._reporter = RecoveryReporter(context, log)
         self.usage = Usage()  # of the actors
+        self.paused = False  # whether a person paused the supervisor's flow run
+        self._own = [UUID(flow_run.id)] if flow_run.id else []
         self._looked = 0.0
         self._channel: Any = None
 
@@ -96,21 +101,32 @@ class Stages:
 
     def _adopt(self, client: SyncPrefectClient) -> None:
         ours = (run for run in going(client, deployment()) if run.parameters.get("run") == self.context.uri)
-        under_way = {run.name: run.id for run in ours}
+        under_way = {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
         for stage in self.all.values():
-            stage.run, stage.started = under_way.get(self._name(stage)), time.monotonic()
+            stage.run, stage.started = under_way.get(stage.role), time.monotonic()
             if stage.run is None:
                 self._start(stage, client)
 
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
         """Ask for the stage's flow run: exactly one for each start, also where an answer is lost."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
-        stage.run = start(client, stage.role, deployment(), parameters, name=self._name(stage), key=stage.key)
+        name = f"{title(self.context.config)} {stage.role}"
+        stage.run = start(
+            client,
+            stage.role,
+            deployment(),
+            parameters,
+            name=name,
+            key=stage.key,
+            tags=self._tags(stage.role),
+            parent=stand_in(client, name, stage.key),
+        )
         stage.state, stage.running, stage.started = "Scheduled", False, time.monotonic()
         self.restarts.launched(stage.name)
 
-    def _name(self, stage: Stage) -> str:
-        return f"{stage.role} of {self.context.run_id}"
+    def _tags(self, role: str) -> list[str]:
+        """Of a stage's flow run; by the last it is adopted."""
+        return tags(self.context.config, self.context.run_id, role)
 
     def look(self) -> None:
         """See after the channel, the stages' states and their actors; start again what died.
@@ -126,7 +142,8 @@ class Stages:
             self._ask(stage)
         try:
             with api() as client:
-                states = states_of(client, [stage.run for stage in self.all.values() if stage.run])
+                states = states_of(client, [*self._own, *(stage.run for stage in self.all.values() if stage.run)])
+                self.paused = any(states[own].is_paused() for own in self._own if own in states)
                 for stage in self.all.values():
                     self._see_state(stage, client, states)
         except Unreachable as error:
@@ -146,12 +163,21 @@ class Stages:
             self._again(stage, f"its flow run crashed: {reason_of(state.message).split('. ')[0]}")
         elif state.is_final() and not stage.completed:
             raise GaveUp(f"the {stage.role} stage ended {state.name}: {reason_of(state.message)}")
+        elif state.is_paused():
+            self._unpause(stage, client, stage.run)
         elif not state.is_final() and not stage.running:
             if time.monotonic() - stage.started > START_SECONDS:
                 raise GaveUp(f"waited {START_SECONDS:g} s for a runner to start the {stage.role} stage")
         elif stage.running and self._unattended(stage):
             cancel(client, stage.run)
             self._again(stage, "its actor is gone and its flow does not start another")
+
+    def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
+        """A stage alone cannot wait: its actors are the run's. Another flow run goes on with them."""
+        client.set_flow_run_state(run, Running(), force=True)  # Prefect ends no process of a flow run that is paused
+        cancel(client, run)
+        self._log(f"the {stage.role} stage was paused, and goes on: pause the run's own flow run, which has its stages")
+        self._again(stage, "its flow run was paused")
 
     def _unattended(self, stage: Stage) -> bool:
         """Whether the actor has been silent for longer than its flow may take to notice and to start another."""

@@ -1,8 +1,9 @@
 """A run as its session follows it: its status from storage, its supervisor from the Prefect server.
 
 A supervisor whose flow run *crashed* (its process was killed, or its runner, or its Ray cluster) is started again;
-one that *failed* has said why, and one that was cancelled was meant to end: both end the run. Nothing here is lost
-with the Prefect server or the storage being away for a moment: a look that fails is a look less.
+one that *failed* has said why, and one that was cancelled was meant to end: both end the run. One that is paused is
+waited for. Nothing here is lost with the Prefect server or the storage being away for a moment: a look that fails is a
+look less.
 """
 
 from __future__ import annotations
@@ -96,10 +97,14 @@ class SupervisorKeeper:
         if state.is_failed() and self._services.cluster_lost_at > self._since:
             self._crash("its Ray cluster was lost")
             return self._start_again(status)
+        if state.is_cancelled():
+            return replace(status, phase="stopped")
         if state.is_final():
             return _failed(status, (state.message or state.name).removeprefix("Flow run encountered an exception: "))
         if self._successor and self._successor.up():
             self._successor = None
+        if state.is_paused():
+            return replace(status, phase="paused")
         if self._stuck(status):
             self._crash("it wrote no status for too long")
             return self._start_again(status)

@@ -99,10 +99,17 @@ def start(
     *,
     name: str | None = None,
     key: str | None = None,
+    tags: Collection[str] = (),
+    parent: UUID | None = None,
 ) -> UUID:
-    """Schedule a flow run of a deployment; calls with one `key` give the same flow run, however often they are made."""
+    """Schedule a flow run of a deployment; calls with one `key` give the same flow run, however often they are made.
+
+    `parent` is the task run of another flow run under which the page shows it.
+    """
     served = client.read_deployment_by_name(f"{flow}/{deployment}")
-    made = client.create_flow_run_from_deployment(served.id, parameters=parameters, name=name, idempotency_key=key)
+    made = client.create_flow_run_from_deployment(
+        served.id, parameters=parameters, name=name, idempotency_key=key, tags=tags, parent_task_run_id=parent
+    )
     return made.id
 
 

@@ -291,8 +291,7 @@ UNUSED = (
     "REPOSSESSOR",
     "CLEANUP_RECONCILER",
     "PAUSE_EXPIRATIONS",
-    "TASK_RUN_RECORDER",
-)  # no work pools, no tasks
+)  # no work pools; a run that is paused may stay so
 QUIET_SERVER = {
     **{f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in UNUSED},
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollflow.tasks.run_context import RunContext
 
 STATUS = "status.json"  # where the supervisor keeps it in the run's storage
-Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "done", "failed", "stopped"]
+Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
 
 

@@ -118,6 +118,14 @@ class StatusWriter:
         """pass@k of the newest version that was evaluated."""
         return self._evaluated[max(self._evaluated)].pass_at if self._evaluated else {}
 
+    @property
+    def figures(self) -> str:
+        """How the run stands, in a few words."""
+        status = self.status(self._phase())
+        reward = [] if status.reward is None else [f"reward {status.reward:.3f}"]
+        held_out = [f"held-out {value:.3f} at {version}" for version, value in status.accuracy[-1:]]
+        return ", ".join([*reward, *held_out])
+
     def status(self, phase: Phase) -> RunStatus:
         """The run at this moment."""
         config, progress = self.context.config, self.progress

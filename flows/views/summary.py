@@ -12,7 +12,7 @@ from rollflow.flows.views.progress import Progress
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import read_usage
-from rollflow.storage.log.audit import audit
+from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.rollout.evaluation import evaluations, skipped
 from rollflow.tasks.run_context import RunContext
@@ -21,11 +21,16 @@ SUMMARY = "summary.json"
 
 
 def summarize(
-    context: RunContext, idle: Mapping[str, float], rollout: RolloutStatus, pages: Mapping[str, str]
+    context: RunContext,
+    report: AuditReport,
+    idle: Mapping[str, float],
+    rollout: RolloutStatus,
+    pages: Mapping[str, str],
 ) -> dict[str, Any]:
     """Write and return the summary.
 
     Args:
+        report: the run's audit.
         idle: each stage's idle share.
         rollout: what the rollout actor said last; its shares are those of the whole run.
         pages: where to look (prefect, mlflow).
@@ -34,7 +39,6 @@ def summarize(
     progress.advance()
     stored = evaluations(context.store)
     points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}
-    report = audit(context.store)
     seconds = max(0.0, time.time() - context.created_at)
     versions = max(progress.version, 0)
     summary = {

@@ -20,6 +20,7 @@ from rollflow.flows.views.progress import Progress
 from rollflow.storage.errors import Conflict, NotFinite, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.state import Superseded
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.memory import MemoryStore
@@ -181,7 +182,8 @@ def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any, Any]:
         statuses=dict,
         rollout=RolloutStatus(),
     )
-    tracker = SimpleNamespace(page="", finish=done.append, log_reward_plot=lambda curves, plot: None)
+    nothing = {"log_reward_plot": lambda *_: None, "log_ending": lambda *_: None}
+    tracker = SimpleNamespace(page="", finish=done.append, **nothing)
     writer = SimpleNamespace(tracker=tracker, refresh=done.append, failure="", curves=None)
     return Log(store).claim("supervisor", cluster="A"), stages, writer
 
@@ -227,6 +229,7 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
     """It is the supervisor that prunes then; where the store does not let it, the run ends all the same."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
+    monkeypatch.setattr(post_training, "ending", lambda *_: None)
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store, keep_last=1, keep_every=100)
     train(store, 5)
@@ -241,6 +244,6 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
 
     if failure:
         monkeypatch.setattr(MemoryStore, "delete", delete)
-    assert _finish(stages, writer, supervisor) == {"summary": "of it"}
+    assert _finish(stages, writer, supervisor, AuditReport()) == {"summary": "of it"}
     assert told == ["FINISHED", "done"]
     assert (left, supervisor.log.state.releasable) == (4, [])

@@ -22,6 +22,7 @@ from rollflow.flows.views.summary import summarize
 from rollflow.storage import policies
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
+from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Written
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import written
@@ -119,7 +120,7 @@ def test_domains_are_shown_beside_what_was_asked_for(
     assert "the next prompt is 14 or 13" in shown(capsys, "inspect", "two", "14.0", code=2)
     metrics = context.policies.find(3).metrics
     assert (metrics["groups_gcd"], metrics["groups_lcm"]) == (1.0, 1.0)
-    summary = summarize(context, {}, RolloutStatus(prefix_hits=0.25), {})
+    summary = summarize(context, audit(context.store), {}, RolloutStatus(prefix_hits=0.25), {})
     assert summary["prefix_cache_hits"] == 0.25
     assert summary["domains"]["gcd"] == {"groups": 5, "share": 0.5, "asked": 0.75}
 

@@ -31,8 +31,9 @@ STATES: Mapping[str, Any] = {
         is_final=lambda name=name: name in ("Crashed", "Completed"),
         is_running=lambda name=name: name == "Running",
         is_completed=lambda name=name: name == "Completed",
+        is_paused=lambda name=name: name == "Paused",
     )
-    for name in ("Running", "Crashed", "Completed")
+    for name in ("Running", "Crashed", "Completed", "Paused")
 }
 
 

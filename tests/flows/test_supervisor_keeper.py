@@ -21,6 +21,7 @@ from rollflow.flows import post_training
 from rollflow.flows.commands import run as run_command
 from rollflow.flows.keepalive import crashed as crashed_module
 from rollflow.flows.keepalive import supervisor as supervisor_module
+from rollflow.flows.keepalive.following import Following
 from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.supervisor import AWAY, SupervisorKeeper
 from rollflow.flows.views.status import RunStatus
@@ -193,6 +194,8 @@ def patient(tmp_path: Path) -> RunContext:
 class Watched:
     """A board and a claim whose storage answers as `looks` say, then for ever as the last one; `stages` end last."""
 
+    paused = False
+
     def __init__(self, context: RunContext, *looks: Exception | None) -> None:
         self.context, self._looks = context, list(looks)
 
@@ -215,11 +218,11 @@ class Watched:
 def test_a_supervisor_outlives_a_folder_that_cannot_be_read_for_a_moment(patient: RunContext) -> None:
     away, stale = Unreachable("it cannot be read now"), OSError(errno.ESTALE, "Stale file handle")
     watched: Any = Watched(patient, None, away, stale, None)
-    post_training._follow(watched, watched, watched)
+    Following(watched, watched, watched).to_end()
     watched = Watched(patient, None, away)
     began = time.monotonic()
     with pytest.raises(Unreachable, match="it cannot be read now"):
-        post_training._follow(watched, watched, watched)
+        Following(watched, watched, watched).to_end()
     assert time.monotonic() - began >= 3.0
 
 

@@ -1,0 +1,13 @@
+"""`rollflow cancel RUN`: end a run at once, from wherever its storage can be reached; it can be resumed."""
+
+from __future__ import annotations
+
+import argparse
+
+from rollflow.flows.commands.stop import end
+from rollflow.flows.locations import find_run
+
+
+def command(options: argparse.Namespace) -> int:
+    """Ask for it, and wait until it has ended."""
+    return end(find_run(options.run, options.store), "cancel", wait=not options.no_wait)

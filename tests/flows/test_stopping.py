@@ -1,0 +1,187 @@
+"""A person ends a run: by its storage alone, at the next version or at once; nothing of it outlives a resumption."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollflow.flows import steps as steps_module
+from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.logs import log_file
+from rollflow.flows.keepalive import following as following_module
+from rollflow.flows.keepalive.following import Following
+from rollflow.flows.locations import find_run, home
+from rollflow.flows.post_training import _ending
+from rollflow.flows.steps import blocks
+from rollflow.flows.views.status import STATUS, RunStatus
+from rollflow.flows.views.stopping import REQUEST, Ended, ask, requested, take_back
+from rollflow.storage.errors import RollflowError
+from rollflow.storage.objects import open_store
+from rollflow.tasks.run_context import RunContext
+from tests.support.described import describe
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """A run at version 3 of 9, as its status says."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("ROLLFLOW_STORE", str(tmp_path / "store"))
+    describe(open_store(f"{tmp_path}/store/runs/one"), "one")
+    context = find_run("one")
+    tell(context, RunStatus("one", "training", 3, 9, seconds=1.0))
+    return context
+
+
+def tell(context: RunContext, status: RunStatus) -> None:
+    context.store.put(STATUS, status.to_json().encode())
+
+
+def test_what_is_asked_stands_until_it_is_taken_back(run: RunContext) -> None:
+    assert requested(run.store) is None
+    first = ask(run.store, "stop")
+    assert ask(run.store, "stop") == first == requested(run.store)
+    assert ask(run.store, "cancel").how == "cancel"
+    assert ask(run.store, "stop").how == "cancel"
+    take_back(run.store)
+    take_back(run.store)
+    assert requested(run.store) is None
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"how": "later", "at": 1}', b'{"how": "stop"}'])
+def test_a_request_that_cannot_be_read_is_none(run: RunContext, text: bytes) -> None:
+    run.store.put(REQUEST, text)
+    assert requested(run.store) is None
+    take_back(run.store)
+
+
+def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[Any], None]) -> list[str]:
+    """Follow a run whose version grows by one a look, from 3 on; `looks` is called with its stages at each.
+
+    What it told people meanwhile.
+    """
+    monkeypatch.setattr(following_module, "TELL_SECONDS", -1.0)
+    monkeypatch.setattr(following_module, "POLL_SECONDS", 0.0)
+    progress, messages = SimpleNamespace(version=2), list[str]()
+
+    def look() -> None:
+        progress.version += 1
+        looks(stages)
+
+    stages: Any = SimpleNamespace(paused=False, progress=progress, ended=lambda *_: progress.version > 8, look=look)
+    writer: Any = SimpleNamespace(context=run, progress=progress, messages=messages, refresh=lambda: None)
+    supervisor: Any = SimpleNamespace(check=lambda: None)
+    try:
+        Following(stages, writer, supervisor).to_end()
+    except Ended as why:
+        messages.append(str(why))
+    return messages
+
+
+def test_a_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(stages: Any) -> None:
+        if stages.progress.version == 5:
+            ask(run.store, "stop")
+
+    told = followed(run, monkeypatch, looks)
+    assert told == ["`rollflow stop`: it ends at the next version", "stopped at version 6 by `rollflow stop`"]
+
+
+def test_a_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(stages: Any) -> None:
+        if stages.progress.version == 9:
+            ask(run.store, "stop")
+
+    assert followed(run, monkeypatch, looks) == ["`rollflow stop`: it ends at the next version"]
+
+
+def test_a_cancel_waits_for_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(run.store, "cancel")
+    assert followed(run, monkeypatch, lambda stages: None) == ["cancelled by `rollflow cancel`"]
+
+
+def test_a_pause_waits_for_nothing_and_is_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(stages: Any) -> None:
+        stages.paused = stages.progress.version == 4
+
+    assert followed(run, monkeypatch, looks) == ["paused"]
+    assert _ending(Ended("paused", pause=True))[0] == "paused"
+    assert _ending(Ended("stopped"))[0] == "stopped"
+    assert _ending(RollflowError("broken"))[0] == "failed"
+
+
+@pytest.mark.parametrize(("verb", "how"), [("stop", "stop"), ("cancel", "cancel")])
+def test_the_command_waits_until_the_run_has_ended(
+    run: RunContext, capsys: pytest.CaptureFixture[str], verb: str, how: str
+) -> None:
+    codes: list[int] = []
+    command = threading.Thread(target=lambda: codes.append(main([verb, "one"])))
+    command.start()
+    until(lambda: requested(run.store) is not None)
+    asked = requested(run.store)
+    assert asked is not None
+    assert asked.how == how
+    assert command.is_alive()
+    tell(run, RunStatus("one", "stopped", 4, 9, seconds=2.0))
+    command.join()
+    assert codes == [0]
+    assert f"run one has ended at version 4 of 9; go on with: rollflow resume {run.uri}" in capsys.readouterr().out
+
+
+def test_the_command_need_not_wait(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "one", "--no-wait"]) == 0
+    assert requested(run.store) is not None
+    assert "run one was told to end at its next version" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["done", "failed", "stopped", "paused"])
+def test_of_a_run_that_is_not_at_work_nothing_is_asked(
+    run: RunContext, capsys: pytest.CaptureFixture[str], phase: Any
+) -> None:
+    tell(run, RunStatus("one", phase, 4, 9))
+    assert main(["stop", "one"]) == 0
+    assert requested(run.store) is None
+    assert f"run one is not at work ({phase})" in capsys.readouterr().out
+
+
+def test_who_does_not_answer_is_not_waited_for_for_ever(
+    run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.flows.commands.stop.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("rollflow.flows.commands.stop.LOOK_SECONDS", 0.0)
+    assert main(["stop", "one"]) == 1
+    assert "run one has not ended: at version 3 of 9" in capsys.readouterr().err
+
+
+def test_logs_are_those_of_the_command_that_runs_it(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "one"]) == 2
+    assert "run one: there is no log of it" in capsys.readouterr().err
+    for name in ("rollflow", run.key):
+        file = home() / "logs" / name / "runner.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"of {name}\n")
+        assert log_file(run) == file
+    tell(run, replace(RunStatus("one", "done"), version=9))
+    assert main(["logs", "--follow"]) == 0
+    assert capsys.readouterr().out == f"of {run.key}\n"
+
+
+@pytest.mark.parametrize(("versions", "most"), [(1, 1), (12, 12), (20, 20), (21, 11), (200, 20), (1999, 20)])
+def test_a_run_has_at_most_twenty_blocks_that_cover_it(versions: int, most: int) -> None:
+    found = list(blocks(0, versions))
+    assert len(found) == most <= steps_module.BLOCKS
+    covered = [version for first, last in found for version in range(first, last + 1)]
+    assert covered == list(range(1, versions + 1))
+
+
+def test_who_takes_over_goes_on_within_the_same_blocks() -> None:
+    assert list(blocks(95, 200))[:2] == [(96, 100), (101, 110)]
+    assert next(blocks(100, 200)) == (101, 110)
+    assert list(blocks(-1, 3)) == [(1, 1), (2, 2), (3, 3)]
+    assert list(blocks(200, 200)) == []
