@@ -267,6 +267,7 @@ class LearnerActor:
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
             self._settle()  # what is waited for may begin only then
+            self.learner.check_ranks()
             self.writer.check()  # returns once storage answers: the deadline does not count that time
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")

@@ -80,6 +80,13 @@ class Learner(Protocol):
     def broken(self) -> str | None:
         """The name of a tensor of the weights or the state that holds a NaN or an infinity; None if all are finite."""
 
+    def check_ranks(self) -> None:
+        """To be asked while there is nothing to train.
+
+        Raises:
+            RankFailed: a process of this learner has ended, so that the next step would fail.
+        """
+
     def weights(self) -> Mapping[str, Data]:
         """File name -> safetensors file."""
 

@@ -106,6 +106,11 @@ class RankedLearner:
         found: str | None = self._asked("broken")
         return found
 
+    def check_ranks(self) -> None:
+        """See `Learner`."""
+        with self._together("the next batch was waited for"):
+            self._ranks.check()
+
     def weights(self) -> Mapping[str, Data]:
         """See `Learner`."""
         return self._gathered(self._own.weights())

@@ -138,6 +138,9 @@ class TorchLearner(Roles):
         named = {**self.policy.tensors(), **critic, **self.policy.weights()}
         return next((name for name, tensor in named.items() if not all_finite(tensor)), None)
 
+    def check_ranks(self) -> None:
+        """See `Learner`."""
+
     def weights(self) -> Mapping[str, Data]:
         """See `Learner`."""
         return to_files(WEIGHTS, self.policy.weights(), self.shard_bytes)

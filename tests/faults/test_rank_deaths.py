@@ -139,6 +139,31 @@ def test_a_run_goes_on_to_the_same_bits_where_a_rank_was_killed(
     assert audit(broken.store).clean
 
 
+class Waiting(Killing):
+    """Has no batch 1, and kills a rank when it is asked for one."""
+
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+        """See `StoreFeed`."""
+        found = super().lease(number, deadline, afresh=afresh)
+        if number == 1:
+            wait_for_ends(pids(self.actor.learner))  # type: ignore[arg-type]
+            raise TimeoutError("there is no batch 1 yet")
+        return found
+
+
+def test_a_rank_that_dies_while_a_batch_is_waited_for_is_named_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was on its way is published all the same."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    run = prepare_small(tmp_path, versions=2, train={"ranks": 2})
+    feed = Waiting(run)
+    feed.actor = LearnerActor(run, channel=feed)
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL while the next batch was waited for"):
+        feed.actor.run()
+    assert run.policies.newest() == 1
+
+
 def test_a_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _exit)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with code 7 while the ranks started"):
