@@ -6,9 +6,10 @@ The batches are `ahead`: each may be trained on while the version that it trains
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -32,6 +33,12 @@ from tests.tasks.test_quarantine import Poisoned
 from tests.tasks.test_restore import consumed, hashes, restored
 
 Prepare = Callable[..., RunContext]
+TRAINS: Mapping[str, Any] = {
+    "plain": {},
+    "roles": ALL_ROLES,
+    "ranks": {"ranks": 2},
+    "in parts": {"ranks": 2, "sharded": True, "minibatches": 2},
+}
 SLOW = 4  # the version whose upload is slow: it ends once something has come of the step behind it
 
 
@@ -113,9 +120,9 @@ def assert_same(context: RunContext, other: RunContext) -> None:
     assert published == list(range(7))
 
 
-@pytest.mark.parametrize("train_keys", [{}, ALL_ROLES], ids=["plain", "roles"])
+@pytest.mark.parametrize("train_keys", TRAINS.values(), ids=TRAINS)
 def test_the_next_step_begins_before_the_commit(
-    small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: dict[str, object]
+    small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
     """And every version has the bits that it has where nothing runs beside it."""
     quiet, context = whole(small("quiet", **train_keys), monkeypatch), small(**train_keys)
@@ -140,9 +147,9 @@ def test_without_staleness_it_waits_for_the_commit(small: Prepare, async_ratio: 
     assert asked == list(range(6))
 
 
-@pytest.mark.parametrize("train_keys", [{}, ALL_ROLES], ids=["plain", "roles"])
+@pytest.mark.parametrize("train_keys", TRAINS.values(), ids=TRAINS)
 def test_an_upload_that_fails_is_told_by_the_next_step(
-    small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: dict[str, object]
+    small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
     """Nothing is committed behind it. The batch of that step waits, and the learner that follows trains on it once."""
     quiet, context = whole(small("quiet", **train_keys), monkeypatch), small(**train_keys)
