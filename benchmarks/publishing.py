@@ -1,7 +1,8 @@
 """Memory of publish and restore, and how long publishing holds a learner up: random weights, on 1 to 4 ranks.
 
 Memory is the most that a process has while it publishes, or since it began to restore, above what it had after its
-imports; a row is that over the bytes of the weights and the state that it holds. Ranks of torch each hold all of them.
+imports; a row is that over the bytes of the weights and the state. Ranks of torch each hold all of them; those in parts
+(`sharded`, `deepspeed`) hold less.
 Publishing is measured after a step, so that whatever a step leaves is there. What the learner waits for is what it
 checks before it publishes, and what its next step waits until the version is stored; a row is that over a step that
 nothing is stored beside. Larger batches make steps longer, and these shares smaller.
