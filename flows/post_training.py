@@ -22,7 +22,6 @@ from uuid import UUID
 from prefect import State, flow, get_run_logger
 from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
-from prefect.states import Cancelled
 
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.keepalive.crashed import follows_another
@@ -34,7 +33,7 @@ from rollflow.flows.locations import await_run, context_of, home, run_id_of, sto
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.reachability import check_store_reach
-from rollflow.flows.steps import Steps, blocks, run_name, suspend, tag, tags
+from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
 from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
@@ -100,7 +99,8 @@ def _train(step: Steps, stages: Stages, writer: StatusWriter, supervisor: Writer
     for first, last in blocks(context.policies.newest(), context.config.versions):
         name = f"versions {first} to {last}" if last > first else f"version {last}"
         step(name, functools.partial(following.to_version, last), lambda _: writer.figures)
-        told += rows(context, every[len(told) : len(told) + 1])
+        newest = max(0, len(told) - 2)  # an evaluation may come later than its block
+        told[newest:] = rows(context, every[newest : len(told) + 1])
         page.progress(told)
     step("end the stages", lambda: _end(following, stages, writer))
 
@@ -215,7 +215,7 @@ def _left(context: RunContext, person: Ended) -> State:
     """The state of the flow run of a run that a person ended."""
     if person.pause:
         raise Pause(state=suspend())
-    return Cancelled(message=f"{person}; go on with: rollflow resume {context.uri}")
+    return cancel(f"{person}; go on with: rollflow resume {context.uri}")
 
 
 def _finish(

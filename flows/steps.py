@@ -7,6 +7,7 @@ server that is away or slow is not waited for (Prefect sends what happens to a t
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -17,11 +18,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State, TaskRunResult
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import Abort
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Pending, Suspended
 
 from rollflow.flows.services.prefect_api import api
 from rollflow.flows.views.stopping import Ended
+from rollflow.storage.errors import Unreachable
 from rollflow.tasks.config import RunConfig
 
 T = TypeVar("T")
@@ -89,6 +92,21 @@ def tag(found: Sequence[str]) -> None:
     """Add tags to this flow run."""
     with api() as client:
         client.update_flow_run(UUID(str(flow_run.id)), tags=sorted({*flow_run.tags, *found}))
+
+
+def cancel(why: str) -> State:
+    """End this flow run as cancelled, by `Abort`: Prefect says of a state that is returned that it was an error.
+
+    That state, to be returned, where the server does not answer.
+    """
+    state: State = Cancelled(message=why)
+    with contextlib.suppress(Unreachable):
+        with api() as client:
+            client.set_flow_run_state(UUID(str(flow_run.id)), state, force=True)
+        ended = Abort(why)
+        setattr(ended, "state", state)  # noqa: B010 - Prefect's own way to say what it ended as
+        raise ended
+    return state
 
 
 def suspend() -> State:

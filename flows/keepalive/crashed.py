@@ -83,15 +83,16 @@ class PickUp:
 
     def _followed_up(self, crashed: FlowRun, log: Callable[[str], None]) -> bool:
         """Whether all is done for it; one whose storage does not answer has a next look, and holds up no other."""
+        name = run_uri(crashed).rpartition("/")[2]
         try:
             successor = start_again(crashed.id, replace(run_of(crashed), patience=READ_SECONDS))
         except Unreachable:
             return False
         except RollflowError as error:
-            log(f"run {crashed.name} is not started again: {error}")
+            log(f"run {name} is not started again: {error}")
             return True
         if successor and successor.pending:
-            log(f"run {crashed.name} goes on: {successor.pending.reason}")
+            log(f"run {name} goes on: {successor.pending.reason}")
             self._starting.append(successor)
         return True
 

@@ -44,6 +44,9 @@ class World:
         self.now = 1000.0
         self.started: list[tuple[str, float]] = []
         self.dead: set[str] = set()  # roles that die as soon as they run
+        self.pause: set[str] = set()  # roles that a person pauses, once
+        self.told: list[str] = []
+        self.states: list[tuple[str, str]] = []  # that flow runs were given, by role
         self.runs: dict[uuid.UUID, str] = {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(stages_module, "time", clock)
@@ -56,7 +59,7 @@ class World:
         monkeypatch.setattr(cluster, "actor", self.actor)
         monkeypatch.setattr(cluster, "done", lambda *_: True)
         monkeypatch.setattr(cluster, "call", self.call)
-        self.stages = Stages(context, "a:1", lambda _: None)
+        self.stages = Stages(context, "a:1", self.told.append)
         limits = RecoveryConfig(restarts=100, backoff_seconds=40.0)
         self.stages.restarts = Restarts(Budget(limits, lambda: self.now), lambda: self.now)
 
@@ -64,8 +67,14 @@ class World:
         self.now += seconds
 
     @contextmanager
-    def api(self) -> Iterator[None]:
-        yield
+    def api(self) -> Iterator[Any]:
+        yield self
+
+    def set_flow_run_state(self, run: uuid.UUID, state: Any, force: bool = False) -> None:
+        self.states.append((self.runs[run], state.name))
+
+    def read_flow_run(self, run: uuid.UUID) -> Any:
+        return SimpleNamespace(state=STATES["Running"])
 
     def start(self, client: object, role: str, *_: object, **__: object) -> uuid.UUID:
         run = uuid.uuid4()
@@ -74,7 +83,13 @@ class World:
         return run
 
     def states_of(self, client: object, runs: list[uuid.UUID]) -> dict[uuid.UUID, Any]:
-        return {run: STATES["Crashed" if self.runs[run] in self.dead else "Running"] for run in runs}
+        return {run: STATES[self.state(self.runs[run])] for run in runs}
+
+    def state(self, role: str) -> str:
+        if role in self.pause:
+            self.pause.remove(role)
+            return "Paused"
+        return "Crashed" if role in self.dead else "Running"
 
     def actor(self, name: str) -> Any:
         def ask(*_: object) -> str:
@@ -135,3 +150,13 @@ def test_a_pause_is_kept_to_its_end_and_no_longer(world: World, role: str) -> No
     assert 40.0 <= third - second <= 44.0
     world.look_for(60.0)
     assert len(world.starts_of(role)) == 3
+
+
+@pytest.mark.parametrize("role", ACTORS)
+def test_a_stage_that_is_paused_is_started_again_and_the_log_says_what_to_pause(world: World, role: str) -> None:
+    """Prefect leaves the process of a flow run that is paused alone: it ends once it runs again and is cancelled."""
+    world.pause = {role}
+    world.look_for(5.0)
+    assert world.states == [(role, "Running"), (role, "Cancelling")]
+    assert len(world.starts_of(role)) == 2
+    assert f"the {role} stage was paused, and goes on: pause the run's own flow run, which has its stages" in world.told

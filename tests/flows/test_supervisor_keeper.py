@@ -14,8 +14,8 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Crashed, Failed
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import Cancelled, Crashed, Failed, Paused, Suspended
 
 from rollflow.flows import post_training
 from rollflow.flows.commands import run as run_command
@@ -33,9 +33,7 @@ from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 
-RUNNING = SimpleNamespace(
-    is_completed=lambda: False, is_crashed=lambda: False, is_failed=lambda: False, is_final=lambda: False
-)
+RUNNING = State(type=StateType.RUNNING)
 
 
 class Clock(SimpleNamespace):
@@ -82,6 +80,27 @@ def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monke
     answers += [RunStatus("long", "training", seconds=5.0)] * 100  # it can be read again, and does not change
     looks(config.rollout.patience_seconds + 10)
     assert crashes == ["it wrote no status for too long"]
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "ended"),
+    [(Cancelled(), "stopped", True), (Suspended(), "paused", False), (Paused(), "paused", False)],
+)
+def test_what_a_person_does_with_the_flow_run_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, phase: str, *, ended: bool
+) -> None:
+    """However long it is paused, nobody starts it again but who resumes it."""
+    config = RunConfig()
+    describe(open_store(str(tmp_path)), "long", config)
+    clock = Clock()
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(supervisor_module, "flow_state", lambda _: state)
+    services: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
+    followed = SupervisorKeeper(RunContext(str(tmp_path), tmp_path), uuid4(), services)
+    for _ in range(3):
+        clock.now += config.rollout.patience_seconds
+        status = followed.look(RunStatus("long", "training", version=3, seconds=5.0))
+        assert (status.phase, status.ended, status.version) == (phase, ended, 3)
 
 
 def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

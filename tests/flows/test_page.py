@@ -1,0 +1,104 @@
+"""A run's page: its artifacts arrive, a server that is away is told of once, and nobody waits for it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from rollflow.flows.views import page as page_module
+from rollflow.flows.views.blocks import rows
+from rollflow.flows.views.page import Page
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.objects import open_store
+from rollflow.storage.policies import PolicyStore
+from tests.support.batches import begin, train
+
+
+class Server:
+    """Keeps artifacts by key; `away` while it does not answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: dict[str, str] = {}
+        self.changes: list[str] = []
+        self.away = threading.Event()
+        self._keys: dict[UUID, str] = {}
+        monkeypatch.setattr(page_module, "api", self._api)
+        monkeypatch.setattr(page_module, "flow_run", SimpleNamespace(id=str(uuid4())))
+
+    @contextlib.contextmanager
+    def _api(self) -> Iterator[Any]:
+        if self.away.is_set():
+            raise Unreachable("the Prefect API: no answer")
+        yield SimpleNamespace(create_artifact=self._create, update_artifact=self._update)
+
+    def _create(self, made: Any) -> Any:
+        key = uuid4()
+        self._keys[key] = made.key
+        self.kept[made.key] = made.data
+        return SimpleNamespace(id=key)
+
+    def _update(self, key: UUID, changed: Any) -> None:
+        self.changes.append(self._keys[key])
+        self.kept[self._keys[key]] = changed.data
+
+
+def test_a_table_is_one_artifact_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = Server(monkeypatch)
+    page = Page("Mine_1.b", lambda text: None)
+    page.progress([{"versions": "1"}])
+    page.progress([{"versions": "1"}, {"versions": "2"}])
+    page.links({"MLflow": "http://there", "storage": "s3://here"})
+    (tmp_path / "plot.png").write_bytes(b"picture")
+    page.plot(tmp_path / "plot.png")
+    page.close()
+    assert server.kept == {
+        "progress-mine-1-b": '[{"versions": "1"}, {"versions": "2"}]',
+        "places-mine-1-b": "- MLflow: <http://there>\n- storage: `s3://here`",
+        "reward-mine-1-b": "data:image/png;base64," + base64.b64encode(b"picture").decode(),
+    }
+    assert server.changes == ["progress-mine-1-b"]
+
+
+def test_a_server_that_is_away_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, told = Server(monkeypatch), list[str]()
+    server.away.set()
+    page = Page("mine", told.append)
+    for number in range(3):
+        page.progress([{"versions": str(number)}])
+    flushed = threading.Event()
+    page._queue.put(flushed.set)
+    flushed.wait()
+    server.away.clear()
+    page.progress([{"versions": "all"}])
+    page.close()
+    assert told == ["the Prefect API: no answer; the page of this run is not kept up to date meanwhile"]
+    assert server.kept == {"progress-mine": '[{"versions": "all"}]'}
+
+
+def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, go = Server(monkeypatch), threading.Event()
+    monkeypatch.setattr(server, "_create", lambda made: SimpleNamespace(id=uuid4(), hung=go.wait()))
+    monkeypatch.setattr(page_module, "END_SECONDS", 0.1)
+    page = Page("mine", lambda text: None)
+    page.progress([])
+    page.close()
+    assert not server.kept
+    go.set()
+
+
+def test_a_row_tells_of_a_block_that_is_complete(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    begin(store)
+    _, writer = train(store, 5)
+    context: Any = SimpleNamespace(policies=PolicyStore(writer.log), store=store)
+    found = list(rows(context, [(1, 2), (3, 4), (5, 6)]))
+    assert [row["versions"] for row in found] == ["1 to 2", "3 to 4"]
+    assert {*found[0]} == {"versions", "reward", "staleness", "tokens/s", "idle", "waste", "held-out accuracy"}
