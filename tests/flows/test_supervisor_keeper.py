@@ -110,7 +110,7 @@ def test_a_run_whose_storage_is_away_holds_up_no_other(monkeypatch: pytest.Monke
         SimpleNamespace(id=uuid4(), deployment_id=here, state_type="CRASHED", name=name, parameters={"storage": uri})
         for name, uri in (("first", away[0]), ("second", "/a/folder/runs/second"))
     ]
-    client = SimpleNamespace(read_deployment_by_name=lambda _: SimpleNamespace(id=here))
+    client = SimpleNamespace(read_deployments=lambda **_: [SimpleNamespace(id=here)])
 
     @contextlib.contextmanager
     def api() -> Iterator[Any]:
