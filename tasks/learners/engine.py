@@ -82,7 +82,7 @@ class Engine(Optimized):
 
     def weight(self, name: str) -> Tensor:
         """A parameter, on the first rank; on the others empty."""
-        return self._gathered(name, None).to(self.types[name])
+        return self._gathered(name, None, self.types[name])
 
     def everywhere(self) -> dict[str, Tensor]:
         """The parameters, whole, on each rank; not beside a step."""
@@ -103,8 +103,7 @@ class Engine(Optimized):
         key, _, name = saved.partition("/")
         if key == "step":
             return self.steps(name)
-        found = self._gathered(name, None if key == MASTER else key)
-        return found if self.wide else found.to(self.types[name])
+        return self._gathered(name, None if key == MASTER else key, torch.float32 if self.wide else self.types[name])
 
     def finite(self, weight: str = "") -> dict[str, bool]:
         """Of each parameter and its moments, whether all is that this rank has of it; on each rank the same names.
@@ -127,11 +126,11 @@ class Engine(Optimized):
         """Tensors with the names, shapes and types of the parameters, and no values."""
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
 
-    def _gathered(self, name: str, key: str | None) -> Tensor:
-        """The whole of what `own` has parts of, in float32, which any of them fits into."""
+    def _gathered(self, name: str, key: str | None, kind: torch.dtype) -> Tensor:
+        """The whole of what `own` has parts of, in the type that it is stored in."""
         assert self.ranks.beside is not None
-        own, places = self.own(name, key).reshape(-1).float(), self._places[name]
-        found = torch.empty(0 if self.ranks.rank else self.shapes[name])
+        own, places = self.own(name, key).reshape(-1).to(kind), self._places[name]
+        found = torch.empty(0 if self.ranks.rank else self.shapes[name], dtype=kind)
         self.ranks.beside.to_first(own, [_piece(found, *place) for place in places])
         return found.add_(0.0)  # no -0: a sum over ranks had none, and runs were recorded with these
 
