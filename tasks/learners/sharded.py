@@ -23,7 +23,7 @@ from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import WEIGHT, Critic, others, value_loss
 from rollflow.tasks.learners.engine import Engine
-from rollflow.tasks.learners.finite import check_figures
+from rollflow.tasks.learners.finite import all_finite, check_figures
 from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import check_fit
@@ -172,10 +172,12 @@ class ShardedLearner(TorchLearner):
         if not self.sharded:
             return super().broken()
         critic = self.critic.optimized.finite(WEIGHT) if self.critic and self.critic.begun else {}
-        found = {**critic, **self.policy.finite()}
-        wrong = torch.tensor([not finite for finite in found.values()], dtype=torch.float32)
+        whole = self.reference.tensors() if self.reference else {}
+        reference = {name: all_finite(tensor) for name, tensor in whole.items()}
+        found = [*self.policy.finite().items(), *critic.items(), *reference.items()]
+        wrong = torch.tensor([not finite for _, finite in found], dtype=torch.float32)
         self.ranks.add(wrong)
-        return next((name for name, ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)
+        return next((name for (name, _), ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)
 
     def weights(self) -> Mapping[str, Data]:
         """See `Learner`; a sharded one's files are `gathered` when they are asked for."""

@@ -134,9 +134,8 @@ class TorchLearner(Roles):
 
     def broken(self) -> str | None:
         """See `Learner`."""
-        critic = self.critic.tensors() if self.critic else {}
-        named = {**self.policy.tensors(), **critic, **self.policy.weights()}
-        return next((name for name, tensor in named.items() if not all_finite(tensor)), None)
+        parts = self.policy.tensors(), *(role.tensors() for _, role in self._roles()), self.policy.weights()
+        return next((name for part in parts for name, tensor in part.items() if not all_finite(tensor)), None)
 
     def check_ranks(self) -> None:
         """See `Learner`."""
