@@ -106,7 +106,8 @@ def assert_gathered_file_by_file(made: RankedLearner) -> None:
     asked, ask = [], made._others.ask
     made._others.ask = lambda given: (asked.append(given.file), ask(given))  # type: ignore[method-assign,func-returns-value]
     files = {**dict.fromkeys(made.weights()), **dict.fromkeys(made.state())}
-    assert (len(files), asked) == (3 if "learner/critic.safetensors" in files else 2, [])
+    roles = {"learner/critic.safetensors", "learner/reference.safetensors"} & files.keys()
+    assert (len(files), asked) == (2 + len(roles), [])
     assert made.state()["learner/state.safetensors"]
     assert asked == ["learner/state.safetensors"]
     made._others.ask = ask  # type: ignore[method-assign]
