@@ -261,8 +261,7 @@ class Stages:
             self._log(f"the reward stage does not answer yet: {error}")
 
     def abandon(self) -> None:
-        """Something failed: kill the run's actors and cancel the stages that still run."""
-        kill_actors(self.context)
+        """Something failed: cancel the stages that still run, which would start actors again, and kill the actors."""
         try:
             with api() as client:
                 for stage in self.all.values():
@@ -270,6 +269,8 @@ class Stages:
                         cancel(client, stage.run)
         except Unreachable as error:
             self._log(f"{error}; the stages are not cancelled")
+        finally:
+            kill_actors(self.context)
 
     def statuses(self) -> dict[str, StageStatus]:
         """For the live view."""
