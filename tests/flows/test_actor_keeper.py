@@ -230,11 +230,12 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     monkeypatch.setattr(post_training, "summarize", lambda *_: {"summary": "of it"})
     monkeypatch.setattr(post_training, "ending", lambda *_: None)
+    monkeypatch.setattr(post_training, "rows", lambda *_: [])
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store, keep_last=1, keep_every=100)
     train(store, 5)
     supervisor, stages, writer = supervised(store, told)
-    tracking = SimpleNamespace(tracking=SimpleNamespace(uri=None))
+    tracking = SimpleNamespace(tracking=SimpleNamespace(uri=None), versions=5)
     writer.context = SimpleNamespace(policies=PolicyStore(supervisor.log), config=tracking, key="test-1", store=store)
     left = len(supervisor.log.state.releasable)
 
@@ -244,6 +245,7 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
 
     if failure:
         monkeypatch.setattr(MemoryStore, "delete", delete)
-    assert _finish(stages, writer, supervisor, AuditReport()) == {"summary": "of it"}
+    page: Any = SimpleNamespace(plot=lambda *_: None, progress=lambda *_: None, close=lambda: None)
+    assert _finish(stages, writer, supervisor, AuditReport(), page) == {"summary": "of it"}
     assert told == ["FINISHED", "done"]
     assert (left, supervisor.log.state.releasable) == (4, [])
