@@ -32,7 +32,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with one sentence for each key that a person must change.
     """
-    tree = _read(path, "recipe")
+    tree = read_toml(path, "recipe")
     for override in overrides:
         _override(tree, override)
     return parse(tree)
@@ -48,7 +48,7 @@ def load_hardware(path: Path) -> Hardware:
 
     path = hardware_file(path)
     try:
-        return Hardware.model_validate(_read(path, "hardware file"))
+        return Hardware.model_validate(read_toml(path, "hardware file"))
     except ValidationError as error:
         raise ConfigError(f"hardware file {str(path)!r}: {sentences(error, Hardware)}") from None
 
@@ -59,7 +59,8 @@ def hardware_file(path: Path) -> Path:
     return shipped if len(path.parts) == 1 and not path.suffix and shipped.exists() else path
 
 
-def _read(path: Path, what: str) -> dict[str, Any]:
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The tree of a file that a person wrote; `what` is what it is, for the sentence where it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except OSError as error:

@@ -23,15 +23,17 @@ from prefect.runner import Runner
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.keepalive.stages import deployment
 from rollflow.flows.locations import home
+from rollflow.flows.nightly import Nightly, nightly, read_nightly
 from rollflow.flows.post_training import post_training
 from rollflow.flows.recover import recover
 from rollflow.flows.reward import reward
 from rollflow.flows.rollout import rollout
-from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_recipes
+from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
 from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
-from rollflow.flows.services.prefect_api import INTERNAL, OF_SESSION, RECIPE, SERVED, insist
+from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist
 from rollflow.flows.services.registering import Offer
 from rollflow.flows.train import train
+from rollflow.storage.errors import ConfigError
 
 POLL_SECONDS = 1
 LOOK_SECONDS = 2.0  # for recipes that are new
@@ -53,9 +55,26 @@ def of_recipe(recipe: ServedRecipe) -> Offer:
     return Offer(post_training, recipe.config.name, {"config": config}, text, (RECIPE,), hidden=("storage",))
 
 
+def of_nightly(plan: Nightly) -> Offer:
+    """Nights as a file says: a schedule, and one flow run at a time."""
+    parameters, text = {"plan": plan.model_dump(mode="json")}, (nightly.__doc__ or "").partition("\n")[0]
+    cron = (plan.cron, plan.timezone)
+    return Offer(nightly, plan.name, parameters, text, (NIGHTLY,), limit=1, cron=cron)
+
+
 def of_recipes() -> list[Offer]:
-    """One deployment for each recipe that is served here; a file that is no recipe any more is told and left."""
-    return [of_recipe(recipe) for recipe in served_recipes(lambda wrong: print(wrong, file=sys.stderr, flush=True))]
+    """One deployment for each recipe and nightly file that is served here; one that is wrong is told and left."""
+
+    def tell(wrong: object) -> None:
+        print(f"not served: {wrong}", file=sys.stderr, flush=True)
+
+    made = [of_recipe(recipe) for recipe in served_recipes(tell)]
+    for file in served_files():
+        try:
+            made.append(of_nightly(read_nightly(file)))
+        except ConfigError as error:
+            tell(error)
+    return made
 
 
 async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool, recipes: bool = False) -> None:

@@ -1,6 +1,7 @@
-"""The recipes that `rollflow serve` offers in the Prefect UI: those of rollflow, and folders that were deployed.
+"""The recipes that `rollflow serve` offers in the Prefect UI: those of rollflow, and what was deployed.
 
-`rollflow deploy FOLDER` adds a folder. Which ones there are is kept in `deployed.json` in the run home.
+`rollflow deploy FOLDER` adds a folder, `rollflow nightly FILE` a nightly file. Which ones there are is kept in
+`deployed.json` in the run home.
 """
 
 from __future__ import annotations
@@ -35,17 +36,26 @@ def recipes_file(place: Path) -> Path:
 
 def folders(place: Path) -> list[Path]:
     """The folders whose recipes are served, rollflow's own first."""
-    file = recipes_file(place)
-    return [SHIPPED, *(Path(one) for one in (json.loads(file.read_text()) if file.exists() else []))]
+    return [SHIPPED, *(one for one in _deployed(place) if one.suffix != ".toml")]
 
 
-def add_folder(place: Path, folder: Path) -> None:
-    """Serve the recipes of `folder` from now on. To add it again makes a runner read it again."""
-    kept = [str(one) for one in folders(place)[1:] if one != folder]
+def served_files() -> list[Path]:
+    """The nightly files that were deployed in this home."""
+    return [one for one in _deployed(home()) if one.suffix == ".toml"]
+
+
+def deploy(place: Path, what: Path) -> None:
+    """Serve the recipes of a folder, or a nightly file, from now on. To do so again makes a runner read it again."""
+    kept = [str(one) for one in _deployed(place) if one != what]
     place.mkdir(parents=True, exist_ok=True)
     new = recipes_file(place).with_suffix(".new")
-    new.write_text(json.dumps([*kept, str(folder)]))
+    new.write_text(json.dumps([*kept, str(what)]))
     new.replace(recipes_file(place))
+
+
+def _deployed(place: Path) -> list[Path]:
+    file = recipes_file(place)
+    return [Path(one) for one in (json.loads(file.read_text()) if file.exists() else [])]
 
 
 def recipes_of(folder: Path) -> list[ServedRecipe]:
@@ -75,7 +85,7 @@ def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
         try:
             found |= {recipe.config.name: recipe for recipe in recipes_of(folder)}
         except ConfigError as error:
-            tell(f"not served: {error}")
+            tell(str(error))
     return list(found.values())
 
 

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSES = ("storage", "tasks", "flows")  # each may import those before it
-OWN_FILES = 14
+OWN_FILES = 15
 
 # What a room may import of its own house besides itself.
 MAY: dict[str, set[str]] = {
@@ -52,7 +52,7 @@ MAY: dict[str, set[str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"tasks/actors", "flows/services"},
     "prefect": {"flows", "flows/keepalive", "flows/services", "flows/views/page", "flows/views/status_writer"},
-    "mlflow": {"flows/views/tracking", "flows/views/mlflow_run"},
+    "mlflow": {"flows/views/tracking", "flows/views/mlflow_run", "flows/views/registry"},
     "s3fs": {"storage/objects/s3_requests"},
     "vllm": {"tasks/engines"},
     "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies"},

@@ -6,14 +6,14 @@ import argparse
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import home
-from rollflow.flows.served_recipes import add_folder, recipes_of
+from rollflow.flows.served_recipes import deploy, recipes_of
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes, and have them served by `rollflow serve`, now or when it starts."""
+    """Check the recipes, and have them served by `rollflow up`, now or when it starts."""
     recipes = recipes_of(options.folder)
-    add_folder(home(), options.folder.absolute())
+    deploy(home(), options.folder.absolute())
     for recipe in recipes:
         print(f"post-training/{recipe.config.name}  {recipe.file}")
-    print("a `rollflow serve` of this home serves them: one that runs within seconds, else from its next start on")
+    print("`rollflow up` in this home serves them: one that is up within seconds, else from its next start on")
     return OK

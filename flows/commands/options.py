@@ -72,6 +72,10 @@ def parser() -> argparse.ArgumentParser:
     deploy.add_argument("folder", type=Path)
     deploy.set_defaults(verb="deploy")
 
+    nightly = commands.add_parser("nightly", help="train the recipes of a nightly file every night")
+    nightly.add_argument("file", type=Path)
+    nightly.set_defaults(verb="nightly")
+
     doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
     doctor.add_argument("--json", action="store_true", help="one JSON list")
     doctor.set_defaults(verb="doctor")

@@ -30,7 +30,7 @@ RETRIES = 2  # after 2 and 4 s, where the server answers that it cannot (SQLite 
 INSIST_SECONDS = 60.0
 PAGE = 200  # flow runs the server gives at once
 SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
-INTERNAL, RECIPE, OF_SESSION = "internal", "recipe", "of one command"  # tags of deployments
+INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
 
 
 @contextmanager
@@ -151,12 +151,12 @@ def created_at(flow_run: FlowRun) -> float:
 
 
 def served(deployment: str) -> Any:
-    """A filter: the deployments of this name; `SERVED` has those of recipes, too."""
+    """A filter: the deployments of this name; `SERVED` has those of recipes and nights, too."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 
     if deployment != SERVED:
         return DeploymentFilter(name=DeploymentFilterName(any_=[deployment]))
-    either: Any = {"operator": "or_", "tags": DeploymentFilterTags(all_=[RECIPE])}
+    either: Any = {"operator": "or_", "tags": DeploymentFilterTags(any_=[RECIPE, NIGHTLY])}
     return DeploymentFilter(name=DeploymentFilterName(any_=[deployment]), **either)
 
 

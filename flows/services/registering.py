@@ -2,9 +2,9 @@
 
 Prefect's own upsert replaces the schedules, the default parameters, the description and the tags. Here:
 
-- schedules and the pause are never sent after a deployment is made;
-- of its parameters, description, tags and limit, those are sent that are still as they were registered last. A digest
-  of what they were then is kept in the deployment's version;
+- the pause is never sent;
+- of its parameters, description, tags, limit and schedules, those are sent that are still as they were registered
+  last. A digest of what they were then is kept in the deployment's version;
 - the entrypoint and the form are ours: they follow the code.
 
 Where nothing differs nothing is sent, so that the runs that a schedule has planned stay, too.
@@ -29,8 +29,15 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.responses import DeploymentResponse
 
+SLUG = "rollflow"  # of the schedule that a file asks for
 SILENT_SECONDS = 120.0  # a session's runner asks for work every second
-PERSONS = ("parameters", "description", "tags", "concurrency_limit")  # what a person may change on the page
+PERSONS = (
+    "parameters",
+    "description",
+    "tags",
+    "concurrency_limit",
+    "schedules",
+)  # what a person may change on the page
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Offer:
     description: str = ""
     tags: tuple[str, ...] = ()
     limit: int | None = None
+    cron: tuple[str, str] | None = None  # and the time zone that it means
     hidden: tuple[str, ...] = ()  # parameters that the form does not show
     storage: None = None  # a runner asks
 
@@ -111,7 +119,9 @@ def _ours(offer: Offer) -> dict[str, Any]:
 
 
 def _persons(offer: Offer) -> dict[str, Any]:
-    values = (dict(offer.parameters), offer.description, sorted(offer.tags), offer.limit)
+    schedule = {"cron": offer.cron[0], "timezone": offer.cron[1], "day_or": True} if offer.cron else None
+    schedules = [{"schedule": schedule, "active": True, "slug": SLUG}] if schedule else []
+    values = (dict(offer.parameters), offer.description, sorted(offer.tags), offer.limit, schedules)
     return dict(zip(PERSONS, values, strict=True))
 
 
@@ -120,6 +130,8 @@ def _there(there: DeploymentResponse, name: str) -> Any:
         return there.global_concurrency_limit.limit if there.global_concurrency_limit else None
     if name == "tags":
         return sorted(there.tags)
+    if name == "schedules":
+        return [one.model_dump(mode="json", include={"schedule", "active", "slug"}) for one in there.schedules]
     return getattr(there, name)
 
 

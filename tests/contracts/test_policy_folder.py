@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollflow.flows.commands.export import export
 from rollflow.flows.config import load_recipe
+from rollflow.flows.export import export
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services.process import free_port
 from rollflow.tasks.policies.config import ColdStart
@@ -65,7 +65,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
 @pytest.fixture(scope="module")
 def exported(small: RunContext, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "policy"
-    export(small, VERSION, folder)
+    export(small, small.policies.find(VERSION), folder)
     return folder
 
 

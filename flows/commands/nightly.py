@@ -1,0 +1,19 @@
+"""`rollflow nightly FILE`: recipes that are trained every night, in the Prefect UI with their schedule."""
+
+from __future__ import annotations
+
+import argparse
+
+from rollflow.flows.commands import OK
+from rollflow.flows.locations import home
+from rollflow.flows.nightly import read_nightly
+from rollflow.flows.served_recipes import deploy
+
+
+def command(options: argparse.Namespace) -> int:
+    """Check the file, and have it served by `rollflow up`, now or when it starts."""
+    plan = read_nightly(options.file)
+    deploy(home(), options.file.absolute())
+    print(f"nightly/{plan.name}  {plan.cron} ({plan.timezone}), {len(plan.recipes)} recipes, one after the other")
+    print("`rollflow up` in this home serves it: one that is up within seconds, else from its next start on")
+    return OK

@@ -1,0 +1,273 @@
+"""Nightly training: recipes one after the other, each compared with its best so far.
+
+    for each recipe:  train (from last night's version) --> evaluate --> export --> better beyond noise? --> alias
+                                                                                          |
+    a report: artifact, and notification   <-- failed nights, too <-- prune old nights <--+
+
+One night at a time: its deployment has a limit of one flow run, and cancels a new one while the old one runs. A recipe
+that fails or takes too long is said in the report; the next recipe, and the next night, go on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.runtime import flow_run
+from prefect.states import Failed
+from pydantic import Field, ValidationError, field_validator
+
+from rollflow.flows.config import load_recipe, read_toml, sentences
+from rollflow.flows.export import export
+from rollflow.flows.locations import all_runs, context_of, home, store_uri
+from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start
+from rollflow.flows.views.registry import Registered, Registry, Score, z_score
+from rollflow.flows.views.summary import SUMMARY
+from rollflow.flows.views.tracking import TrackingPlace
+from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.names import RecipeName
+from rollflow.tasks.rollout.evaluation import evaluation_of
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.sections import Section, refuse
+
+POLL_SECONDS = 2.0
+CANCEL_SECONDS = 120.0
+MARK = "-night-"  # between a recipe's name and the time, in the id of a run
+
+
+class Nightly(Section):
+    """What a nightly file says."""
+
+    name: RecipeName = Field("nightly", description="what its deployment is called")
+    recipes: tuple[str, ...] = Field(min_length=1, description="recipe files, trained in this order; read every night")
+    cron: str = Field("0 1 * * *", description="when a night begins")
+    timezone: str = Field("UTC", description="whose clock `cron` means, e.g. Europe/Berlin")
+    hours: float = Field(6.0, gt=0, le=1000, description="longest time for one recipe; then its run is stopped")
+    from_last: bool = Field(False, description="begin with the version that the last night ended with")
+    z: float = Field(1.645, ge=0, le=100, description="standard errors by which a better version must be better")
+    alias: str = Field("best", pattern=r"^[A-Za-z][\w-]*$", description="the alias in MLflow's model registry")
+    keep: int = Field(7, gt=0, description="newest nights whose runs and versions are kept, besides the best")
+    notify: str | None = Field(None, description="a Prefect notification block, e.g. slack-webhook/nightly")
+
+    @field_validator("timezone")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        try:
+            ZoneInfo(name)
+        except (KeyError, OSError, ValueError):
+            refuse("timezone", name, "no such time zone; write one like Europe/Berlin")
+        return name
+
+
+def read_nightly(file: Path) -> Nightly:
+    """A nightly file; its recipes are found from where it lies.
+
+    Raises:
+        ConfigError: with one sentence for each key that a person must change.
+    """
+    try:
+        plan = Nightly.model_validate(read_toml(file, "nightly file"))
+        CronSchedule(cron=plan.cron, timezone=plan.timezone)
+    except ValidationError as error:
+        raise ConfigError(f"nightly file {str(file)!r}: {sentences(error, Nightly)}") from None
+    recipes = tuple(str((file.absolute().parent / one).resolve()) for one in plan.recipes)
+    for one in recipes:
+        load_recipe(Path(one), [])
+    return plan.model_copy(update={"recipes": recipes})
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One recipe's night, in words for a person."""
+
+    recipe: str
+    run_id: str
+    result: str
+    ok: bool
+
+
+Train = Callable[[RunConfig, str, float], RunContext]
+
+
+@flow(name="nightly", log_prints=False)
+def nightly(plan: Nightly) -> Any:
+    """Train the recipes of a nightly file, one after the other, and promote what is better."""
+    when = flow_run.scheduled_start_time or datetime.now(UTC)
+    reports = one_night(plan, when, train_here)
+    for report in reports:
+        get_run_logger().info("%s: %s", report.recipe, report.result)
+    text = page(plan, when, reports)
+    create_markdown_artifact(text, key=f"nightly-{plan.name.lower().replace('.', '-').replace('_', '-')}")
+    if plan.notify:
+        notify(plan.notify, text, return_state=True)  # one that fails is seen on the page: the night itself is over
+    failed = [report for report in reports if not report.ok]
+    return Failed(message="; ".join(f"{one.recipe}: {one.result}" for one in failed)) if failed else None
+
+
+def one_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
+    """Every recipe, whatever became of the one before."""
+    stamp = when.astimezone(ZoneInfo(plan.timezone)).strftime("%Y%m%d-%H%M")
+    return [_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
+
+
+def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
+    run_id = name = file.stem
+    try:
+        config = load_recipe(file, [])
+        name, run_id = config.name, f"{config.name}{MARK}{stamp}"
+        versions = home() / "nightly" / name
+        if plan.from_last and (last := _newest(versions)):
+            config = _beginning_with(config, last)
+        context = train(config, run_id, plan.hours * 3600)
+        registry = Registry(_registry_uri(config), name, plan.alias)
+        best, score = registry.best(), score_of(context)
+        _export(context, versions / run_id)
+        made = registry.add(str(versions / run_id), run_id, score)
+        better, result = _judged(best, score, plan.z)
+        if better:
+            registry.promote(made)
+        _prune(context, versions, name, plan.keep, made if better else best)
+        return Report(name, run_id, result, ok=True)
+    except (RollflowError, OSError) as error:
+        return Report(name, run_id, f"failed: {error}", ok=False)
+
+
+def _judged(best: Registered | None, score: Score, bound: float) -> tuple[bool, str]:
+    """Whether it becomes the best, and why, in words."""
+    said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
+    if best is None or best.score == score:  # the second: this night again
+        return best is None, f"{said}; the first" if best is None else f"{said}; as the best"
+    z = z_score(score, best.score)
+    compared = f"the best so far has {best.score.accuracy:.1%} ({best.run_id}), z = {z:.2f}, bound {bound:g}"
+    return z > bound, f"{said}; {'promoted' if z > bound else 'not promoted'}: {compared}"
+
+
+def _newest(versions: Path) -> Path | None:
+    """The version that the last night ended with; names sort by time."""
+    return max((one for one in versions.glob(f"*{MARK}*") if one.is_dir()), default=None)
+
+
+def _beginning_with(config: RunConfig, folder: Path) -> RunConfig:
+    policy = config.policy.model_copy(update={"path": str(folder), "cold_start": None})
+    return config.model_copy(update={"policy": policy})
+
+
+def score_of(context: RunContext) -> Score:
+    """The evaluation of a run's last version.
+
+    Raises:
+        Unreachable: the run has none.
+    """
+    found = evaluation_of(context.store, context.config.versions)
+    if found is None:
+        raise Unreachable(f"run {context.run_id} has no evaluation of its last version; see its page")
+    return Score(found.accuracy, found.responses)
+
+
+def _export(context: RunContext, folder: Path) -> None:
+    if not folder.exists():  # this night again
+        export(context, context.policies.find(context.config.versions), folder)
+
+
+def _registry_uri(config: RunConfig) -> str:
+    return config.tracking.uri or TrackingPlace.default(home(), config.tracking.experiment).uri
+
+
+def _prune(context: RunContext, versions: Path, name: str, keep: int, best: Registered | None) -> None:
+    """Delete this recipe's nights but the newest `keep` and the best: exports, and runs with all their objects."""
+    store = context.uri.rpartition("/runs/")[0]
+    nights = sorted(one.run_id for one in all_runs(store) if one.run_id.startswith(f"{name}{MARK}"))
+    for run_id in nights[:-keep]:
+        if best is None or run_id != best.run_id:
+            shutil.rmtree(versions / run_id, ignore_errors=True)
+            old = context_of(store, run_id).store
+            for path in list(old.list()):
+                old.delete(path)
+
+
+def page(plan: Nightly, when: datetime, reports: list[Report]) -> str:
+    """The night as Markdown."""
+    rows = "\n".join(f"| {one.recipe} | `{one.run_id}` | {one.result.replace('|', '/')} |" for one in reports)
+    local = when.astimezone(ZoneInfo(plan.timezone))
+    title = f"{plan.name}, {local:%Y-%m-%d %H:%M} {plan.timezone}"
+    return f"# {title}\n\n| recipe | run | result |\n|---|---|---|\n{rows}\n"
+
+
+@task(name="notify")
+def notify(block: str, text: str) -> None:
+    """Send the report by a block of the person's."""
+    from prefect.blocks.core import Block
+
+    found: Any = Block.load(block)
+    found.notify(text, subject=text.splitlines()[0].lstrip("# "))
+
+
+def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
+    """Train by this runner's own deployment, and wait for the end.
+
+    Raises:
+        Unreachable: it did not end in time, or not well.
+    """
+    limit = time.monotonic() + seconds
+    _stop_others(config.name)
+    parameters = {"config": config.model_dump(mode="json"), "run_id": run_id}
+    key = f"{flow_run.id}:{run_id}"
+
+    def submit() -> UUID:
+        with api() as client:
+            return start(client, "post-training", SERVED, parameters, name=run_id, key=key)
+
+    made = insist(submit)
+    context = context_of(store_uri(config), run_id)
+    while not (ended := _ended(made, context)):
+        if time.monotonic() > limit:
+            _stop_others(config.name)
+            raise Unreachable(f"run {run_id} took longer than {seconds / 3600:g} hours and was stopped")
+        time.sleep(POLL_SECONDS)
+    if ended != "done":
+        raise Unreachable(f"run {run_id}: {ended}")
+    return context
+
+
+def _ended(made: UUID, context: RunContext) -> str:
+    """ "" while it goes on; a supervisor that crashed is followed by another, and the run has a summary at its end."""
+    try:
+        state = insist(lambda: flow_state(made))
+        if replace(context, patience=POLL_SECONDS).store.exists(SUMMARY):
+            return "done"
+    except Unreachable:
+        return ""
+    if state is None or not state.is_final() or state.is_crashed():
+        return ""
+    return str(state.message or state.name)
+
+
+def _stop_others(name: str) -> None:
+    """End the runs of this recipe's nights that are under way, and wait for that."""
+    from prefect.states import Cancelling
+
+    limit = time.monotonic() + CANCEL_SECONDS
+    while time.monotonic() < limit:
+        with api() as client:
+            nights = [run for run in going(client, SERVED) if _is_night(run.parameters.get("run_id"), name)]
+            for run in nights:
+                if run.state_type != "CANCELLING":
+                    client.set_flow_run_state(run.id, Cancelling())
+        if not nights:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _is_night(run_id: object, name: str) -> bool:
+    return isinstance(run_id, str) and run_id.startswith(f"{name}{MARK}")

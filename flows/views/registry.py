@@ -1,0 +1,75 @@
+"""The best version so far, as MLflow's model registry has it: an alias on one of a model's versions.
+
+A registered version names the run and the folder it was exported to, and keeps its evaluation as tags.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """An evaluation: `accuracy` is the share of `responses` that were right."""
+
+    accuracy: float
+    responses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A registered version: its number, its run, its score."""
+
+    number: str
+    run_id: str
+    score: Score
+
+
+def z_score(new: Score, old: Score) -> float:
+    """By how many standard errors `new` is better; 0 where neither can tell.
+
+    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), with p the share over both: the test of two proportions.
+    It takes the responses for independent. Several samples of one prompt are not quite, and the true noise is larger.
+    """
+    total = new.responses + old.responses
+    pooled = (new.accuracy * new.responses + old.accuracy * old.responses) / total
+    error = math.sqrt(pooled * (1 - pooled) * (1 / new.responses + 1 / old.responses))
+    return (new.accuracy - old.accuracy) / error if error else 0.0
+
+
+class Registry:
+    """The registered model of one recipe."""
+
+    def __init__(self, uri: str, model: str, alias: str) -> None:
+        self._client, self._model, self._alias = MlflowClient(uri, uri), model, alias
+
+    def best(self) -> Registered | None:
+        """The version that has the alias; None: there is none yet."""
+        try:
+            found = self._client.get_model_version_by_alias(self._model, self._alias)
+        except MlflowException:
+            return None
+        score = Score(float(found.tags["accuracy"]), int(found.tags["responses"]))
+        return Registered(found.version, found.tags["run"], score)
+
+    def add(self, folder: str, run_id: str, score: Score) -> Registered:
+        """Register a version; a run that is registered already stays as it is."""
+        try:
+            self._client.create_registered_model(self._model)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        for one in self._client.search_model_versions(f"name='{self._model}'"):
+            if one.tags.get("run") == run_id:
+                return Registered(one.version, run_id, score)
+        tags = {"run": run_id, "accuracy": repr(score.accuracy), "responses": str(score.responses)}
+        made = self._client.create_model_version(self._model, folder, tags=tags)
+        return Registered(made.version, run_id, score)
+
+    def promote(self, version: Registered) -> None:
+        """Give it the alias."""
+        self._client.set_registered_model_alias(self._model, self._alias, version.number)

@@ -1,0 +1,199 @@
+"""Nights: they never overlap, go on from the last one, and the alias moves only to what is better beyond noise."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from prefect.blocks.abstract import NotificationBlock
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Pending, Running
+
+from rollflow.flows import nightly as nightly_module
+from rollflow.flows.commands.cli import main
+from rollflow.flows.deployments import of_nightly
+from rollflow.flows.nightly import Nightly, nightly, one_night, read_nightly, train_here
+from rollflow.flows.prepare import prepare
+from rollflow.flows.services.prefect_api import SERVED, api, start
+from rollflow.flows.services.process import PrefectServer
+from rollflow.flows.services.registering import register
+from rollflow.flows.views.registry import Score, z_score
+from rollflow.storage.errors import Unreachable
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
+from rollflow.tasks.run_context import RunContext
+from tests.support.prefect_home import give
+from tests.support.small_run import make_policy, train_small
+
+RECIPE = """
+name = "math"
+versions = 2
+groups = 2
+group_size = 4
+async_ratio = 1
+[policy]
+path = "{policy}"
+[engine]
+kind = "transformers"
+max_new_tokens = 8
+[evaluation]
+prompts = 4
+"""
+FIRST = datetime(2026, 10, 24, 23, tzinfo=UTC)  # one in Berlin, the night before its clocks go back
+NIGHT = timedelta(days=1)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nightly:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ROLLFLOW_STORE", raising=False)
+    make_policy(tmp_path / "policy")
+    (tmp_path / "math.toml").write_text(RECIPE.format(policy=tmp_path / "policy"))
+    file = tmp_path / "nightly.toml"
+    file.write_text('recipes = ["math.toml"]\ntimezone = "Europe/Berlin"\nfrom_last = true\nkeep = 2\n')
+    return read_nightly(file)
+
+
+class Trainer:
+    """Trains for real, with made-up batches; how good the last version is, is told."""
+
+    def __init__(self) -> None:
+        self.right: float | None = None  # None: the training fails
+        self.begun_with: list[str | None] = []
+
+    def __call__(self, config: RunConfig, run_id: str, seconds: float) -> RunContext:
+        self.begun_with.append(config.policy.path)
+        if self.right is None:
+            raise Unreachable(f"run {run_id} took longer than {seconds / 3600:g} hours and was stopped")
+        context = prepare(config, run_id)
+        train_small(context)
+        store_evaluation(context.store, Evaluation(config.versions, self.right, self.right, 1000, 4.0, pinned=True))
+        return context
+
+
+def test_nights_with_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
+    train, home = Trainer(), tmp_path / "home"
+    registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
+    results, best = [], []
+    for night, right in enumerate((0.30, 0.31, None, 0.40)):
+        train.right = right
+        [report] = one_night(plan, FIRST + night * NIGHT, train)
+        results.append((report.run_id, report.ok, report.result))
+        best.append(registry.get_model_version_by_alias("math", "best").tags["run"])
+        if night == 1:
+            assert (home / "store/runs" / results[0][0]).exists()
+    # Berlin's clock: 01:00, and after the change an hour less, as the sun has it
+    ids = [f"math-night-{stamp}" for stamp in ("20261025-0100", "20261026-0000", "20261027-0000", "20261028-0000")]
+    assert [run_id for run_id, _, _ in results] == ids
+    assert best == [ids[0], ids[0], ids[0], ids[3]]
+    assert [ok for _, ok, _ in results] == [True, True, False, True]
+    assert "not promoted" in results[1][2]
+    assert "took longer than 6 hours" in results[2][2]
+    assert re.search(r"40.0% of 1000 held-out answers; promoted: .* has 30.0% .* z = 4\.\d\d", results[3][2])
+    versions = home / "nightly/math"
+    last = [str(tmp_path / "policy"), str(versions / ids[0]), *[str(versions / ids[1])] * 2]
+    assert train.begun_with == last
+    assert sorted(one.name for one in versions.iterdir()) == [ids[1], ids[3]]  # the first is neither new nor the best
+    assert not [one for one in (home / "store/runs" / ids[0]).rglob("*") if one.is_file()]
+    [again] = one_night(plan, FIRST + 3 * NIGHT, lambda *_: RunContext(f"{home}/store/runs/{ids[3]}", home / "cache"))
+    assert again.ok
+    assert len(registry.search_model_versions("name='math'")) == 3
+
+
+def test_two_proportions_by_hand() -> None:
+    """p = 0.5 over both: the error is sqrt(0.25 * 2 / 100) = 0.0707."""
+    assert z_score(Score(0.6, 100), Score(0.4, 100)) == pytest.approx(0.2 / 0.070711, rel=1e-4)
+    assert z_score(Score(1.0, 8), Score(1.0, 8)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('timezone = "Nowhere/Land"', "timezone = 'Nowhere/Land': no such time zone"),
+        ('cron = "every night"', "cron = 'every night': "),
+        ("keep = 0", "keep = 0: "),
+        ("hour = 3", "did you mean hours?"),
+    ],
+)
+def test_a_wrong_nightly_file_is_refused_in_a_sentence(
+    plan: Nightly, tmp_path: Path, line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(f'recipes = ["math.toml"]\n{line}\n')
+    assert main(["nightly", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
+    home = tmp_path_factory.mktemp("nightly")
+    give(prefect_database, home)
+    server = PrefectServer(home)
+    auth = server.env["PREFECT_API_AUTH_STRING"]
+    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
+        yield server
+
+
+with_server = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
+
+
+class Told(NotificationBlock):
+    """A person's way to be told: here, a file."""
+
+    _block_type_slug = "told"
+    file: str
+
+    def notify(self, body: str, subject: str | None = None) -> None:
+        Path(self.file).write_text(f"{subject}\n{body}")
+
+
+@pytest.mark.usefixtures("server")
+class TestOnAServer:
+    pytestmark = with_server
+
+    def test_a_night_that_is_too_long_has_no_other_beside_it(self, plan: Nightly) -> None:
+        offer = of_nightly(plan)
+        register(offer)
+        with api() as client:
+            there = client.read_deployment_by_name("nightly/nightly")
+            assert [one.schedule.model_dump()["timezone"] for one in there.schedules] == ["Europe/Berlin"]
+            first, second = (start(client, "nightly", "nightly", {}) for _ in range(2))
+            for state in (Pending(), Running()):
+                client.set_flow_run_state(first, state)
+            client.set_flow_run_state(second, Pending())
+            states = [client.read_flow_run(one).state_type for one in (first, second)]
+        assert states == ["RUNNING", "CANCELLED"]
+
+    def test_a_failed_night_is_told_and_shown(
+        self, plan: Nightly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told = tmp_path / "told"
+        saved: Any = Told(file=str(told)).save("night")
+        assert saved
+        monkeypatch.setattr(nightly_module, "train_here", Trainer())
+        for block in ("told/night", "told/nobody"):
+            state: Any = nightly(plan.model_copy(update={"notify": block}), return_state=True)
+            assert state.is_failed()
+            assert state.message.startswith("math: failed: run math-night-")
+        assert "| math | `math-night-" in told.read_text()
+        with api() as client:
+            assert "nightly-nightly" in {one.key for one in client.read_artifacts()}
+
+    def test_a_run_over_its_time_is_stopped(self, plan: Nightly, monkeypatch: pytest.MonkeyPatch) -> None:
+        with api() as client:
+            client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=SERVED)
+        monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)
+        began = time.time()
+        with pytest.raises(Unreachable, match=r"took longer than .* hours and was stopped"):
+            train_here(RunConfig(name="math"), f"math-night-{began:.0f}", 0.3)
+        with api() as client:
+            [run] = [one for one in client.read_flow_runs() if one.name == f"math-night-{began:.0f}"]
+        assert run.state_type == "CANCELLED"
