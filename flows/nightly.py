@@ -31,9 +31,9 @@ from rollflow.flows.config import load_recipe, read_toml, sentences
 from rollflow.flows.export import export
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
 from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start
+from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.registry import Registered, Registry, Score, z_score
 from rollflow.flows.views.summary import SUMMARY
-from rollflow.flows.views.tracking import TrackingPlace
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.names import RecipeName
@@ -181,7 +181,7 @@ def _export(context: RunContext, folder: Path) -> None:
 
 
 def _registry_uri(config: RunConfig) -> str:
-    return config.tracking.uri or TrackingPlace.default(home(), config.tracking.experiment).uri
+    return config.tracking.uri or TrackingPlace.default(home(), config.tracking.experiment or config.name).uri
 
 
 def _prune(context: RunContext, versions: Path, name: str, keep: int, best: Registered | None) -> None:
