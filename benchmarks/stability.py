@@ -68,7 +68,9 @@ def train(recipe: str, objective: str, alpha: int, seed: int, place: Path) -> Tr
         file.write_text(to_toml(tree))
         changed = {**RECIPES[recipe], "seed": seed, "async_ratio": alpha}
         config = load_recipe(file, [f"{key}={value}" for key, value in changed.items()])
-    return Training(recipe, objective, alpha, seed, points(config, place, config.versions // 20))
+    looks = points(config, place, config.versions // 20)
+    short = [Point(p.version, round(p.accuracy, 4), round(p.reward, 4), round(p.seconds, 1)) for p in looks]
+    return Training(recipe, objective, alpha, seed, short)
 
 
 def made(file: Path) -> list[Training]:
