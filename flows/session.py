@@ -180,7 +180,7 @@ def open_session(name: str, ray_address: str, *extra: Service, ray_port: int | N
         **(server.env if server else {"PREFECT_API_URL": given}),
         **(ray.env | {"ROLLFLOW_RAY_ADDRESS": ray.address} if ray else {}),
         "ROLLFLOW_HOME": str(place),
-        "PREFECT_LOCAL_STORAGE_PATH": str(place / "prefect" / "storage"),  # what flows return
+        "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # what flows return
         "ROLLFLOW_DEPLOYMENT": name,
         "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server else page,
     }

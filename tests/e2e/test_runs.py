@@ -155,7 +155,7 @@ def check_mlflow(home: Path, run_id: str) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
-    [experiment] = [e for e in client.search_experiments() if e.name == "rollflow"]
+    [experiment] = [e for e in client.search_experiments() if e.name == "small"]
     [found] = client.search_runs([experiment.experiment_id])
     assert found.info.run_name == run_id
     assert found.info.status == "FINISHED"

@@ -86,6 +86,7 @@ class Run:
             is_final=lambda: crashed,
             is_running=lambda: not crashed,
             is_completed=lambda: False,
+            is_paused=lambda: False,
         )
 
 
