@@ -27,6 +27,7 @@ from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.clock import run_virtual
 from tests.support import log_actors
+from tests.support.forked import alone
 from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries
 from tests.support.pipeline import Damage, Pipeline
 from tests.support.waiting import HANG_SECONDS
@@ -96,7 +97,7 @@ def run_once(store: LocalStore, damage: Mapping[tuple[int, int], Damage]) -> Non
 
 def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, after: bool) -> bool:
     """Run in a child process; whether it died of its failpoint (else it ended well)."""
-    child = FORK.Process(target=run_once, args=(KillingStore(root, at=at, after=after), damage))
+    child = FORK.Process(target=alone, args=(run_once, KillingStore(root, at=at, after=after), damage))
     child.start()
     child.join()
     assert child.exitcode in (0, -signal.SIGKILL)

@@ -16,6 +16,7 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.tasks.run_context import RunContext
 from tests.faults.test_failpoints import FORK, KillingStore
+from tests.support.forked import alone
 from tests.support.log_runs import of_kind
 from tests.support.small_run import StoreFeed, prepare_small
 from tests.tasks.test_publishing import train
@@ -35,7 +36,7 @@ def killed(run: tuple[Path, str], at: int, *, after: bool) -> bool:
     """Whether a child process died at its `at`-th write (else it ended well)."""
     uri, cache = run[0], run[1]
     context = RunContext(str(uri), Path(cache))
-    child = FORK.Process(target=run_once, args=(context, KillingStore(uri, at=at, after=after)))
+    child = FORK.Process(target=alone, args=(run_once, context, KillingStore(uri, at=at, after=after)))
     child.start()
     child.join()
     assert child.exitcode in (0, -signal.SIGKILL)

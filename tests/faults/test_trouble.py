@@ -29,6 +29,7 @@ from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.run_context import FORMAT, RunContext
 from tests.support.batches import begin, learning, scheduling, staged
 from tests.support.faulty_proxy import FaultyProxy
+from tests.support.forked import alone
 from tests.support.pipeline import Pipeline
 from tests.support.s3_server import s3_server, use
 from tests.support.waiting import HANG_SECONDS
@@ -95,7 +96,7 @@ def said_under(trouble: Callable[[], None], work: Callable[[], object]) -> str:
         except RollflowError as error:
             theirs.send(f"{type(error).__name__}: {error}")
 
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = multiprocessing.get_context("fork").Process(target=alone, args=(child,))
     process.start()
     process.join(timeout=HANG_SECONDS)
     assert process.exitcode == 0
