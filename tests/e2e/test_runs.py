@@ -355,9 +355,9 @@ def check_given(command: Command, place: Path, ray: RayHead) -> None:
     assert (place / "mine.db").stat().st_size > 0
     assert [name for name in ("prefect", "ray", "mlflow") if (command.home / name).exists()] == []
     runs: Any = fetch(f"{os.environ['PREFECT_API_URL']}/flow_runs/filter", {"limit": 50}).body
-    states = {run["name"]: run["state_type"] for run in runs}
-    for name in ("third", "rollout of third", "reward of third", "train of third"):
-        assert states[name] == "COMPLETED", states
+    states = {tag: run["state_type"] for run in runs for tag in run["tags"] if "run:third" in run["tags"]}
+    for role in ("supervisor", "rollout", "reward", "train"):
+        assert states[f"role:{role}"] == "COMPLETED", states
     storage = str(command.home / "store/runs/third")
     subprocess.run([sys.executable, "-c", USED, ray.address, storage], check=True, timeout=RUN_SECONDS)
 
