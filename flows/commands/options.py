@@ -13,6 +13,18 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action=_Version, help="print the version of rollflow and end")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
+    _recipe_commands(commands)
+    _looking_commands(commands)
+    _proving_commands(commands)
+    _storage_commands(commands)
+    _simulation_commands(commands)
+    _helping_commands(commands)
+    _serving_commands(commands)
+    return top
+
+
+def _recipe_commands(commands: Any) -> None:
+    """Verbs that a recipe is given, and one that goes on."""
     run = commands.add_parser("run", help="train a policy as a recipe says")
     run.add_argument("recipe", type=Path)
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. train.learning_rate=1e-4")
@@ -39,18 +51,9 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--json", action="store_true", help="the same as one JSON object")
     check.set_defaults(verb="check")
 
-    _looking_commands(commands)
 
-    audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
-    _run_argument(audit, required=True)
-    audit.add_argument("--deep", action="store_true", help="from the first entry on, and every object")
-    audit.add_argument("--json", action="store_true", help="the whole report as one JSON object")
-    audit.set_defaults(verb="audit")
-
-    _storage_commands(commands)
-
-    _simulation_commands(commands)
-
+def _helping_commands(commands: Any) -> None:
+    """Verbs that help to write a recipe, and to find what is missing."""
     keys = commands.add_parser("keys", help="every key of a recipe, with its default and meaning")
     which = keys.add_mutually_exclusive_group()
     which.add_argument("--hardware", action="store_true", help="those of a hardware file for `simulate`")
@@ -66,20 +69,9 @@ def parser() -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(verb="completion")
 
-    _serving_commands(commands)
-
-    deploy = commands.add_parser("deploy", help="make each recipe of a folder a deployment in the Prefect UI")
-    deploy.add_argument("folder", type=Path)
-    deploy.set_defaults(verb="deploy")
-
-    nightly = commands.add_parser("nightly", help="train the recipes of a nightly file every night")
-    nightly.add_argument("file", type=Path)
-    nightly.set_defaults(verb="nightly")
-
     doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
     doctor.add_argument("--json", action="store_true", help="one JSON list")
     doctor.set_defaults(verb="doctor")
-    return top
 
 
 class _Version(argparse.Action):
@@ -140,9 +132,23 @@ def _serving_commands(commands: Any) -> None:
     down = commands.add_parser("down", help="end what `up` started in this home; what it stored stays")
     down.set_defaults(verb="down")
 
+    deploy = commands.add_parser("deploy", help="make each recipe of a folder a deployment in the Prefect UI")
+    deploy.add_argument("folder", type=Path)
+    deploy.set_defaults(verb="deploy")
 
-def _storage_commands(commands: Any) -> None:
-    """Verbs that read a run's storage, and need nothing else."""
+    nightly = commands.add_parser("nightly", help="train the recipes of a nightly file every night")
+    nightly.add_argument("file", type=Path)
+    nightly.set_defaults(verb="nightly")
+
+
+def _proving_commands(commands: Any) -> None:
+    """Verbs that prove what a run was, from its storage alone."""
+    audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
+    _run_argument(audit, required=True)
+    audit.add_argument("--deep", action="store_true", help="from the first entry on, and every object")
+    audit.add_argument("--json", action="store_true", help="the whole report as one JSON object")
+    audit.set_defaults(verb="audit")
+
     replay = commands.add_parser("replay", help="train a version again from its parent and batch, and compare")
     _run_argument(replay, required=True)
     which = replay.add_mutually_exclusive_group()
@@ -151,6 +157,9 @@ def _storage_commands(commands: Any) -> None:
     replay.add_argument("--json", action="store_true", help="one JSON object a version")
     replay.set_defaults(verb="replay")
 
+
+def _storage_commands(commands: Any) -> None:
+    """Verbs that read a run's storage, and need nothing else."""
     inspect = commands.add_parser("inspect", help="lineage: what a run, a version or a trajectory came from")
     _run_argument(inspect, required=True)
     inspect.add_argument("what", nargs="?", help="a version (7) or a trajectory (PROMPT.ATTEMPT.SAMPLE: 12.0.3)")

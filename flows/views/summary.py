@@ -59,10 +59,7 @@ def summarize(
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
-        "held_back_by_alpha": round(rollout.held, 3),
-        "waited_at_the_bound": round(rollout.waited, 3),
-        "dropped_tokens": round(rollout.dropped, 3),
-        "prefix_cache_hits": round(rollout.prefix_hits, 3),
+        **_shares(rollout),
         "discarded_tokens": report.discarded_tokens,
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,
@@ -72,6 +69,15 @@ def summarize(
     }
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
     return summary
+
+
+def _shares(rollout: RolloutStatus) -> dict[str, float]:
+    return {
+        "held_back_by_alpha": round(rollout.held, 3),
+        "waited_at_the_bound": round(rollout.waited, 3),
+        "dropped_tokens": round(rollout.dropped, 3),
+        "prefix_cache_hits": round(rollout.prefix_hits, 3),
+    }
 
 
 def read_summary(context: RunContext) -> dict[str, Any]:

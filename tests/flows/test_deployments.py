@@ -14,14 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.services import registering
 from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, going, start
 from rollflow.flows.services.process import PrefectServer, Runner
 from rollflow.flows.services.registering import Offer, register, sweep, withdraw
-from tests.support.prefect_home import give
+from tests.support.prefect_home import served
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
@@ -59,11 +58,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
-    home = tmp_path_factory.mktemp("deployments")
-    give(prefect_database, home)
-    server = PrefectServer(home)
-    auth = server.env["PREFECT_API_AUTH_STRING"]
-    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
+    with served(tmp_path_factory.mktemp("deployments"), prefect_database) as server:
         yield server
 
 

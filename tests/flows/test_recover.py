@@ -16,7 +16,6 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Crashed, Failed, Running
 
 from rollflow.flows.keepalive import crashed as crashed_module
@@ -44,7 +43,7 @@ from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
-from tests.support.prefect_home import give
+from tests.support.prefect_home import served
 from tests.support.waiting import HANG_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
@@ -61,11 +60,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
     """One Prefect server for the module; each test has deployments and runs of its own."""
-    home = tmp_path_factory.mktemp("prefect")
-    give(prefect_database, home)
-    server = PrefectServer(home)
-    auth = server.env["PREFECT_API_AUTH_STRING"]
-    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
+    with served(tmp_path_factory.mktemp("prefect"), prefect_database) as server:
         yield server
 
 

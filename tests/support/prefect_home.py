@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rollflow.flows.services.process import QUIET_PREFECT, without
+from rollflow.flows.services.process import QUIET_PREFECT, PrefectServer, without
 from tests.support.waiting import RUN_SECONDS
 
 
@@ -24,6 +26,18 @@ def migrated(folder: Path) -> Path:
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=RUN_SECONDS)
             (folder / "done").touch()
     return folder
+
+
+@contextmanager
+def served(home: Path, made: Path) -> Iterator[PrefectServer]:
+    """A server of this home, with the database that was `made`; clients of this process use it."""
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    give(made, home)
+    server = PrefectServer(home)
+    auth = server.env["PREFECT_API_AUTH_STRING"]
+    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
+        yield server
 
 
 def give(made: Path, home: Path) -> None:
