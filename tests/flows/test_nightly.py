@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from prefect.blocks.abstract import NotificationBlock
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Pending, Running
 
 from rollflow.flows import nightly as nightly_module
@@ -28,7 +27,7 @@ from rollflow.storage.errors import Unreachable
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
 from rollflow.tasks.run_context import RunContext
-from tests.support.prefect_home import give
+from tests.support.prefect_home import served
 from tests.support.small_run import make_policy, train_small
 
 RECIPE = """
@@ -134,11 +133,7 @@ def test_a_wrong_nightly_file_is_refused_in_a_sentence(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
-    home = tmp_path_factory.mktemp("nightly")
-    give(prefect_database, home)
-    server = PrefectServer(home)
-    auth = server.env["PREFECT_API_AUTH_STRING"]
-    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
+    with served(tmp_path_factory.mktemp("nightly"), prefect_database) as server:
         yield server
 
 
