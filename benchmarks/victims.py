@@ -17,7 +17,8 @@ import psutil
 
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
 MODULES = {"reward worker": "rollflow.tasks.verifiers.worker", "runner": "rollflow.flows.deployments"}
-STAGES = {"rollout flow": "rollout of ", "reward flow": "reward of ", "train flow": "train of "}
+STAGES = {"rollout flow": "role:rollout", "reward flow": "role:reward", "train flow": "role:train"}  # tags of flow runs
+SUPERVISOR = "role:supervisor"
 FLOWS = (*STAGES, "supervisor")
 ROLES = (*ACTORS, "reward actor", *MODULES, *STAGES, "supervisor", "prefect server")
 VLLM_ROLES = ("engine", "vllm core", "scheduler", "learner")
@@ -152,27 +153,26 @@ def _is(process: psutil.Process, role: str) -> bool:
         case "prefect server":
             return "prefect server start" in line or "-m prefect server" in line
         case "supervisor":
-            return _flow_name(process) not in ("", None) and " of " not in str(_flow_name(process))
+            return _flow_role(process) == SUPERVISOR
         case _:
-            return str(_flow_name(process)).startswith(STAGES[role])
+            return _flow_role(process) == STAGES[role]
 
 
-def _flow_name(process: psutil.Process) -> str | None:
-    """The name of the flow run that this process executes, if it is one."""
+def _flow_role(process: psutil.Process) -> str | None:
+    """The tag of the flow run that this process executes, if it is one; a supervisor gives itself its own, later."""
     environment = process.environ()
     flow_run, api = environment.get("PREFECT__FLOW_RUN_ID"), environment.get("PREFECT_API_URL")
     if not flow_run or not api or "-m prefect.engine" not in _line(process):
         return None
-    name = _names.get(flow_run)
-    if name is None:
+    if flow_run not in _roles:
         found = _flow_run(environment)
         if found is None:
             return None
-        name = _names[flow_run] = str(found["name"])
-    return name
+        _roles[flow_run] = next((tag for tag in found["tags"] if tag.startswith("role:")), SUPERVISOR)
+    return _roles[flow_run]
 
 
-_names: dict[str, str] = {}
+_roles: dict[str, str] = {}
 
 
 def _line(process: psutil.Process) -> str:

@@ -18,8 +18,10 @@ from benchmarks import chaos, victims
 from benchmarks.chaos import Victim
 from benchmarks.chaos_table import Kill, Outcome, table_of
 from benchmarks.victims import RECORDED_AS, ROLES, is_record_of, kill, kill_everything, mine
+from rollflow.flows.steps import tags
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.entries import BatchCommitted
+from rollflow.tasks.config import RunConfig
 from tests.support.log_runs import committed
 from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
 from tests.support.waiting import until
@@ -51,6 +53,12 @@ def test_everything_is_killed_with_what_is_started_meanwhile(tmp_path: Path, mon
         for child in children:
             child.kill()
             child.wait()
+
+
+def test_flow_runs_are_told_apart_by_the_tags_that_they_are_given() -> None:
+    config = RunConfig()
+    given = [tags(config, "r", role)[-1] for role in ("rollout", "reward", "train", "supervisor")]
+    assert given == [*victims.STAGES.values(), victims.SUPERVISOR]
 
 
 def test_a_kill_that_was_not_survived_is_in_the_table(tmp_path: Path) -> None:
