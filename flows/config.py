@@ -23,6 +23,22 @@ from rollflow.tasks.sections import Section
 if TYPE_CHECKING:
     from rollflow.tasks.simulation.hardware import Hardware
 
+# What pydantic's errors say in the words of JSON schema, which the form of the Prefect UI is checked by.
+WORDS = {
+    "greater_than": "less than or equal to the minimum of {gt}",
+    "greater_than_equal": "less than the minimum of {ge}",
+    "less_than": "greater than or equal to the maximum of {lt}",
+    "less_than_equal": "greater than the maximum of {le}",
+    "literal_error": "not one of [{expected}]",
+    "int_type": "not of type 'integer'",
+    "int_parsing": "not of type 'integer'",
+    "int_from_float": "not of type 'integer'",
+    "float_type": "not of type 'number'",
+    "float_parsing": "not of type 'number'",
+    "bool_type": "not of type 'boolean'",
+    "bool_parsing": "not of type 'boolean'",
+    "string_type": "not of type 'string'",
+}
 SHIPPED_HARDWARE = Path(__file__).parent / "hardware"
 
 
@@ -157,7 +173,7 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
     if error["type"] == "union_tag_invalid":
         tags = error["ctx"]
         key += "." + tags["discriminator"].strip("'")
-        return f"{key} = {tags['tag']!r}: choose one of {tags['expected_tags']}"
+        return f"{key} = {tags['tag']!r} is not one of [{tags['expected_tags']}]"
     if error["type"] == "truth":
         key = ".".join(filter(None, (key, error["ctx"]["key"])))
         return f"{key} = {json.dumps(error['ctx']['value'])}: {error['msg']}"
@@ -167,8 +183,17 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
         if key in set(_keys(section)):
             return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
         return f"{key} = {error['input']!r}: there is no such key{_nearest(key, error['input'], section)}"
+    if error["type"] in WORDS:
+        words = {name: _in_words(one) for name, one in error.get("ctx", {}).items()}
+        return f"{key} = {error['input']!r} is {WORDS[error['type']].format(**words)}"
     message = error["msg"]
     return f"{key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _in_words(limit: object) -> str:
+    """A bound, or the values that are allowed, as JSON schema has it."""
+    whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+    return str(whole).replace(" or ", ", ")
 
 
 def _nearest(key: str, given: object, section: type[Section]) -> str:

@@ -30,10 +30,11 @@ from rollflow.flows.reward import reward
 from rollflow.flows.rollout import rollout
 from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
 from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
+from rollflow.flows.services.form import values
 from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist
 from rollflow.flows.services.registering import Offer
 from rollflow.flows.train import train
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1
 LOOK_SECONDS = 2.0  # for recipes that are new
@@ -50,9 +51,10 @@ def deployments() -> list[Offer]:
 
 def of_recipe(recipe: ServedRecipe) -> Offer:
     """`post-training` with a recipe as its defaults."""
-    config = recipe.config.model_dump(mode="json")
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
-    return Offer(post_training, recipe.config.name, {"config": config}, text, (RECIPE,), hidden=("storage",))
+    return Offer(
+        post_training, recipe.config.name, {"config": values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
+    )
 
 
 def of_nightly(plan: Nightly) -> Offer:
@@ -101,13 +103,19 @@ async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool,
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve the recipes that `rollflow deploy` names while this runner lives."""
-    seen = _written()
+    """Serve the recipes that `rollflow deploy` names while this runner lives; what fails is told and tried again."""
+    seen, told = _written(), ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        if (now := _written()) != seen:
-            seen = now
+        if (now := _written()) == seen:
+            continue
+        try:
             await add(of_recipes())
+            seen = now
+        except (Unreachable, ConfigError) as error:
+            if (wrong := f"not served yet: {error}") != told:
+                print(wrong, file=sys.stderr, flush=True)
+            told = wrong
 
 
 def _written() -> int:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 CALL_SECONDS = 5.0
 RETRIES = 2  # after 2 and 4 s, where the server answers that it cannot (SQLite is locked) or not at all any more
 INSIST_SECONDS = 60.0
+MESSAGE = 500  # characters of what it said; of a body that it refuses it repeats all
 PAGE = 200  # flow runs the server gives at once
 SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
 INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
@@ -50,7 +51,7 @@ def api() -> Iterator[SyncPrefectClient]:
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client
     except HTTPError as error:
-        raise Unreachable(f"the Prefect API: {type(error).__name__}: {error}") from error
+        raise Unreachable(f"the Prefect API: {type(error).__name__}: {str(error)[:MESSAGE]}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from rollflow.flows.services.form import form
 from rollflow.flows.services.prefect_api import OF_SESSION, api, insist
 
 if TYPE_CHECKING:
@@ -137,15 +138,6 @@ def _there(there: DeploymentResponse, name: str) -> Any:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> dict[str, Any]:
-    """The form that the UI shows for a flow's parameters, as a JSON schema."""
-    from prefect.utilities.callables import parameter_schema
-
-    schema: dict[str, Any] = parameter_schema(flow).model_dump(mode="json", exclude_unset=True)
-    schema["properties"] = {name: one for name, one in schema["properties"].items() if name not in hidden}
-    return schema
 
 
 def withdraw(name: str) -> None:

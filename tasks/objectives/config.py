@@ -270,8 +270,8 @@ EARLIER = {
 
 
 def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree, with what stands under earlier keys in its part."""
-    found = {name: value for name, value in tree.items() if name not in EARLIER}
+    """The tree, with what stands under earlier keys in its part; null is not given."""
+    found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]
         found[part] = {key: tree[name], **found.get(part, {})}

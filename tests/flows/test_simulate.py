@@ -96,8 +96,8 @@ def test_what_is_drawn_of_more_engines_than_there_are_rows() -> None:
     ("text", "words"),
     [
         ("[engines]\ncuont = 3", ["engines.cuont = 3", "no such key", "did you mean engines.count?"]),
-        ("[engines]\nslots = 0", ["engines.slots = 0", "greater than 0"]),
-        ("[responses]\ncorrelation = 2", ["responses.correlation = 2", "less than or equal to 1"]),
+        ("[engines]\nslots = 0", ["engines.slots = 0", "less than or equal to the minimum of 0"]),
+        ("[responses]\ncorrelation = 2", ["responses.correlation = 2", "greater than the maximum of 1"]),
         ("[engines]\nspeeds = [1.0, -1.0]", ["engines.speeds = [1.0, -1.0]", "above 0"]),
         ("[learner]\ncolocated = true", ["learner.colocated = True", "async_ratio = 2", "async_ratio=0"]),
         ("[faults]\ndeaths = [{ at_seconds = 1, engine = 9 }]", ["faults.deaths.engine = 9", "engines 0 to 0"]),

@@ -1,0 +1,164 @@
+"""The form of the Prefect UI: what it can show, which button it takes for a value, what the server says is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.flows.config import load_recipe, sentences
+from rollflow.flows.nightly import nightly
+from rollflow.flows.post_training import post_training
+from rollflow.flows.services.form import form, values
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.objectives.presets import PRESETS
+
+RECIPES = sorted((Path(__file__).parents[2] / "flows" / "recipes").glob("*.toml"))
+FORM: dict[str, Any] = json.loads(json.dumps(form(post_training, ("storage",))))
+IMPORT = {"kind": "import", "path": "my_package.parts:name"}
+KINDS = {
+    "engine": [{"kind": "vllm"}, {"kind": "transformers"}, {"kind": "timed"}],
+    "environment": [{"kind": "single-turn"}, IMPORT],
+    "reward": [{"kind": "reasoning-gym"}, {"kind": "exact"}, {"kind": "exact", "format": {"price": 0.2}}, IMPORT],
+    "prompts": [
+        [{"kind": "reasoning-gym"}],
+        [{"kind": "column-sums"}, {"kind": "jsonl", "path": "mine.jsonl", "system": "Think.", "chat": True}, IMPORT],
+    ],
+    "train": [
+        {"learner": "torch"},
+        {"learner": "torch", "lora": {}},
+        {"learner": "deepspeed"},
+        {"objective": IMPORT},
+        {"objective": {"kind": "grpo", "advantage": {"negative_weight": 0.3}}},
+        {"objective": {"kind": "reinforce", "surrogate": {"kind": "kimi"}}},
+        *({"objective": {"kind": kind}} for kind in PRESETS),
+    ],
+    "rollout": [{"filter": {"min_std": 0.1}}, {"at_bound": "drop", "depth": 7}],
+}
+CONFIGS = [(section, tree) for section, trees in KINDS.items() for tree in trees]
+
+
+def wrong(parameters: dict[str, Any]) -> list[str]:
+    """What the server's page for the form says, as `place: sentence`; before a deployment is kept it adds nothing."""
+    from prefect.utilities.schema_tools.validation import build_error_obj, validate
+
+    found = [build_error_obj(validate(parameters, FORM, preprocess=preprocess)) for preprocess in (True, False)]
+    assert found[0] == found[1]
+    return list(_flat(found[0]["errors"], ""))
+
+
+def _flat(errors: list[Any], place: str) -> Any:
+    for one in errors:
+        if isinstance(one, str):
+            yield f"{place}: {one}"
+        else:
+            yield from _flat(one["errors"], f"{place}.{one.get('property', one.get('index'))}".lstrip("."))
+
+
+def config_of(section: str, tree: Any) -> RunConfig:
+    exact = {"reward": {"kind": "exact", "answer": "tag"}} if section == "prompts" and len(tree) > 1 else {}
+    return RunConfig.model_validate({section: tree, **exact})
+
+
+@pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
+def test_what_a_form_is_filled_with_is_the_recipe_and_is_accepted(section: str, tree: Any) -> None:
+    config = config_of(section, tree)
+    filled = json.loads(json.dumps(values(config)))
+    assert RunConfig.model_validate(filled) == config
+    assert wrong({"config": filled}) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_that_come_with_rollflow_fill_it(recipe: Path) -> None:
+    config = load_recipe(recipe)
+    assert RunConfig.model_validate(values(config)) == config
+    assert wrong({"config": json.loads(json.dumps(values(config)))}) == []
+
+
+@pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
+def test_the_button_that_the_page_takes_is_the_one_of_the_kind(section: str, tree: Any) -> None:
+    shown = FORM["definitions"]["RunConfig"]["properties"][section]
+    _look(shown, json.loads(json.dumps(values(config_of(section, tree))))[section])
+
+
+def _look(schema: dict[str, Any], value: Any) -> None:
+    """As the page goes through a form: a button by the keys of the value, then what is below it."""
+    if "$ref" in schema:
+        schema = FORM["definitions"][schema["$ref"].removeprefix("#/definitions/")]
+    if "anyOf" in schema and isinstance(value, dict):
+        options = [
+            FORM["definitions"][one["$ref"].removeprefix("#/definitions/")] for one in schema["anyOf"] if "$ref" in one
+        ]
+        matches = [len(value.keys() & one["properties"].keys()) for one in options]
+        taken = options[matches.index(max(matches))]
+        assert value.keys() <= taken["properties"].keys()
+        for key in ("kind", "learner"):
+            if key in value:
+                assert value[key] in taken["properties"][key]["enum"]
+        schema = taken
+    if isinstance(value, list):
+        for one in value:
+            _look(schema.get("items", {}), one)
+    for name, one in schema.get("properties", {}).items():
+        if isinstance(value, dict) and name in value:
+            _look(one, value[name])
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("async_ratio", -1, "-1 is less than the minimum of 0"),
+    ("groups", 0, "0 is less than or equal to the minimum of 0"),
+    ("async_ratio", "two", "'two' is not of type 'number'"),
+    ("engine.slots", 0, "0 is less than or equal to the minimum of 0"),
+    ("rollout.depth", 0, "0 is less than or equal to the minimum of 0"),
+    ("rollout.mode", "all", "'all' is not one of ['queue', 'batch']"),
+    ("evaluation.every", -1, "-1 is less than the minimum of 0"),
+    ("train.learning_rate", -1, "-1 is less than or equal to the minimum of 0"),
+    ("train.objective.surrogate.low", 2, "2 is greater than the maximum of 1"),
+    ("prompts.0.share", -1, "-1 is less than or equal to the minimum of 0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), WRONG)
+def test_a_bad_value_is_refused_at_its_key_with_the_sentence_of_the_command_line(
+    key: str, value: Any, said: str
+) -> None:
+    config = RunConfig.model_validate({"train": {"objective": {"kind": "grpo", "surrogate": {"kind": "clip"}}}})
+    tree: Any = json.loads(json.dumps(values(config)))
+    *above, last = key.split(".")
+    place = tree
+    for name in above:
+        place = place[int(name)] if isinstance(place, list) else place[name]
+    place[last] = value
+    assert wrong({"config": tree}) == [f"config.{key}: {said}"]
+    assert refusal(tree) == f"{key} = {said}"
+
+
+def refusal(tree: Any) -> str:
+    from pydantic import ValidationError
+
+    with pytest.raises(ValidationError) as error:
+        RunConfig.model_validate(tree)
+    return sentences(error.value)
+
+
+def test_the_page_shows_every_key_and_no_raw_json_but_for_options() -> None:
+    raw = set()
+    for name, section in FORM["definitions"].items():
+        for key, one in section.get("properties", {}).items():
+            assert "oneOf" not in json.dumps(one)
+            if not one.keys() & {"type", "enum", "anyOf", "$ref"} or (
+                one.get("type") == "object" and "properties" not in one
+            ):
+                raw.add(key)
+            assert one.get("description") or one.keys() & {"$ref", "anyOf"} or one.get("type") == "array", (name, key)
+    assert raw == {"options"}
+
+
+def test_every_flow_has_a_valid_form() -> None:
+    from prefect.utilities.schema_tools.validation import is_valid_schema
+
+    for flow in (post_training, nightly):
+        is_valid_schema(json.loads(json.dumps(form(flow))))
+    assert "storage" not in FORM["properties"]
