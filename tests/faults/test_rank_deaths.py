@@ -25,6 +25,7 @@ from rollflow.tasks.learners.ranked import RankedLearner
 from tests.contracts.test_learners import batch
 from tests.support.small_run import StoreFeed, prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -146,7 +147,9 @@ class Waiting(Killing):
         """See `StoreFeed`."""
         found = super().lease(number, deadline, afresh=afresh)
         if number == 1:
-            wait_for_ends(pids(self.actor.learner))  # type: ignore[arg-type]
+            learner = self.actor.learner
+            assert isinstance(learner, RankedLearner)
+            until(lambda: not any(process.is_alive() for process in learner._others._processes.values()))
             raise TimeoutError("there is no batch 1 yet")
         return found
 
