@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import home
-from rollflow.flows.served_recipes import deploy, recipes_of
+from rollflow.flows.served_recipes import ServedRecipe, deploy, recipes_of
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes, and have them served by `rollflow up`, now or when it starts."""
+    """Check the recipes, and have them served by `rollflow up`, now or when it starts; or print what a pool needs."""
     recipes = recipes_of(options.folder)
+    if options.work_pool:
+        print(_for_pool(recipes, options.work_pool), end="")
+        return OK
     deploy(home(), options.folder.absolute())
     for recipe in recipes:
         print(f"post-training/{recipe.config.name}  {recipe.file}")
     print("`rollflow up` in this home serves them: one that is up within seconds, else from its next start on")
     return OK
+
+
+def _for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
+    """The text of a `prefect.yaml`. Prefect checks parameters by its own form there, so they are whole."""
+    from dataclasses import replace
+
+    from rollflow.flows.deployments import deployments, of_recipe
+    from rollflow.flows.services.work_pool import prefect_yaml
+
+    whole = [
+        replace(of_recipe(recipe), parameters={"config": recipe.config.model_dump(mode="json")}) for recipe in recipes
+    ]
+    return prefect_yaml([*deployments(), *whole], pool)

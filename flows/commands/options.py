@@ -134,6 +134,8 @@ def _serving_commands(commands: Any) -> None:
 
     deploy = commands.add_parser("deploy", help="make each recipe of a folder a deployment in the Prefect UI")
     deploy.add_argument("folder", type=Path)
+    pool = "print a prefect.yaml that deploys them, and the stages, to this work pool instead"
+    deploy.add_argument("--work-pool", metavar="NAME", help=pool)
     deploy.set_defaults(verb="deploy")
 
     nightly = commands.add_parser("nightly", help="train the recipes of a nightly file every night")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,13 +17,15 @@ from typing import Any
 import httpx
 import pytest
 
+from rollflow.flows.config import load_recipe
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.services import registering
 from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, going, start
 from rollflow.flows.services.process import PrefectServer, Runner
 from rollflow.flows.services.registering import Offer, register, sweep, withdraw
+from rollflow.tasks.config import RunConfig
 from tests.support.prefect_home import served
-from tests.support.waiting import until
+from tests.support.waiting import RUN_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 
@@ -160,3 +164,22 @@ def test_flow_runs_of_recipes_belong_to_who_serves(server: PrefectServer, offer:
         run = start(client, "evaluate", other.name, {"run": "/somewhere/a"})
         assert run in {one.id for one in going(client, SERVED)}
         assert run not in {one.id for one in going(client, "rollflow-else")}
+
+
+def test_a_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: Path) -> None:
+    """Prefect itself reads the file that `deploy --work-pool` prints."""
+    recipes, file = tmp_path / "recipes", tmp_path / "prefect.yaml"
+    recipes.mkdir()
+    (recipes / "a.toml").write_text(RECIPE.format(name="pooled", versions=7))
+    environment = {**os.environ, **server.env, "PREFECT_API_URL": server.api_url}
+    rollflow = [sys.executable, "-m", "rollflow.flows.commands.cli", "deploy", str(recipes), "--work-pool", "gpus"]
+    file.write_text(subprocess.run(rollflow, env=environment, check=True, capture_output=True, text=True).stdout)
+    page = Page(server)
+    page.ask("POST", "/work_pools/", {"name": "gpus", "type": "process"})
+    prefect = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    subprocess.run(prefect, env=environment, check=True, cwd=tmp_path, timeout=RUN_SECONDS)
+    for name in ("post-training/pooled", "rollout/rollflow", "train/rollflow"):
+        assert page.read(name)["work_pool_name"] == "gpus"
+        assert page.read(name)["entrypoint"].startswith("rollflow.flows.")
+    config = RunConfig.model_validate(page.read("post-training/pooled")["parameters"]["config"])
+    assert config == load_recipe(recipes / "a.toml")

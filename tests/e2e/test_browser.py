@@ -1,0 +1,200 @@
+"""What a person does in the Prefect UI, in a headless Chromium, on what `rollflow up` serves.
+
+Needs Debian's Chromium; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rollflow.flows.services.stack import find
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.log import Log
+from rollflow.storage.objects import open_store
+from tests.e2e.test_runs import SMALL
+from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium"),
+]
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
+WIDTHS = {"desktop": 1400, "phone": 390}
+BLOCK = re.compile(r"versions? \d+.*reward")  # a box of the graph that is done
+MANY = 100_000  # versions: more than any test lasts
+
+
+def command(home: Path, *arguments: str) -> None:
+    environment = {**os.environ, "ROLLFLOW_HOME": str(home)}
+    environment.pop("PREFECT_API_URL", None)
+    line = [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments]
+    subprocess.run(line, env=environment, check=True, timeout=RUN_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home with a stack that is up, and two recipes: one that ends soon and one that does not."""
+    place = tmp_path_factory.mktemp("browser")
+    recipes = place / "recipes"
+    recipes.mkdir()
+    for name, versions in (("short", 12), ("endless", MANY)):
+        recipe = SMALL.format(versions=versions, alpha=2, engine="transformers").replace('"small"', f'"{name}"')
+        (recipes / f"{name}.toml").write_text(recipe)
+    command(place / "home", "deploy", str(recipes))
+    command(place / "home", "up")
+    try:
+        yield place / "home"
+    finally:
+        command(place / "home", "down")
+
+
+class Browser:
+    """The pages of one home's Prefect server."""
+
+    def __init__(self, home: Path, page: Page) -> None:
+        up = find(home)
+        assert up is not None
+        self.page, self.at = page, up.page
+        secret = base64.b64encode((home / "prefect" / "auth").read_text().strip().encode()).decode()
+        page.add_init_script(f"localStorage.setItem('prefect-password', '{secret}')")
+        page.set_default_timeout(HANG_SECONDS * 1000)
+
+    def form_of(self, recipe: str) -> None:
+        """The form of a recipe's deployment, found as a person finds it."""
+        self.page.goto(f"{self.at}/deployments")
+        self.page.get_by_placeholder("Search deployments").fill(recipe)
+        self.page.get_by_text(recipe, exact=True).click()
+        self.page.get_by_role("button", name="Run", exact=True).last.click()
+        self.page.get_by_text("Custom run").click()
+        self.field("Async Ratio").wait_for()
+
+    def field(self, name: str) -> Locator:
+        label = self.page.get_by_text(f"{name} (Optional)", exact=True)
+        return self.page.locator(".schema-form-property").filter(has=label).last.locator("input")
+
+    def submit(self) -> None:
+        self.page.get_by_role("button", name="Submit", exact=True).last.click()
+
+    def start(self, recipe: str) -> None:
+        """Start a run of a recipe and open its page."""
+        self.form_of(recipe)
+        self.submit()
+        self.page.get_by_role("button", name="View run").last.click()
+        self.page.get_by_role("button", name="Suspend", exact=True).wait_for()
+
+    def press(self, name: str) -> None:
+        """A button of the run's page, and what it asks then."""
+        self.page.get_by_role("button", name=name, exact=True).first.click()
+        self.page.locator(".p-modal button").filter(has_text=name).or_(
+            self.page.locator(".p-modal button").filter(has_text="Submit")
+        ).last.click()
+
+    def wait(self, state: str) -> None:
+        """Until the run's page says that it is in this state."""
+        self.page.locator(".page-heading .state-badge").get_by_text(state, exact=True).wait_for(
+            timeout=RUN_SECONDS * 1000
+        )
+
+    def tab(self, name: str) -> None:
+        self.page.locator(".p-tabs, .p-tab-navigation").get_by_text(name, exact=True).first.click()
+
+    def shot(self, name: str) -> None:
+        """A screenshot at both widths, where somebody asked for them by an environment variable."""
+        folder = os.environ.get("ROLLFLOW_SHOTS")
+        for width in WIDTHS if folder else ():
+            self.page.set_viewport_size({"width": WIDTHS[width], "height": 1000})
+            self.page.wait_for_timeout(2000)
+            self.page.screenshot(path=f"{folder}/{name}-{width}.png")
+        self.page.set_viewport_size({"width": WIDTHS["desktop"], "height": 1000})
+
+
+@pytest.fixture
+def browser(home: Path) -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright  # its driver starts with it
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield Browser(home, chromium.new_page())
+        chromium.close()
+
+
+def test_a_run_from_the_form(browser: Browser, home: Path) -> None:
+    page = browser.page
+    browser.form_of("short")
+    browser.shot("form")
+    browser.field("Async Ratio").fill("-1")
+    browser.submit()
+    refused = page.get_by_text("'config.async_ratio'. Failure reason: -1 is less than the minimum of 0")
+    refused.first.wait_for()
+    browser.shot("refused")
+    browser.field("Async Ratio").fill("1")
+    browser.submit()
+    page.get_by_role("button", name="View run").last.click()
+    browser.wait("Completed")
+    browser.tab("Task Runs")
+    page.get_by_text(BLOCK).first.wait_for()
+    page.get_by_text("audit: clean").wait_for()
+    browser.shot("graph")
+    assert len(list((home / "store" / "runs").iterdir())) == 1  # what was refused made none
+    report = audit(open_store(str(one_run(home, "short"))))
+    assert report.violations == []
+
+    at = page.url
+    browser.tab("Artifacts")
+    page.get_by_text("progress-").first.click()
+    page.get_by_text("held-out").first.wait_for()
+    browser.shot("table")
+    page.goto(at)
+    browser.tab("Artifacts")
+    page.get_by_text("reward-").first.click()
+    page.locator("img[src*=png]").first.wait_for()
+    browser.shot("plot")
+
+
+def test_suspended_resumed_cancelled_and_retried(browser: Browser, home: Path) -> None:
+    browser.start("endless")
+    until(lambda: versions_of(home) > 2)
+    browser.press("Suspend")
+    browser.wait("Suspended")
+    browser.shot("suspended")
+    browser.press("Resume")
+    browser.wait("Running")
+    browser.press("Cancel")
+    browser.wait("Cancelled")
+    browser.shot("cancelled")
+    before = versions_of(home)
+    browser.press("Retry")
+    browser.wait("Running")
+    until(lambda: versions_of(home) > before)
+    browser.press("Cancel")
+    browser.wait("Cancelled")
+    assert audit(open_store(str(one_run(home, "endless")))).violations == []
+
+
+def one_run(home: Path, recipe: str) -> Path:
+    (found,) = (home / "store" / "runs").glob(f"{recipe}-*")
+    return found
+
+
+def versions_of(home: Path) -> int:
+    """How many versions the endless run has published; its folder is there a while before its log."""
+    if not list((home / "store" / "runs").glob("endless-*")):
+        return -1
+    log = Log(open_store(str(one_run(home, "endless"))))
+    log.follow()
+    return log.state.version
