@@ -343,7 +343,7 @@ class Runner(Service):
         arguments: Sequence[str] = (),
         ready: Path | None = None,
         grace_seconds: float = 15.0,
-        start_seconds: float = 60.0,
+        start_seconds: float = 180.0,
     ) -> None:
         super().__init__(log.absolute(), start_seconds=start_seconds)
         self.grace_seconds = grace_seconds
