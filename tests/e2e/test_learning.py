@@ -16,7 +16,11 @@ RECIPES = Path("flows/recipes")
 SEED = "seed=0"
 LEARNERS = {  # what is changed in the quick start
     "as it is": [],
-    "ppo with a critic": ["train.objective.kind=ppo", "train.objective.advantage.negative_weight=0"],
+    "ppo with a critic": [  # in order: by stale batches its runs end ten points apart, see docs/objectives.md
+        "train.objective.kind=ppo",
+        "train.objective.advantage.negative_weight=0",
+        "async_ratio=0",
+    ],
     "lora": ["train.lora.rank=16", "train.learning_rate=5e-3"],
     "divergence from a reference": [
         "train.objective.penalties.kl_to=reference",
