@@ -100,9 +100,7 @@ class Browser:
     def press(self, name: str) -> None:
         """A button of the run's page, and what it asks then."""
         self.page.get_by_role("button", name=name, exact=True).first.click()
-        self.page.locator(".p-modal button").filter(has_text=name).or_(
-            self.page.locator(".p-modal button").filter(has_text="Submit")
-        ).last.click()
+        self.page.locator(".p-modal button:not([class*=close]):not([class*=x-button])").last.click()
 
     def wait(self, state: str) -> None:
         """Until the run's page says that it is in this state."""
