@@ -162,28 +162,48 @@ def served(deployment: str) -> Any:
 
 
 def going(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
-    """The flow runs of a deployment that have not ended."""
+    """The flow runs of a deployment that have not ended, those that a schedule has planned, too."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 
     open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
-    return client.read_flow_runs(flow_run_filter=unfinished, deployment_filter=served(deployment), limit=PAGE)
+    found: dict[UUID, FlowRun] = {}
+    for start in range(0, sys.maxsize, PAGE):  # a schedule alone plans a hundred
+        page = client.read_flow_runs(
+            flow_run_filter=unfinished, deployment_filter=served(deployment), limit=PAGE, offset=start
+        )
+        found |= {run.id: run for run in page}
+        if len(page) < PAGE:
+            break
+    return list(found.values())
 
 
 def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:
     """Mark a deployment's flow runs as crashed: their processes ended with their runner, and nobody else will say so.
 
-    `scheduled` includes flow runs that have not started; otherwise they are left for the next runner. Returns the
-    names of the flow runs.
+    `scheduled` includes flow runs that are due and have not started; otherwise they are left for the next runner. What
+    waits for a person or for its time is left, where the deployment is `SERVED`: a night that is planned, say, which
+    Prefect would plan no second time. Returns the names of the flow runs.
     """
     from prefect.states import Crashed
 
+    every = scheduled and deployment != SERVED  # of one run, which begins anew
     with api() as client:
-        ended = [run for run in going(client, deployment) if scheduled or run.state_type != "SCHEDULED"]
+        ended = [run for run in going(client, deployment) if every or not _waits(run, due=not scheduled)]
         for run in ended:
             client.set_flow_run_state(run.id, Crashed(message=why), force=True)
     return [run.name for run in ended]
+
+
+def _waits(run: FlowRun, *, due: bool) -> bool:
+    """Whether it waits for a person or for its time; `due`: also where that has come."""
+    if run.state is not None and run.state_type == "PAUSED":
+        return bool(run.state.state_details.pause_reschedule)
+    if run.state_type != "SCHEDULED" or due:
+        return run.state_type == "SCHEDULED"
+    at, follows = run.expected_start_time, (run.idempotency_key or "").startswith("after:")
+    return at is not None and at.timestamp() > time.time() and not follows
 
 
 def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:

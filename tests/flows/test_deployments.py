@@ -11,16 +11,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prefect.states import Pending, Running, Scheduled, Suspended
 
 from rollflow.flows.config import load_recipe
 from rollflow.flows.evaluate import evaluate
-from rollflow.flows.services import registering
-from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, going, start
+from rollflow.flows.services import prefect_api, registering
+from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, going, start
 from rollflow.flows.services.process import PrefectServer, Runner
 from rollflow.flows.services.registering import Offer, register, sweep, withdraw
 from rollflow.tasks.config import RunConfig
@@ -164,6 +166,34 @@ def test_flow_runs_of_recipes_belong_to_who_serves(server: PrefectServer, offer:
         run = start(client, "evaluate", other.name, {"run": "/somewhere/a"})
         assert run in {one.id for one in going(client, SERVED)}
         assert run not in {one.id for one in going(client, "rollflow-else")}
+
+
+def test_a_stack_that_starts_leaves_what_is_planned_or_paused(
+    server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect plans a night once: one that was said to have crashed would never be."""
+    monkeypatch.setattr(prefect_api, "PAGE", 2)
+    served = register(replace(offer, tags=("nightly",)))
+    tomorrow = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
+    states: dict[str, list[Any]] = {
+        "planned": [tomorrow],
+        "due": [Scheduled(scheduled_time=datetime.now(UTC) - timedelta(hours=1))],
+        "running": [Pending(), Running()],
+        "paused": [Pending(), Running(), Suspended()],
+    }
+    with api() as client:
+        made = {
+            name: client.create_flow_run_from_deployment(served, parameters={"run": "/a"}, state=first, name=name).id
+            for name, (first, *_) in states.items()
+        }
+        for name, (_, *others) in states.items():
+            for state in others:
+                client.set_flow_run_state(made[name], state)
+        assert set(made.values()) <= {run.id for run in going(client, SERVED)}
+        for scheduled, crashed in ((False, {"running"}), (True, {"due", "running"})):
+            crash_orphans(SERVED, "its session died", scheduled=scheduled)
+            ended = {name for name, one in made.items() if client.read_flow_run(one).state_type == "CRASHED"}
+            assert ended == crashed
 
 
 def test_a_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: Path) -> None:
