@@ -141,8 +141,12 @@ def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
 
 
 def follows_another(flow_run: UUID) -> bool:
-    """Whether it was started because one before it crashed, and not by a person or a schedule."""
-    return (read(flow_run).idempotency_key or "").startswith("after:")
+    """Whether it was started because one before it crashed, and not by a person or a schedule.
+
+    A person may retry it, too, or resume it after a pause: then it runs a second time, which no recovery does.
+    """
+    made = read(flow_run)
+    return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
 
 
 def line(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:

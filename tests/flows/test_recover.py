@@ -16,7 +16,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from prefect.states import Cancelled, Crashed, Failed, Running
+from prefect.states import Cancelled, Crashed, Failed, Pending, Running, Scheduled
 
 from rollflow.flows.keepalive import crashed as crashed_module
 from rollflow.flows.keepalive.crashed import PickUp, follows_another, pause_before, run_uri, start_again
@@ -114,6 +114,11 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
     assert late is not None
     assert (late.flow_run, late.pending) == (*second, None)
     assert of(run) == [*second, first]
+    assert follows_another(*second)
+    with api() as client:  # a person retries it
+        for state in (Failed(), Scheduled(), Pending(), Running()):
+            client.set_flow_run_state(late.flow_run, state)
+    assert not follows_another(*second)
 
 
 def test_a_run_that_ended_or_was_ended_is_left_alone(deployment: str, run: RunContext) -> None:
