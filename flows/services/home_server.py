@@ -7,7 +7,7 @@
 
 Guarantees: it has the address and the secret string that it had last time (`addresses.json`, `auth`), another port only
 where somebody else took that one. A command that ends, however, takes the server from no other one. `holder` is free
-only when the last process of a server is gone.
+only when the last process of a server is gone; while it ends, its holder alone has `users`, and newcomers wait.
 
     python -m rollflow.flows.services.home_server HOME LOCK    the holder; LOCK is the open file that it inherits
 """
@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.flows.services import guard
-from rollflow.flows.services.locks import await_free, is_held, one_at_a_time, take
+from rollflow.flows.services.locks import PROBE_SECONDS, await_free, is_held, one_at_a_time, take, take_within
 from rollflow.flows.services.process import PrefectServer, free_port, new_auth, write_secret
+from rollflow.storage.errors import Unreachable
 
 POLL_SECONDS = 0.5
 END_SECONDS = guard.REST_SECONDS + guard.KILL_SECONDS + 10
@@ -74,8 +75,11 @@ class HomeServer(PrefectServer):
         self._place = home.absolute()
         folder = self._place / "prefect"
         self._users, self._holder, self._pid = folder / "users", folder / "holder", folder / "holder.pid"
+        self._using = take_within(self._users, END_SECONDS, shared=True)
+        if self._using is None:
+            raise Unreachable(f"waited {END_SECONDS:.0f} s for the last Prefect server of {home} to end")
+        self._known = -1  # the holder that last answered, or was started, as this command saw it
         with one_at_a_time(folder / "starting"):
-            self._using = take(self._users, shared=True)
             if not is_held(self._holder):
                 stable_port(self._place, "prefect")
             auth = _secret(folder / "auth")
@@ -88,7 +92,7 @@ class HomeServer(PrefectServer):
     def launch(self) -> None:
         """Start the server, unless it is there, without waiting for it."""
         with one_at_a_time(self.home / "starting"):
-            held = take(self._holder)
+            held = take_within(self._holder, PROBE_SECONDS)
             if held is None:
                 return
             try:
@@ -123,9 +127,19 @@ class HomeServer(PrefectServer):
         return guard.descendants(self.pid)[2:] if self.running else []
 
     def relaunch(self) -> None:
-        """End what is left of it and start it again, without waiting for it."""
-        self._end()
+        """End what is left of it and start it again, without waiting for it.
+
+        One that another command has started since is left to start.
+        """
+        if self.pid == self._known:
+            self._end()
         self.launch()
+        self._known = self.pid
+
+    def _ready(self) -> bool:
+        if found := super()._ready():
+            self._known = self.pid
+        return found
 
     def kill(self) -> None:
         """End every process of the server at once."""
@@ -141,6 +155,7 @@ class HomeServer(PrefectServer):
             self._using = None
             if (alone := take(self._users)) is not None:
                 os.close(alone)
+            if alone is not None or is_held(self._users):  # by its holder, which ends it already
                 await_free(self._holder, END_SECONDS)
 
     def _end(self) -> None:
@@ -153,7 +168,8 @@ class HomeServer(PrefectServer):
 
 
 def _secret(file: Path) -> str:
-    if not file.exists():
+    """The same for server and clients; an empty one is what a full disk leaves."""
+    if not file.exists() or not file.read_text():
         write_secret(file, new_auth())
     return file.read_text()
 
@@ -166,15 +182,8 @@ def hold(home: Path, lock: int) -> None:
     )
     server.passed_on = (lock,)
     with server:
-        while server.running and not _unused(folder / "users"):
+        while server.running and take(folder / "users") is None:  # who has it then keeps it to the end
             time.sleep(POLL_SECONDS)
-
-
-def _unused(users: Path) -> bool:
-    alone = take(users)
-    if alone is not None:
-        os.close(alone)
-    return alone is not None
 
 
 if __name__ == "__main__":

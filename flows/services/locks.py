@@ -12,6 +12,9 @@ from pathlib import Path
 POLL_SECONDS = 0.05
 
 
+PROBE_SECONDS = 0.2  # longer than somebody holds a lock who only looks whether another has it
+
+
 def take(file: Path, *, shared: bool = False) -> int | None:
     """Take the lock without waiting: the open file that holds it, or None where another has it."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -21,6 +24,14 @@ def take(file: Path, *, shared: bool = False) -> int | None:
     except BlockingIOError:
         os.close(held)
         return None
+    return held
+
+
+def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | None:
+    """`take`, tried again for so long. It takes `PROBE_SECONDS` to tell a holder from somebody who looks."""
+    limit = time.monotonic() + seconds
+    while (held := take(file, shared=shared)) is None and time.monotonic() < limit:
+        time.sleep(POLL_SECONDS)
     return held
 
 
@@ -49,11 +60,8 @@ def one_at_a_time(file: Path, seconds: float = 30.0) -> Iterator[None]:
     Raises:
         TimeoutError: another process holds it for that long.
     """
-    limit = time.monotonic() + seconds
-    while (held := take(file)) is None:
-        if time.monotonic() > limit:
-            raise TimeoutError(f"waited {seconds:g} s for {file}, which another process holds")
-        time.sleep(POLL_SECONDS)
+    if (held := take_within(file, seconds)) is None:
+        raise TimeoutError(f"waited {seconds:g} s for {file}, which another process holds")
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollflow.flows.services.locks import await_free, is_held, take
+from rollflow.flows.services.locks import PROBE_SECONDS, await_free, is_held, take_within
 from rollflow.flows.services.process import Service, write_secret
 from rollflow.storage.errors import ConfigError, Unreachable
 
@@ -94,7 +94,7 @@ def only_one(home: Path) -> Iterator[None]:
     Raises:
         ConfigError: another one is.
     """
-    held = take(home / "up.lock")
+    held = take_within(home / "up.lock", PROBE_SECONDS)
     if held is None:
         found = find(home)
         where = f"\n{found.pages}" if found else ""

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -64,6 +65,61 @@ def test_commands_of_one_home_share_a_server_until_the_last_one_ends(tmp_path: P
     third = HomeServer(tmp_path)
     assert (third.api_url, third.env) == (url, second.env)
     third.stop()
+
+
+def test_who_comes_while_a_server_ends_waits_for_that(tmp_path: Path) -> None:
+    """Else the new command would take the dying server for its own."""
+    ending = take(tmp_path / "prefect" / "users")
+    assert ending is not None
+    found: list[HomeServer] = []
+    newcomer = threading.Thread(target=lambda: found.append(HomeServer(tmp_path)))
+    newcomer.start()
+    newcomer.join(0.5)
+    assert not found
+    os.close(ending)
+    newcomer.join()
+    assert take(tmp_path / "prefect" / "users") is None  # it is counted
+    found[0].stop()
+    last = take(tmp_path / "prefect" / "users")
+    assert last is not None
+    os.close(last)
+
+
+def test_a_server_that_another_command_has_started_again_is_left_to_start(tmp_path: Path) -> None:
+    server = HomeServer(tmp_path)
+    held = take(tmp_path / "prefect" / "holder")
+    assert held is not None
+    with subprocess.Popen(["sleep", "600"], pass_fds=(held,)) as others:
+        os.close(held)
+        (tmp_path / "prefect" / "holder.pid").write_text(str(others.pid))
+        server.relaunch()
+        assert others.poll() is None
+        (tmp_path / "prefect" / "holder.pid").write_text(str(others.pid))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "launch", lambda: None)
+            server.relaunch()  # it has had its time
+        assert others.wait() == -signal.SIGTERM
+    server.stop()
+
+
+def test_an_empty_secret_is_made_anew(tmp_path: Path) -> None:
+    """A full disk leaves such a one, and server and clients would each have made one of their own."""
+    (tmp_path / "prefect").mkdir()
+    (tmp_path / "prefect" / "auth").touch()
+    servers = [HomeServer(tmp_path) for _ in range(2)]
+    assert servers[0].env == servers[1].env
+    assert stat.S_IMODE(servers[0].auth_file.stat().st_mode) == 0o600
+    for server in servers:
+        server.stop()
+
+
+def test_who_only_looks_keeps_nobody_from_serving(tmp_path: Path) -> None:
+    looks = take(tmp_path / "up.lock", shared=True)
+    assert looks is not None
+    done = threading.Timer(0.05, lambda: os.close(looks))
+    done.start()
+    with stack.only_one(tmp_path):
+        assert stack.BorrowedStack(tmp_path).running
 
 
 def test_a_port_stays_unless_another_has_it(tmp_path: Path) -> None:
