@@ -10,9 +10,11 @@ that fails or takes too long is said in the report; the next recipe, and the nex
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,18 +25,21 @@ from zoneinfo import ZoneInfo
 from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Failed
 from pydantic import Field, ValidationError, field_validator
 
 from rollflow.flows.config import load_recipe, read_toml, sentences
 from rollflow.flows.export import export
+from rollflow.flows.keepalive.crashed import line
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
-from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start
+from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start, supervisors
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.registry import Registered, Registry, Score, z_score
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
+from rollflow.storage.log.entries import entry_path
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.names import RecipeName
 from rollflow.tasks.rollout.evaluation import evaluation_of
@@ -127,7 +132,7 @@ def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
         config = load_recipe(file, [])
         name, run_id = config.name, f"{config.name}{MARK}{stamp}"
         versions = home() / "nightly" / name
-        if plan.from_last and (last := _newest(versions)):
+        if plan.from_last and (last := _newest(versions, name)):
             config = _beginning_with(config, last)
         context = train(config, run_id, plan.hours * 3600)
         registry = Registry(_registry_uri(config), name, plan.alias)
@@ -137,7 +142,7 @@ def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
         better, result = _judged(best, score, plan.z)
         if better:
             registry.promote(made)
-        _prune(context, versions, name, plan.keep, made if better else best)
+        _prune(context, versions, name, plan.keep, registry.aliased())
         return Report(name, run_id, result, ok=True)
     except (RollflowError, OSError) as error:
         return Report(name, run_id, f"failed: {error}", ok=False)
@@ -153,9 +158,9 @@ def _judged(best: Registered | None, score: Score, bound: float) -> tuple[bool, 
     return z > bound, f"{said}; {'promoted' if z > bound else 'not promoted'}: {compared}"
 
 
-def _newest(versions: Path) -> Path | None:
+def _newest(versions: Path, name: str) -> Path | None:
     """The version that the last night ended with; names sort by time."""
-    return max((one for one in versions.glob(f"*{MARK}*") if one.is_dir()), default=None)
+    return max((one for one in versions.glob("*") if _is_night(one.name, name)), default=None)
 
 
 def _beginning_with(config: RunConfig, folder: Path) -> RunConfig:
@@ -170,7 +175,7 @@ def score_of(context: RunContext) -> Score:
         Unreachable: the run has none.
     """
     found = evaluation_of(context.store, context.config.versions)
-    if found is None:
+    if found is None or not found.responses:
         raise Unreachable(f"run {context.run_id} has no evaluation of its last version; see its page")
     return Score(found.accuracy, found.responses)
 
@@ -184,15 +189,15 @@ def _registry_uri(config: RunConfig) -> str:
     return config.tracking.uri or TrackingPlace.default(home(), config.tracking.experiment or config.name).uri
 
 
-def _prune(context: RunContext, versions: Path, name: str, keep: int, best: Registered | None) -> None:
-    """Delete this recipe's nights but the newest `keep` and the best: exports, and runs with all their objects."""
+def _prune(context: RunContext, versions: Path, name: str, keep: int, aliased: Set[str]) -> None:
+    """Delete this recipe's nights but the newest `keep` and what has an alias: exports, and runs with all objects."""
     store = context.uri.rpartition("/runs/")[0]
-    nights = sorted(one.run_id for one in all_runs(store) if one.run_id.startswith(f"{name}{MARK}"))
+    nights = sorted(one.run_id for one in all_runs(store) if _is_night(one.run_id, name))
     for run_id in nights[:-keep]:
-        if best is None or run_id != best.run_id:
+        if run_id not in aliased:
             shutil.rmtree(versions / run_id, ignore_errors=True)
             old = context_of(store, run_id).store
-            for path in list(old.list()):
+            for path in sorted(old.list(), key=entry_path(0).__eq__):  # last what it is found by
                 old.delete(path)
 
 
@@ -214,7 +219,7 @@ def notify(block: str, text: str) -> None:
 
 
 def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
-    """Train by this runner's own deployment, and wait for the end.
+    """Train by this runner's own deployment, and wait for the end. A night that is cancelled takes its run along.
 
     Raises:
         Unreachable: it did not end in time, or not well.
@@ -222,7 +227,7 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
     limit = time.monotonic() + seconds
     _stop_others(config.name)
     parameters = {"config": config.model_dump(mode="json"), "run_id": run_id}
-    key = f"{flow_run.id}:{run_id}"
+    key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # a night that a person retries has a new one
 
     def submit() -> UUID:
         with api() as client:
@@ -230,11 +235,16 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
 
     made = insist(submit)
     context = context_of(store_uri(config), run_id)
-    while not (ended := _ended(made, context)):
-        if time.monotonic() > limit:
-            _stop_others(config.name)
-            raise Unreachable(f"run {run_id} took longer than {seconds / 3600:g} hours and was stopped")
-        time.sleep(POLL_SECONDS)
+    try:
+        while not (ended := _ended(made, context)):
+            if time.monotonic() > limit:
+                _stop_others(config.name)
+                raise Unreachable(f"run {run_id} took longer than {seconds / 3600:g} hours and was stopped")
+            time.sleep(POLL_SECONDS)
+    except TerminationSignal:
+        with contextlib.suppress(Unreachable):
+            _cancel_nights(config.name)
+        raise
     if ended != "done":
         raise Unreachable(f"run {run_id}: {ended}")
     return context
@@ -243,7 +253,7 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
 def _ended(made: UUID, context: RunContext) -> str:
     """ "" while it goes on; a supervisor that crashed is followed by another, and the run has a summary at its end."""
     try:
-        state = insist(lambda: flow_state(made))
+        state = insist(lambda: _state_of(made))
         if replace(context, patience=POLL_SECONDS).store.exists(SUMMARY):
             return "done"
     except Unreachable:
@@ -253,21 +263,34 @@ def _ended(made: UUID, context: RunContext) -> str:
     return str(state.message or state.name)
 
 
+def _state_of(made: UUID) -> Any:
+    """The state of a flow run, or, where it crashed, of the last that followed it."""
+    state = flow_state(made)
+    if state is None or not state.is_crashed():
+        return state
+    with api() as client:
+        return next((run.state for run in reversed(line(supervisors(client), made))), state)
+
+
 def _stop_others(name: str) -> None:
     """End the runs of this recipe's nights that are under way, and wait for that."""
-    from prefect.states import Cancelling
-
     limit = time.monotonic() + CANCEL_SECONDS
-    while time.monotonic() < limit:
-        with api() as client:
-            nights = [run for run in going(client, SERVED) if _is_night(run.parameters.get("run_id"), name)]
-            for run in nights:
-                if run.state_type != "CANCELLING":
-                    client.set_flow_run_state(run.id, Cancelling())
-        if not nights:
-            return
+    while time.monotonic() < limit and _cancel_nights(name):
         time.sleep(POLL_SECONDS)
 
 
+def _cancel_nights(name: str) -> bool:
+    """Cancel the runs of this recipe's nights; whether there is one that has not ended."""
+    from prefect.states import Cancelling
+
+    with api() as client:
+        nights = [run for run in going(client, SERVED) if _is_night(run.parameters.get("run_id"), name)]
+        for run in nights:
+            if run.state_type != "CANCELLING":
+                client.set_flow_run_state(run.id, Cancelling())
+    return bool(nights)
+
+
 def _is_night(run_id: object, name: str) -> bool:
-    return isinstance(run_id, str) and run_id.startswith(f"{name}{MARK}")
+    """Whether a run is a night of this recipe, and not of one whose name begins so, or a person's."""
+    return isinstance(run_id, str) and re.fullmatch(rf"{re.escape(name)}{MARK}\d{{8}}-\d{{4}}", run_id) is not None

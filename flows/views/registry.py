@@ -5,11 +5,19 @@ A registered version names the run and the folder it was exported to, and keeps 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+
+from rollflow.flows.services.reachability import redact
+from rollflow.storage.errors import ConfigError, Unreachable
+
+NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # a model; an alias, to MLflow's own store
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +50,68 @@ def z_score(new: Score, old: Score) -> float:
 
 
 class Registry:
-    """The registered model of one recipe."""
+    """The registered model of one recipe. Each call raises `Unreachable` where MLflow fails."""
 
     def __init__(self, uri: str, model: str, alias: str) -> None:
-        self._client, self._model, self._alias = MlflowClient(uri, uri), model, alias
+        self._uri, self._model, self._alias = uri, model, alias
+        with self._answering():
+            self._client = MlflowClient(uri, uri)
 
     def best(self) -> Registered | None:
-        """The version that has the alias; None: there is none yet."""
-        try:
-            found = self._client.get_model_version_by_alias(self._model, self._alias)
-        except MlflowException:
-            return None
-        score = Score(float(found.tags["accuracy"]), int(found.tags["responses"]))
-        return Registered(found.version, found.tags["run"], score)
+        """The version that has the alias; None: there is none yet.
+
+        Raises:
+            ConfigError: a person gave it to a version of theirs, which has no score.
+        """
+        with self._answering():
+            try:
+                found = self._client.get_model_version_by_alias(self._model, self._alias)
+            except MlflowException as error:
+                if error.error_code not in NOT_THERE:
+                    raise
+                return None
+        return self._registered(found)
+
+    def aliased(self) -> set[str]:
+        """The runs of all versions that have an alias, a person's, too."""
+        with self._answering():
+            numbers = set(self._client.get_registered_model(self._model).aliases.values())
+            return {self._client.get_model_version(self._model, str(one)).tags.get("run", "") for one in numbers}
 
     def add(self, folder: str, run_id: str, score: Score) -> Registered:
         """Register a version; a run that is registered already stays as it is."""
-        try:
-            self._client.create_registered_model(self._model)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        for one in self._client.search_model_versions(f"name='{self._model}'"):
-            if one.tags.get("run") == run_id:
-                return Registered(one.version, run_id, score)
-        tags = {"run": run_id, "accuracy": repr(score.accuracy), "responses": str(score.responses)}
-        made = self._client.create_model_version(self._model, folder, tags=tags)
-        return Registered(made.version, run_id, score)
+        with self._answering():
+            try:
+                self._client.create_registered_model(self._model)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            for one in self._client.search_model_versions(f"name='{self._model}'"):
+                if one.tags.get("run") == run_id:
+                    return Registered(one.version, run_id, score)
+            tags = {"run": run_id, "accuracy": repr(score.accuracy), "responses": str(score.responses)}
+            made = self._client.create_model_version(self._model, folder, tags=tags)
+            return Registered(made.version, run_id, score)
 
     def promote(self, version: Registered) -> None:
         """Give it the alias."""
-        self._client.set_registered_model_alias(self._model, self._alias, version.number)
+        with self._answering():
+            self._client.set_registered_model_alias(self._model, self._alias, version.number)
+
+    def _registered(self, found: ModelVersion) -> Registered:
+        try:
+            score = Score(float(found.tags["accuracy"]), int(found.tags["responses"]))
+            return Registered(found.version, found.tags["run"], score)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"alias = {self._alias!r}: version {found.version} of MLflow's model {self._model!r} has it, and no "
+                "night made that: give the alias to one that a night made, or delete it, or name another in the file"
+            ) from None
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except MlflowException as error:
+            said = str(error).partition("\n")[0][:200]
+            raise Unreachable(f"MLflow's model registry at {redact(self._uri)}: {said}") from error

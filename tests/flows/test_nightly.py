@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from prefect.blocks.abstract import NotificationBlock
 from prefect.states import Pending, Running
 
 from rollflow.flows import nightly as nightly_module
 from rollflow.flows.commands.cli import main
+from rollflow.flows.config import load_recipe
 from rollflow.flows.deployments import of_nightly
+from rollflow.flows.locations import all_runs, context_of
 from rollflow.flows.nightly import Nightly, nightly, one_night, read_nightly, train_here
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services.prefect_api import SERVED, api, start
@@ -105,6 +108,51 @@ def test_nights_with_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     assert len(registry.search_model_versions("name='math'")) == 3
 
 
+def test_what_others_use_is_not_deleted(plan: Nightly, tmp_path: Path) -> None:
+    """A version that a person gave an alias, and the run of a recipe whose name begins as this one's."""
+    train, home = Trainer(), tmp_path / "home"
+    registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
+    train.right, plan = 0.3, plan.model_copy(update={"keep": 1, "z": 0.0})
+    prepare(load_recipe(tmp_path / "math.toml", []), "math-night-club-night-20261025-0100")
+    half = home / "nightly/math/.math-night-20261025-0100.x1y2"  # of an export that was killed
+    half.mkdir(parents=True)
+    ids = []
+    for night in range(4):
+        [report] = one_night(plan, FIRST + night * NIGHT, train)
+        assert report.ok, report.result
+        ids.append(report.run_id)
+        if night == 1:
+            registry.set_registered_model_alias("math", "mine", "2")
+    kept = ["math-night-club-night-20261025-0100", ids[0], ids[1], ids[3]]
+    assert sorted(one.run_id for one in all_runs()) == sorted(kept)
+    assert sorted(one.name for one in half.parent.iterdir() if one != half) == sorted(kept[1:])
+    assert train.begun_with[0] == str(tmp_path / "policy")
+
+
+def test_a_registry_that_fails_promotes_nothing_and_ends_no_night(
+    plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train, uri = Trainer(), f"sqlite:///{tmp_path}/home/mlflow/mlflow.db"
+    train.right = 0.3
+    [first] = one_night(plan, FIRST, train)
+    assert first.ok, first.result
+    store = f"{tmp_path}/home/store"
+
+    def fails(*_: object) -> None:
+        raise MlflowException("the database is locked")
+
+    two = plan.model_copy(update={"recipes": plan.recipes * 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "get_model_version_by_alias", fails)
+        reports = one_night(two, FIRST, lambda *_: context_of(store, first.run_id))
+    assert [report.ok for report in reports] == [False, False]
+    assert reports[0].result == f"failed: MLflow's model registry at {uri}: the database is locked"
+    registry = MlflowClient(uri, uri)
+    registry.set_registered_model_alias("math", "best", registry.create_model_version("math", "hers").version)
+    [report] = one_night(plan, FIRST, lambda *_: context_of(store, first.run_id))
+    assert "alias = 'best': version 2 of MLflow's model 'math' has it, and no night made that" in report.result
+
+
 def test_two_proportions_by_hand() -> None:
     """p = 0.5 over both: the error is sqrt(0.25 * 2 / 100) = 0.0707."""
     assert z_score(Score(0.6, 100), Score(0.4, 100)) == pytest.approx(0.2 / 0.070711, rel=1e-4)
@@ -186,9 +234,9 @@ class TestOnAServer:
         with api() as client:
             client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=SERVED)
         monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)
-        began = time.time()
+        name = f"math-night-{time.strftime('%Y%m%d-%H%M')}"
         with pytest.raises(Unreachable, match=r"took longer than .* hours and was stopped"):
-            train_here(RunConfig(name="math"), f"math-night-{began:.0f}", 0.3)
+            train_here(RunConfig(name="math"), name, 0.3)
         with api() as client:
-            [run] = [one for one in client.read_flow_runs() if one.name == f"math-night-{began:.0f}"]
+            [run] = [one for one in client.read_flow_runs() if one.name == name]
         assert run.state_type == "CANCELLED"
