@@ -20,7 +20,7 @@ from signal import SIGINT, SIGTERM
 
 from rich.console import Console
 
-from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.commands.compare import compared_table
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import context_of, home, new_run_id, store_uri
@@ -149,20 +149,27 @@ def _made(point: Point, number: int, count: int) -> bool:
     if not context.store.exists(entry_path(0)):
         context = prepare(point.config, point.run_id)
     code = drive(context)
-    if code not in (OK, FAILED):
+    if code == INTERRUPTED:
         raise KeyboardInterrupt
     return code == OK
 
 
 def drive(context: RunContext) -> int:
     """The exit code of `rollflow resume` in a process of its own, which is stopped with this one: servers and Ray are
-    one run's, each.
+    one run's, each. `INTERRUPTED`: a person ended it, or this command.
     """
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
     child = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once
-    before = {number: signal.signal(number, lambda *_: child.terminate()) for number in (SIGINT, SIGTERM)}
+    told = list[int]()
+
+    def end(number: int, _: object) -> None:
+        told.append(number)
+        child.terminate()
+
+    before = {number: signal.signal(number, end) for number in (SIGINT, SIGTERM)}
     try:
-        return child.wait()
+        code = child.wait()
+        return INTERRUPTED if told else code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 
-from rollflow.flows.commands import FAILED, OK, sweep
+from rollflow.flows.commands import BAD_INPUT, FAILED, OK, sweep
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.locations import all_runs
@@ -79,16 +80,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "small.toml"
 
 
+@pytest.mark.parametrize("code", [FAILED, BAD_INPUT, -SIGKILL])
 def test_what_is_done_is_not_made_again_and_what_failed_is_said(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
-    """The run of the higher rate fails the first time."""
+    """The run of the lower rate fails the first time, or its process does."""
     driven: list[str] = []
 
     def drive(context: RunContext) -> int:
         driven.append(context.run_id)
-        if context.config.train.learning_rate == 1e-3 and driven.count(context.run_id) == 1:
-            return FAILED
+        if context.config.train.learning_rate == 1e-4 and driven.count(context.run_id) == 1:
+            return code
         train_small(context, 2)
         context.store.put(SUMMARY, json.dumps({"audit": "clean"}).encode())
         return OK
@@ -96,8 +98,8 @@ def test_what_is_done_is_not_made_again_and_what_failed_is_said(
     monkeypatch.setattr(sweep, "drive", drive)
     given = ["sweep", str(recipe), "--set", "train.learning_rate=1e-4,1e-3", "--study", "mine"]
     assert main(given) == FAILED
-    assert "failed: mine-1-s0 (train.learning_rate=1e-3, seed 0)" in capsys.readouterr().out
+    assert "failed: mine-0-s0 (train.learning_rate=1e-4, seed 0)" in capsys.readouterr().out
     assert main(given) == OK
-    assert driven == ["mine-0-s0", "mine-1-s0", "mine-1-s0"]
-    assert "run mine-0-s0 is done" in capsys.readouterr().out
+    assert driven == ["mine-0-s0", "mine-1-s0", "mine-0-s0"]
+    assert "run mine-1-s0 is done" in capsys.readouterr().out
     assert "begun with other values" in refused(capsys, *given, "--set", "groups=4")
