@@ -35,6 +35,7 @@ from rollflow.flows.services import cluster
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
 from rollflow.flows.views.blocks import rows
+from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.run_facts import beginning, ending
@@ -65,6 +66,7 @@ def post_training(
     """
     step, log = Steps(), get_run_logger().info
     context = step("prepare", lambda: _prepared(config, run_id, storage), lambda made: made.run_id)
+    about(run=context.run_id, stage="supervisor")
     log("run %s in %s", context.run_id, context.uri)
     address = ray_address(context.config)
     supervisor = step("claim", lambda: _claimed(context, address))

@@ -29,6 +29,7 @@ from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.flows.services.registering import sweep, withdraw
+from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
@@ -207,7 +208,8 @@ def _runner(place: Path, name: str, environment: Mapping[str, str], *, watched: 
     """The runner of a session; where no session watches its runs, automations do."""
     log, ready = place / "logs" / name / "runner.log", place / "cache" / name / "runner-ready"
     ready.parent.mkdir(parents=True, exist_ok=True)
-    told = {**environment, "PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
+    level = {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
+    told = {**environment, **settings(), **level}
     arguments = ["--ready", str(ready), *(["--no-automations"] if watched else [])]
     return Runner(log, told, arguments=arguments, ready=ready)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run, home
+from rollflow.flows.views.log_lines import as_json, text
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run_context import RunContext
@@ -22,8 +23,8 @@ def command(options: argparse.Namespace) -> int:
     context = find_run(options.run, options.store)
     context.created  # noqa: B018 - says which run is not there
     file = log_file(context)
-    for text in _texts(file, context) if options.follow else [file.read_text(errors="replace")]:
-        print(text, end="", flush=True)
+    for line in _followed(file, context) if options.follow else file.read_text(errors="replace").splitlines():
+        print(as_json(line, context.run_id) if options.json else text(line), flush=True)
     return OK
 
 
@@ -43,11 +44,15 @@ def log_file(context: RunContext) -> Path:
     )
 
 
-def _texts(file: Path, context: RunContext) -> Iterator[str]:
+def _followed(file: Path, context: RunContext) -> Iterator[str]:
+    """Whole lines, as they are written; the last one as it is."""
     with file.open(errors="replace") as log:
-        ended = False
+        begun, ended = "", False
         while not ended:
             ended = (status := read_status(context)) is not None and status.ended
-            yield log.read()
+            *lines, begun = (begun + log.read()).split("\n")
+            yield from lines
             if not ended:
                 time.sleep(LOOK_SECONDS)
+        if begun:
+            yield begun

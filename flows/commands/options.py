@@ -108,6 +108,7 @@ def _looking_commands(commands: Any) -> None:
     logs = commands.add_parser("logs", help="what the flows of a run (default: the newest) said, on this machine")
     _run_argument(logs, required=False)
     logs.add_argument("--follow", action="store_true", help="go on with what is new, until it ends or Ctrl-C")
+    logs.add_argument("--json", action="store_true", help="one JSON object a line; see ROLLFLOW_LOG_FORMAT")
     logs.set_defaults(verb="logs")
 
     top = commands.add_parser("top", help="watch a run (default: the newest) until it ends or Ctrl-C; it goes on")

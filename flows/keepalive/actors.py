@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
+from rollflow.flows.views.log_lines import about
 from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, StoreFailed
 from rollflow.storage.log.state import Superseded
 from rollflow.tasks.actors.statuses import ActorStatus
@@ -54,12 +55,14 @@ class ActorKeeper(Generic[Status]):
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._last: Status | None = None
+        about(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
         """The result of the actor's `run`; `tick` is called with the actor and its status at every look."""
         try:
             while True:
                 try:
+                    about(attempt=self.restarts.budget.attempt(self.watched.name) + 1)
                     actor = self.watched.start()
                     self.restarts.launched(self.watched.name)
                     return self._watch(actor, tick)
@@ -76,6 +79,7 @@ class ActorKeeper(Generic[Status]):
         while not cluster.done(running, POLL_SECONDS if self.restarts.outage(name) else self.watched.poll):
             status: Status = cluster.call(actor.status.remote(), self._answer, f"the status of {name}")
             self._last = status
+            about(version=status.progress.get("version"))
             self.reporter.write(self.restarts.seen(name, status.made))
             # A stage that waits for another by design says so; that other one's flow watches it.
             if status.progress != before or status.waits_for:

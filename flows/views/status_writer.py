@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from prefect.runtime import flow_run
 
+from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import EVALUATED, Point
 from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
 from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
@@ -66,6 +67,7 @@ class StatusWriter:
             if version.number:
                 self.tracker.log_version(version.number, _told(self._before, version), version.at)
             self._before = version
+            about(version=version.number)
         for evaluation in self._evaluations():
             self._evaluated[evaluation.version] = evaluation
             self.tracker.log_evaluation(evaluation.version, evaluation.metrics, time.time())

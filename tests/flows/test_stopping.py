@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -170,6 +171,19 @@ def test_logs_are_those_of_the_command_that_runs_it(run: RunContext, capsys: pyt
     tell(run, replace(RunStatus("one", "done"), version=9))
     assert main(["logs", "--follow"]) == 0
     assert capsys.readouterr().out == f"of {run.key}\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--follow"]])
+def test_logs_are_shown_in_both_forms(run: RunContext, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    file = home() / "logs" / run.key / "runner.log"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "message": "hello"}\nplain\ncut')
+    tell(run, replace(RunStatus("one", "done"), version=9))
+    assert main(["logs", "one", *options]) == 0
+    assert capsys.readouterr().out == "12:00:00.000 | INFO    | hello\nplain\ncut\n"
+    assert main(["logs", "one", "--json", *options]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["message"] for one in said] == ["hello", "plain", "cut"]
 
 
 @pytest.mark.parametrize(("versions", "most"), [(1, 1), (12, 12), (20, 20), (21, 11), (200, 20), (1999, 20)])

@@ -1,0 +1,80 @@
+"""Log lines as JSON: what a flow's process writes, and how `rollflow logs` shows it in either form."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rollflow.flows.views import log_lines
+from rollflow.flows.views.log_lines import FORM, LogLines, about, as_json, settings, text
+from rollflow.storage.errors import ConfigError
+from tests.support.waiting import RUN_SECONDS
+
+SAID = """
+from prefect.logging.configuration import setup_logging
+from rollflow.flows.views.log_lines import about
+import logging
+setup_logging()
+about(run="one", actor="learner")
+logging.getLogger("prefect.said").info("a [red]line[/] of %d letters " + 300 * "x", 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_lines, "_about", {})
+
+
+def test_a_process_writes_a_json_object_for_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORM, "json")
+    environment = os.environ | {"PREFECT_LOGGING_LEVEL": "INFO"} | settings()
+    done = subprocess.run(
+        [sys.executable, "-c", SAID], env=environment, capture_output=True, text=True, check=True, timeout=RUN_SECONDS
+    )
+    (line,) = done.stderr.splitlines()
+    said = json.loads(line)
+    assert said.pop("time")
+    message = "a [red]line[/] of 3 letters " + 300 * "x"
+    assert said == {"level": "INFO", "run": "one", "actor": "learner", "message": message}
+
+
+def test_people_get_the_form_of_prefect_unless_json_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FORM, raising=False)
+    assert settings() == {}
+    monkeypatch.setenv(FORM, "xml")
+    with pytest.raises(ConfigError, match=r"ROLLFLOW_LOG_FORMAT = 'xml': .* as 'text' or as 'json'"):
+        settings()
+
+
+def test_a_record_tells_its_own_facts_before_those_of_the_process() -> None:
+    about(run="one", version=3, attempt=2)
+    record = logging.LogRecord("prefect.flow_runs", logging.WARNING, "", 0, "odd: %s", ("so",), None)
+    vars(record).update(flow_name="train", version=4)
+    said = json.loads(LogLines().format(record))
+    assert (said["run"], said["stage"], said["version"], said["attempt"]) == ("one", "train", 4, 2)
+    assert (said["level"], said["message"], "error" in said) == ("WARNING", "odd: so", False)
+
+
+def test_an_error_stays_in_its_line() -> None:
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    line = LogLines().format(record)
+    assert "\n" not in line
+    assert "ValueError: bad" in json.loads(line)["error"]
+    assert text(line).endswith("ValueError: bad")
+
+
+def test_a_line_is_read_in_either_form() -> None:
+    assert text("12:00:00.000 | INFO    | x") == "12:00:00.000 | INFO    | x"
+    assert json.loads(as_json("12:00 | x", "one")) == {"run": "one", "message": "12:00 | x"}
+    line = '{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "stage": "train", "message": "hello"}'
+    assert as_json(line, "one") == line
+    assert text(line) == "12:00:00.000 | INFO    | train - hello"
+    assert text("7") == "7"
