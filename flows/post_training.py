@@ -34,6 +34,7 @@ from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
+from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import TrackingPlace
@@ -64,7 +65,8 @@ def post_training(
 
     `storage` is given by the command line, which has prepared the run already: where its own storage lies.
     """
-    step, log = Steps(), get_run_logger().info
+    step, logger = Steps(), get_run_logger()
+    log = logger.info
     context = step("prepare", lambda: _prepared(config, run_id, storage), lambda made: made.run_id)
     about(run=context.run_id, stage="supervisor")
     log("run %s in %s", context.run_id, context.uri)
@@ -74,7 +76,7 @@ def post_training(
     tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, beginning(context))
     with cluster.attached(address, context.key):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
-        stages = Stages(context, address, log)
+        stages = Stages(context, address, log, ActorWarnings(logger.warning).tell)
         writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
         try:
             if not trained(context):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID, uuid4
@@ -33,6 +33,7 @@ from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.warned import Warned
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # how often the states of the child runs are read
@@ -74,8 +75,15 @@ class Stage:
 class Stages:
     """Started or adopted, watched and ended together."""
 
-    def __init__(self, context: RunContext, address: str, log: Callable[[str], None]) -> None:
-        self.context, self.address, self._log = context, address, log
+    def __init__(
+        self,
+        context: RunContext,
+        address: str,
+        log: Callable[[str], None],
+        warn: Callable[[Sequence[Warned]], None] = lambda told: None,
+    ) -> None:
+        """`log` and `warn`: what is told on the run's page, by the stages and by their actors."""
+        self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
         self._reporter = RecoveryReporter(context, log)
@@ -198,6 +206,7 @@ class Stages:
                 seen: ActorStatus = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.seen, stage.answered = seen, time.monotonic()
                 self.usage.note(seen.costs)
+                self._warn(seen.warned)
             stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
             return  # not up yet, or dead; the stage's own flow sees to it

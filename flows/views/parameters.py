@@ -12,7 +12,18 @@ from typing import Any
 from rollflow.flows.services.reachability import redact
 
 LENGTH = 6000  # of a value; MLflow takes no longer one
-SECRET_WORDS = {"secret", "secrets", "token", "password", "passwd", "credential", "credentials", "apikey", "auth"}
+SECRET_WORDS = {
+    "authorization",
+    "secret",
+    "secrets",
+    "token",
+    "password",
+    "passwd",
+    "credential",
+    "credentials",
+    "apikey",
+    "auth",
+}
 SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
 
 

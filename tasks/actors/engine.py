@@ -18,6 +18,7 @@ from rollflow.tasks.actors.wire import (
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial, WeightsSource
 from rollflow.tasks.engines.meter import EngineStats, Meter
+from rollflow.tasks.warned import warnings_of
 
 COALESCE_SECONDS = 0.003  # how long a finished generation waits for company
 PROGRESS_SECONDS = 0.25  # between two reports of what runs: so many tokens' work can be lost with an actor
@@ -180,7 +181,8 @@ class EngineActor:
 
     async def stats(self) -> EngineStats:
         self._engine.check()
-        return dataclasses.replace(self._meter.read(), costs=tuple(self._cpu.read()))
+        warned = tuple(warnings_of("engine").read())
+        return dataclasses.replace(self._meter.read(), costs=tuple(self._cpu.read()), warned=warned)
 
     async def health(self) -> None:
         """Raise `EngineFailed` if the engine is dead, also where nobody asks it for anything."""

@@ -51,6 +51,7 @@ from rollflow.tasks.meter import Meter
 from rollflow.tasks.run_context import RunContext, claim
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.warned import warnings_of
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -119,6 +120,7 @@ class LearnerActor:
             waits_for=self.context.store.waits,
             costs=self.cpu.read(),
             idle=self.meter.idle_share(),
+            warned=warnings_of(LEARNER).read(),
             phase=self.phase,
             note=self.note,
             version=self.version,

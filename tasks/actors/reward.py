@@ -30,6 +30,7 @@ from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from rollflow.tasks.warned import warnings_of
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
@@ -114,13 +115,13 @@ class RewardActor:
 
     async def status(self) -> RewardStatus:
         """What the stage's flow and the live view show."""
-        waits, costs = self.context.store.waits, self._cpu.read()
+        waits, costs, warned = self.context.store.waits, self._cpu.read(), warnings_of(REWARD).read()
         if not self._began or self._pool is None:
-            return RewardStatus(waits, costs)
+            return RewardStatus(waits, costs, warned=warned)
         pool = self._pool.result()
         lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
         idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
-        return self._gauges.told(RewardStatus(waits, costs, idle, pool.scored, pool.timeouts))
+        return self._gauges.told(RewardStatus(waits, costs, idle, warned, pool.scored, pool.timeouts))
 
 
 def start_reward(context: RunContext) -> Any:

@@ -58,6 +58,7 @@ from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.run_context import RunContext, claim
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
+from rollflow.tasks.warned import warnings_of
 
 ROLLOUT = "rollout"
 EVALUATION = -1  # the number of the engine that evaluates, where there is one for that
@@ -279,7 +280,7 @@ class RolloutActor:
         """What the stage's flow and the live view show. It waits for nobody."""
         waits = self.context.store.waits
         if not self._prepared.is_set():
-            return RolloutStatus(waits_for=waits, costs=self._cpu.read())
+            return RolloutStatus(waits_for=waits, costs=self._cpu.read(), warned=warnings_of(ROLLOUT).read())
         counts = self.counts
         lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
         idle = await self._idle()  # asks the engines, which tell more than that
@@ -287,6 +288,7 @@ class RolloutActor:
             waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
             idle=idle,
+            warned=[*warnings_of(ROLLOUT).read(), *(one for stats in self._stats.values() for one in stats.warned)],
             version=self.proxy.version,
             batch=self.scheduler.number,
             running=self.scheduler.running,

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import ClassVar
 
 from rollflow.storage.journal.usage import Cost
+from rollflow.tasks.warned import Warned
 
 WORTH_SAYING = 0.02  # a share below this is left out of a note
 
@@ -34,15 +35,16 @@ class LearnerPhase(Enum):
 class ActorStatus(ABC):
     """What each of them says. `waits_for`: whom it waits for by design, "" for nobody; `costs`: CPU seconds so far.
 
-    `idle` is the share (0 to 1) of its time in which it had nothing to do.
+    `idle` is the share (0 to 1) of its time in which it had nothing to do; `warned` the newest warnings of its process.
     """
 
     waits_for: str = ""
     costs: Sequence[Cost] = ()
     idle: float = 0.0
+    warned: Sequence[Warned] = ()
 
     # May change though nothing was done. What an actor waits for is no progress: who waits is not stuck meanwhile.
-    TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle"})
+    TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned"})
 
     @property
     @abstractmethod

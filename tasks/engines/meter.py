@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from rollflow.storage.journal.usage import Cost
+from rollflow.tasks.warned import Warned
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class EngineStats:
     prompt_tokens: int = 0
     cached: int = 0
     costs: tuple[Cost, ...] = ()  # of the engine's actor and what it started
+    warned: tuple[Warned, ...] = ()  # of the engine's actor
 
 
 class Meter:

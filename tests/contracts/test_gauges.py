@@ -98,7 +98,7 @@ def test_every_number_of_a_status_is_a_figure() -> None:
     assert found["waits", ""] == found["failed", "1"] == 1.0
     assert found["discards", "stale"] == 2.0
     told = {name for name, _ in found}
-    assert {one.name for one in fields(status)} - told <= {"costs", "waits_for", "filtered"}
+    assert {one.name for one in fields(status)} - told <= {"costs", "waits_for", "filtered", "warned"}
 
 
 def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:

@@ -19,8 +19,11 @@ from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.channel import CHANNEL
+from rollflow.tasks.actors.reward import REWARD
+from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.warned import Warned
 from tests.support.described import describe
 
 STATES: Mapping[str, Any] = {
@@ -46,6 +49,7 @@ class World:
         self.dead: set[str] = set()  # roles that die as soon as they run
         self.pause: set[str] = set()  # roles that a person pauses, once
         self.told: list[str] = []
+        self.warned: list[Warned] = []
         self.states: list[tuple[str, str]] = []  # that flow runs were given, by role
         self.runs: dict[uuid.UUID, str] = {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
@@ -59,7 +63,7 @@ class World:
         monkeypatch.setattr(cluster, "actor", self.actor)
         monkeypatch.setattr(cluster, "done", lambda *_: True)
         monkeypatch.setattr(cluster, "call", self.call)
-        self.stages = Stages(context, "a:1", self.told.append)
+        self.stages = Stages(context, "a:1", self.told.append, self.warned.extend)
         limits = RecoveryConfig(restarts=100, backoff_seconds=40.0)
         self.stages.restarts = Restarts(Budget(limits, lambda: self.now), lambda: self.now)
 
@@ -160,3 +164,12 @@ def test_a_stage_that_is_paused_is_started_again_and_the_log_says_what_to_pause(
     assert world.states == [(role, "Running"), (role, "Cancelling")]
     assert len(world.starts_of(role)) == 2
     assert f"the {role} stage was paused, and goes on: pause the run's own flow run, which has its stages" in world.told
+
+
+def test_what_an_actor_warns_of_is_told_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = Warned(REWARD, "a:1", 1, "odd")
+    asked = {REWARD: RewardStatus(warned=[odd]), CHANNEL: None}
+    monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
+    world.stages.start()
+    world.look_for(5)
+    assert set(world.warned) == {odd}
