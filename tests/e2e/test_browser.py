@@ -100,7 +100,8 @@ class Browser:
     def press(self, name: str) -> None:
         """A button of the run's page, and what it asks then."""
         self.page.get_by_role("button", name=name, exact=True).first.click()
-        self.page.locator(".p-modal button:not([class*=close]):not([class*=x-button])").last.click()
+        confirms = re.compile(f"^(Submit|Confirm|{name})$")
+        self.page.locator(".p-modal").get_by_role("button", name=confirms).last.click()
 
     def wait(self, state: str) -> None:
         """Until the run's page says that it is in this state."""
