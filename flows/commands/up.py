@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.commands.serve import asked
@@ -20,7 +21,7 @@ POLL_SECONDS = 0.1
 def command(options: argparse.Namespace) -> int:
     """Start it and wait until it serves; one that is up is found, and said."""
     place, limit = home(), time.monotonic() + START_SECONDS
-    while is_held(place / "up.lock") and time.monotonic() < limit:  # one that is starting is waited for
+    while _begun(place) and time.monotonic() < limit:  # one that is starting is waited for
         if found := stack.find(place):
             print(f"up already\n{found.pages}")
             return OK
@@ -31,21 +32,29 @@ def command(options: argparse.Namespace) -> int:
     with log.open("ab") as output:
         begun = output.tell()
         serving = subprocess.Popen(
-            [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *_arguments(options)],
+            [sys.executable, "-m", "rollflow.flows.keepalive.stack", *_arguments(options)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-    while serving.poll() is None and time.monotonic() < limit:
-        if (up := stack.find(place)) and up.pid == serving.pid:
-            print(f"{up.pages}\n`rollflow down` ends both; the log is {log}")
-            return OK
-        time.sleep(POLL_SECONDS)
+    try:
+        while serving.poll() is None and time.monotonic() < limit:
+            if up := stack.find(place):
+                print(f"{up.pages}\n`rollflow down` ends both; the log is {log}")
+                return OK
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        serving.terminate()
+        raise
     serving.terminate()
     said = log.read_bytes()[begun:].decode(errors="replace").strip()
     print(f"rollflow: it did not come up; see {log}\n{said[-2000:]}", file=sys.stderr)
     return serving.returncode or FAILED
+
+
+def _begun(place: Path) -> bool:
+    return is_held(place / "up.lock") or is_held(place / stack.KEEPER)
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 up.lock    held by the process that serves, as long as it lives
 up.json    what another command needs to use the stack; only this user can read it, for it has secrets
+up.keeper  held by the process that starts it again, if there is one (`keepalive.stack`); its id is in it
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rollflow.flows.services.process import Service, write_secret
 from rollflow.storage.errors import ConfigError, Unreachable
 
 END_SECONDS = 90.0
+KEEPER = "up.keeper"
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class BorrowedStack(Service):
 
     @property
     def running(self) -> bool:
-        """Whether somebody holds it."""
-        return is_held(self._home / "up.lock")
+        """Whether somebody holds it, or starts it again."""
+        return is_held(self._home / "up.lock") or is_held(self._home / KEEPER)
 
     @property
     def pid(self) -> int:
@@ -87,6 +89,12 @@ def find(home: Path) -> Stack | None:
         return None
 
 
+def died(home: Path, pid: int) -> bool:
+    """Whether this process, which has ended, had come up and did not end in order: its `up.json` is still there."""
+    file = home / "up.json"
+    return file.exists() and bool(json.loads(file.read_text())["pid"] == pid)
+
+
 @contextlib.contextmanager
 def only_one(home: Path) -> Iterator[None]:
     """Be the process that serves in this home.
@@ -107,6 +115,24 @@ def only_one(home: Path) -> Iterator[None]:
         os.close(held)
 
 
+@contextlib.contextmanager
+def kept(home: Path) -> Iterator[None]:
+    """Be the process that starts the stack again.
+
+    Raises:
+        ConfigError: another one is.
+    """
+    held = take_within(home / KEEPER, PROBE_SECONDS)
+    if held is None:
+        raise ConfigError(f"the servers of {home} are up already, or start; `rollflow down` ends them")
+    try:
+        os.ftruncate(held, 0)
+        os.write(held, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(held)
+
+
 def announce(home: Path, stack: Stack) -> None:
     """Let other commands find it."""
     write_secret(home / "up.json.new", json.dumps(asdict(stack)))
@@ -119,11 +145,12 @@ def end(home: Path) -> bool:
     Raises:
         Unreachable: it did not end.
     """
-    found = find(home)
-    if found is None:
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(found.pid, signal.SIGTERM)
-    if not await_free(home / "up.lock", END_SECONDS):
-        raise Unreachable(f"waited {END_SECONDS:.0f} s for the servers of {home} to end (process {found.pid})")
-    return True
+    pids = [found.pid] if (found := find(home)) else []
+    if is_held(home / KEEPER) and (keeper := (home / KEEPER).read_text()):
+        pids.insert(0, int(keeper))  # first, or it would start the other one again
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    if not all(await_free(home / name, END_SECONDS) for name in ("up.lock", KEEPER) if pids):
+        raise Unreachable(f"waited {END_SECONDS:.0f} s for the servers of {home} to end (process {pids[0]})")
+    return bool(pids)

@@ -1,0 +1,76 @@
+"""Keeps the stack of `rollflow up` up: `rollflow serve` is started again when its process dies, within a budget.
+
+    up --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
+
+It holds `up.keeper` in the run home, as long as it lives; `rollflow down` ends both. A stack that ended by itself, or
+never came up, has said why, and is not started again. What a dead one had started ends by itself (see
+`services.process`), and its addresses are waited for.
+
+    python -m rollflow.flows.keepalive.stack [OPTIONS OF SERVE]
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollflow.flows.keepalive.restarts import Budget, GaveUp
+from rollflow.flows.locations import home
+from rollflow.flows.services import stack
+from rollflow.flows.services.home_server import addresses, is_free
+from rollflow.tasks.config import RecoveryConfig
+
+POLL_SECONDS = 0.5
+PORT_SECONDS = 30.0  # for what a dead one had started to end
+NAME = "the stack"
+
+
+def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: threading.Event) -> int:
+    """Start `command` until it ends by itself or `ended` is set; its exit code.
+
+    Raises:
+        GaveUp: it died too often.
+    """
+    budget = Budget(limits)
+    while True:
+        child = subprocess.Popen(command)
+        while child.poll() is None:
+            if ended.wait(POLL_SECONDS):
+                child.terminate()
+                return child.wait()
+        if not stack.died(place, child.pid):
+            return child.returncode
+        pause = budget.spend(NAME, f"exit code {child.returncode}")
+        print(f"{NAME} is started again: its process ended with exit code {child.returncode}", flush=True)
+        _await_ports(place)
+        if ended.wait(pause):
+            return 0
+
+
+def _await_ports(place: Path) -> None:
+    """Until nobody listens where MLflow and Ray did, so that they come back there; for some time at most."""
+    limit, known = time.monotonic() + PORT_SECONDS, addresses(place)
+    while time.monotonic() < limit and not all(is_free(known[name]) for name in ("mlflow", "ray") if name in known):
+        time.sleep(POLL_SECONDS)
+
+
+def main() -> int:
+    """See the module's docstring."""
+    place, ended = home(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]
+    try:
+        with stack.kept(place):
+            return keep(place, command, RecoveryConfig(), ended)
+    except GaveUp as error:
+        print(f"rollflow: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

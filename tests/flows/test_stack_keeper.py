@@ -1,0 +1,87 @@
+"""The stack's process that dies is started again, within a budget; `rollflow down` ends it and who keeps it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.keepalive.restarts import GaveUp
+from rollflow.flows.keepalive.stack import keep
+from rollflow.flows.services import stack
+from rollflow.tasks.config import RecoveryConfig
+from tests.support.waiting import until
+
+SERVES = """
+import os, signal, sys, time
+from pathlib import Path
+from rollflow.flows.services import stack
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+place = Path(sys.argv[1])
+with stack.only_one(place):
+    if len(sys.argv) > 2:
+        sys.exit(int(sys.argv[2]))
+    stack.announce(place, stack.Stack(os.getpid(), "http://p", "", "http://m", {}))
+    time.sleep(600)
+"""
+KEEPS = """
+import sys, threading, signal
+from pathlib import Path
+from rollflow.flows.keepalive.stack import keep
+from rollflow.flows.services import stack
+from rollflow.tasks.config import RecoveryConfig
+ended, place = threading.Event(), Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: ended.set())
+with stack.kept(place):
+    keep(place, sys.argv[2:], RecoveryConfig(restarts=2, backoff_seconds=0), ended)
+"""
+
+
+def command(place: Path, *more: str) -> list[str]:
+    return [sys.executable, "-c", SERVES, str(place), *more]
+
+
+def pid_of(place: Path) -> int:
+    until(lambda: stack.find(place) is not None)
+    found = stack.find(place)
+    assert found is not None
+    return found.pid
+
+
+def test_a_stack_that_dies_comes_back_until_it_is_taken_down(tmp_path: Path) -> None:
+    borrowed = stack.BorrowedStack(tmp_path)
+    keeper = subprocess.Popen([sys.executable, "-c", KEEPS, str(tmp_path), *command(tmp_path)])
+    first = pid_of(tmp_path)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: stack.find(tmp_path) is None or pid_of(tmp_path) != first)
+    assert borrowed.running  # somebody starts it again: who uses it waits
+    assert pid_of(tmp_path) != first
+    assert stack.end(tmp_path)
+    assert keeper.wait() == 0
+    assert not borrowed.running
+    assert not stack.end(tmp_path)
+
+
+def test_one_that_dies_too_often_is_left(tmp_path: Path) -> None:
+    def kills() -> None:
+        last = 0
+        for _ in range(2):
+            until(lambda before=last: pid_of(tmp_path) != before)  # type: ignore[misc]
+            last = pid_of(tmp_path)
+            os.kill(last, signal.SIGKILL)
+
+    killing = threading.Thread(target=kills)
+    killing.start()
+    with pytest.raises(GaveUp, match=r"the stack was started again 1 times .* exit code -9"):
+        keep(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), threading.Event())
+    killing.join()
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_one_that_never_came_up_has_said_why(tmp_path: Path, code: int) -> None:
+    assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), threading.Event()) == code
