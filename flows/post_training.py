@@ -78,26 +78,32 @@ def post_training(
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log, ActorWarnings(logger.warning).tell)
         writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
+        following = Following(stages, writer, supervisor)
         try:
             if not trained(context):
-                _train(step, stages, writer, supervisor, page)
+                _train(step, stages, following, writer, page)
+            accuracy = step(
+                "evaluate", lambda: _evaluate(context), lambda of: ", then ".join(f"{one:.3f}" for one in of)
+            )
+            log("held-out accuracy %s", accuracy)
+            following.heed_after()
+            report = step("audit", lambda: audit(context.store), lambda found: "clean" if found.clean else "violations")
+            following.heed_after()
         except Ended as person:
             _give_up(stages, writer, supervisor, person)
             return _left(context, person)
         except BaseException as error:
             _give_up(stages, writer, supervisor, error)
             raise
-        accuracy = step("evaluate", lambda: _evaluate(context), lambda of: ", then ".join(f"{one:.3f}" for one in of))
-        log("held-out accuracy %s", accuracy)
-        report = step("audit", lambda: audit(context.store), lambda found: "clean" if found.clean else "violations")
         return step("summarise", lambda: _finish(stages, writer, supervisor, report, page))
 
 
-def _train(step: Steps, stages: Stages, writer: StatusWriter, supervisor: Writer, page: Page) -> None:
+def _train(step: Steps, stages: Stages, following: Following, writer: StatusWriter, page: Page) -> None:
     """From where the run stands to its last version, a step for each block of versions."""
-    context, following = writer.context, Following(stages, writer, supervisor)
+    context = writer.context
     every = list(blocks(0, context.config.versions))
-    page.links({"MLflow": writer.tracker.page, "storage": context.uri, "status": f"rollflow status {context.uri}"})
+    mlflow = mlflow_page(writer.tracker, context.config, writer.tracker.page)
+    page.links({"MLflow": mlflow, "storage": context.uri, "status": f"rollflow status {context.uri}"})
     step("start the stages", stages.start)
     told = list(rows(context, every))
     for first, last in blocks(context.policies.newest(), context.config.versions):
@@ -188,6 +194,14 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
     return TrackingPlace.default(home(), experiment)
 
 
+def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
+    """The run's page in the MLflow that the recipe names, or in the stack's."""
+    if config.tracking.uri:
+        return tracker.page
+    stack = os.environ.get("ROLLFLOW_MLFLOW_PAGE")
+    return tracker.page_on(stack) if stack else otherwise
+
+
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
     """End the stages, unless another supervisor has them now, and say why."""
     if isinstance(error, GaveUp):  # because another one's roles deposed its own, perhaps
@@ -229,7 +243,7 @@ def _finish(
     with contextlib.suppress(StoreFailed, Unreachable):  # what is left of it is garbage, or for who resumes the run
         context.policies.prune(supervisor)  # what waited for an evaluation
     idle = {role: status.idle for role, status in stages.statuses().items()}
-    mlflow = tracker.page if context.config.tracking.uri else "rollflow serve"
+    mlflow = mlflow_page(tracker, context.config, "rollflow serve")
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
     summary = summarize(context, report, idle, stages.rollout, pages)
     plot = home() / "plots" / context.key / "reward.png"

@@ -24,7 +24,7 @@ from rollflow.flows.locations import home
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import HomeServer
 from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, flow_state, going, insist, start
-from rollflow.flows.services.process import PrefectServer, Runner, Service, start_together, stop_together
+from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
@@ -183,7 +183,8 @@ def open_session(name: str, ray_address: str, *extra: Service, ray_port: int | N
         "ROLLFLOW_HOME": str(place),
         "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # what flows return
         "ROLLFLOW_DEPLOYMENT": name,
-        "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server else page,
+        "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server and name != SERVED else page,  # a stack stays
+        "ROLLFLOW_MLFLOW_PAGE": next((one.url for one in extra if isinstance(one, MlflowServer)), ""),
     }
     held = {SERVER: server, RAY: ray, **{service.what: service for service in extra}}
     services = {role: service for role, service in held.items() if service is not None}

@@ -6,6 +6,7 @@ ends by `Ended`. A stop waits for the next version; what the others lose is what
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -40,6 +41,16 @@ class Following:
     def to_end(self) -> None:
         """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
         self._until(lambda: False)
+
+    def heed_after(self) -> None:
+        """After a step beyond the training: a pause or a cancel that came meanwhile.
+
+        Raises:
+            Ended: a person ended the run.
+        """
+        self._stages.look_at_own()
+        with contextlib.suppress(Unreachable, OSError):
+            self._heed()
 
     def _until(self, reached: Callable[[], bool]) -> None:
         while not (reached() or self._stages.ended("rollout", "train")):

@@ -8,6 +8,7 @@ server does not answer, states are as they were last seen.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -151,11 +152,19 @@ class Stages:
         try:
             with api() as client:
                 states = states_of(client, [*self._own, *(stage.run for stage in self.all.values() if stage.run)])
-                self.paused = any(states[own].is_paused() for own in self._own if own in states)
+                self._see_own(states)
                 for stage in self.all.values():
                     self._see_state(stage, client, states)
         except Unreachable as error:
             self._log(f"{error}; the run goes on meanwhile")
+
+    def look_at_own(self) -> None:
+        """See whether a person paused the supervisor's flow run, where no stage is looked at any more."""
+        with contextlib.suppress(Unreachable), api() as client:
+            self._see_own(states_of(client, self._own))
+
+    def _see_own(self, states: Mapping[UUID, State]) -> None:
+        self.paused = any(states[own].is_paused() for own in self._own if own in states)
 
     def _see_state(self, stage: Stage, client: SyncPrefectClient, states: Mapping[UUID, State]) -> None:
         if stage.run is None:

@@ -131,8 +131,12 @@ class Tracker:
         """Where a person looks at it: an address, or the command that shows a local store."""
         if not self.place.uri.startswith("http"):
             return f"mlflow ui --backend-store-uri {redact(self.place.uri)}"
+        return self.page_on(redact(self.place.uri))
+
+    def page_on(self, server: str) -> str:
+        """Where it is on the pages of a server that shows this store."""
         where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
-        return f"{redact(self.place.uri).rstrip('/')}/#/experiments{where}{VIEW}"
+        return f"{server.rstrip('/')}/#/experiments{where}{VIEW}"
 
     # --- on the thread ---------------------------------------------------------------------------------------
 

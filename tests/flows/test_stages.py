@@ -173,3 +173,14 @@ def test_what_an_actor_warns_of_is_told_with_its_status(world: World, monkeypatc
     world.stages.start()
     world.look_for(5)
     assert set(world.warned) == {odd}
+
+
+def test_a_pause_of_the_supervisor_is_seen_where_no_stage_is_looked_at(world: World) -> None:
+    own = uuid.uuid4()
+    world.stages._own = [own]
+    world.runs[own] = "supervisor"
+    world.pause.add("supervisor")
+    for paused in (True, False):
+        world.stages.look_at_own()
+        assert world.stages.paused == paused
+    assert len(world.started) == 4  # by the fixture

@@ -117,6 +117,26 @@ def test_a_pause_waits_for_nothing_and_is_no_failure(run: RunContext, monkeypatc
     assert _ending(RollflowError("broken"))[0] == "failed"
 
 
+@pytest.mark.parametrize("asked", ["pause", "cancel", "stop", None])
+def test_a_trained_run_is_still_paused_or_cancelled_between_its_last_steps(run: RunContext, asked: Any) -> None:
+    """While it is evaluated or audited nobody looks; a stop has nothing to wait for."""
+
+    def look() -> None:
+        stages.paused = asked == "pause"
+
+    stages: Any = SimpleNamespace(paused=False, look_at_own=look)
+    writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=9), messages=[])
+    if asked in ("cancel", "stop"):
+        ask(run.store, asked)
+    following = Following(stages, writer, SimpleNamespace())  # type: ignore[arg-type]
+    if asked in ("pause", "cancel"):
+        with pytest.raises(Ended, match=r"paused|cancelled") as ended:
+            following.heed_after()
+        assert ended.value.pause == (asked == "pause")
+    else:
+        following.heed_after()
+
+
 @pytest.mark.parametrize(("verb", "how"), [("stop", "stop"), ("cancel", "cancel")])
 def test_the_command_waits_until_the_run_has_ended(
     run: RunContext, capsys: pytest.CaptureFixture[str], verb: str, how: str

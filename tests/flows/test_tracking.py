@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from rollflow.flows.post_training import mlflow_page
 from rollflow.flows.views import tracking
 from rollflow.flows.views.mlflow_run import VERSION, MlflowRun, Point, TrackingPlace
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
 from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
+from rollflow.tasks.config import RunConfig
 from tests.support.waiting import HANG_SECONDS
 
 PARAMETERS = {
@@ -232,6 +235,18 @@ def test_a_tracking_server_that_is_away_ends_nothing() -> None:
     assert tracker.failures >= 2
     assert "127.0.0.1" in tracker.warnings[0]
     assert tracker.page == "http://127.0.0.1:9/#/experiments?workflowType=machine_learning"
+
+
+def test_a_run_in_the_homes_own_store_is_seen_on_the_pages_of_a_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = Tracker(TrackingPlace.default(tmp_path, "arithmetic"), "run-3", {})
+    assert tracker.finish("FINISHED", HANG_SECONDS)
+    monkeypatch.delenv("ROLLFLOW_MLFLOW_PAGE", raising=False)
+    assert mlflow_page(tracker, RunConfig(), "rollflow serve") == "rollflow serve"
+    monkeypatch.setenv("ROLLFLOW_MLFLOW_PAGE", "http://127.0.0.1:9")
+    page = mlflow_page(tracker, RunConfig(), "rollflow serve")
+    assert re.fullmatch(r"http://127.0.0.1:9/#/experiments/\d+/runs/\w{32}\?workflowType=machine_learning", page)
 
 
 def test_flatten_names_every_leaf_and_leaves_secrets_out() -> None:
