@@ -13,16 +13,8 @@ from rollflow.flows.services.reachability import redact
 
 LENGTH = 6000  # of a value; MLflow takes no longer one
 SECRET_WORDS = {
-    "authorization",
-    "secret",
-    "secrets",
-    "token",
-    "password",
-    "passwd",
-    "credential",
-    "credentials",
-    "apikey",
-    "auth",
+    *("secret", "secrets", "token", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"),
+    *("auth", "authorization", "bearer"),
 }
 SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
 

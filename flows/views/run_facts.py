@@ -16,6 +16,7 @@ from typing import Any
 
 import tomlkit
 
+from rollflow.flows.services.reachability import redact
 from rollflow.flows.views.parameters import without_secrets
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.policies import PolicyVersion
@@ -89,13 +90,13 @@ def environment() -> dict[str, str]:
 def _prompts(context: RunContext) -> Iterator[Prompts]:
     for source, pin in zip(context.config.prompts, context.created.prompts, strict=False):
         whole = str(pin.get("sha256", ""))
-        yield Prompts(source.domain, whole[:32], str(pin.get("path", source.kind)), source.kind)
+        yield Prompts(source.domain, whole[:32], redact(str(pin.get("path", source.kind))), source.kind)
 
 
 def ending(context: RunContext, summary: Mapping[str, Any]) -> Ending:
     """Of a run that is trained; `summary` as `summarize` made it."""
     newest = context.policies.find(context.policies.newest())
-    texts = {"summary.json": json.dumps(summary, indent=2)}
+    texts = {"summary.json": json.dumps(without_secrets(summary), indent=2)}
     return Ending(newest.number, newest.at, figures(summary), texts, tuple(_kept(context)), _samples(context, newest))
 
 
@@ -126,7 +127,7 @@ def _kept(context: RunContext) -> Iterator[KeptVersion]:
         version, held_out = context.policies.find(number), evaluation_of(context.store, number)
         tags = {
             "rollflow.version": str(number),
-            "rollflow.weights": f"{context.store.uri}/{version.weights[0].path}",
+            "rollflow.weights": f"{redact(context.store.uri)}/{version.weights[0].path}",
             "rollflow.sha256": version.sha256,
         }
         yield KeptVersion(number, tags, held_out.accuracy if held_out else None)

@@ -6,12 +6,13 @@ import re
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollflow.flows.post_training import mlflow_page
-from rollflow.flows.views import tracking
+from rollflow.flows.views import run_facts, tracking
 from rollflow.flows.views.mlflow_run import VERSION, MlflowRun, Point, TrackingPlace
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
 from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts
@@ -267,7 +268,17 @@ def test_a_tree_without_secrets_keeps_its_types() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["api_token", "apiKey", "password", "client-secret", "AWS_SECRET_ACCESS_KEY", "hf_token"]
+    "key",
+    [
+        "api_token",
+        "apiKey",
+        "password",
+        "client-secret",
+        "AWS_SECRET_ACCESS_KEY",
+        "hf_token",
+        "Authorization",
+        "DB_PWD",
+    ],
 )
 def test_keys_that_name_a_secret(key: str) -> None:
     assert names_secret(key)
@@ -276,3 +287,24 @@ def test_keys_that_name_a_secret(key: str) -> None:
 @pytest.mark.parametrize("key", ["max_new_tokens", "micro_tokens", "seconds_per_token", "tokens_per_second", "author"])
 def test_keys_that_do_not(key: str) -> None:
     assert not names_secret(key)
+
+
+def test_what_is_told_of_a_run_has_no_secrets_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its prompts, its weights and its summary."""
+    uri, version = (
+        "s3://me:hidden@bucket/x",
+        SimpleNamespace(number=1, at=1.0, weights=[SimpleNamespace(path="w")], sha256=""),
+    )
+    retention = SimpleNamespace(keeps=lambda *_: True)
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(prompts=[SimpleNamespace(domain="math", kind="file")]),
+        created=SimpleNamespace(prompts=[{"path": uri, "sha256": "ab"}]),
+        store=SimpleNamespace(uri=uri),
+        policies=SimpleNamespace(retention=retention, newest=lambda: 1, find=lambda _: version),
+    )
+    for name in ("figures", "_samples"):
+        monkeypatch.setattr(run_facts, name, lambda *_: {})
+    monkeypatch.setattr(run_facts, "evaluation_of", lambda *_: None)
+    told = [*run_facts._prompts(run), run_facts.ending(run, {"storage": uri, "tokens": 3})]
+    assert "hidden" not in str(told)
+    assert "bucket/x" in str(told)
