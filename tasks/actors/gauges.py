@@ -48,6 +48,11 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 1.0
 
 
+def collected() -> bool:
+    """Whether there is a Ray here, and it collects metrics."""
+    return ray.is_initialized() and os.environ.get(SWITCH, "1").lower() not in ("0", "false")
+
+
 class Gauges:
     """Those of one actor of a run. A value that is not told any more stays at zero."""
 
@@ -59,8 +64,8 @@ class Gauges:
 
     @cached_property
     def on(self) -> bool:
-        """Whether there is a Ray here, and it collects metrics."""
-        return ray.is_initialized() and os.environ.get(SWITCH, "1").lower() not in ("0", "false")
+        """Whether they are told."""
+        return collected()
 
     def told(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
         """The status, whose numbers are told, and the figures of `more`."""

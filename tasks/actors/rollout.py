@@ -28,7 +28,7 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
-from rollflow.tasks.actors.gauges import Gauges
+from rollflow.tasks.actors.gauges import Gauges, collected
 from rollflow.tasks.actors.reward import RewardClient
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.collector import spare_collector
@@ -126,7 +126,13 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
 def build_engine_of(context: RunContext, engine: EngineConfig) -> Engine:
     """An engine of the run, on this node and not started yet."""
     config = context.config
-    return build_engine(engine, context.policy_folder, dtype=config.policy.dtype, seeded=config.rollout.leaves_behind)
+    return build_engine(
+        engine,
+        context.policy_folder,
+        dtype=config.policy.dtype,
+        seeded=config.rollout.leaves_behind,
+        told_as=context.run_id if collected() else "",
+    )
 
 
 def engine_name(number: int) -> str:

@@ -15,11 +15,13 @@ def build_engine(
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
     seeded: bool = False,
+    told_as: str = "",
 ) -> Engine:
     """The engine that `config` asks for, not started yet.
 
     `policy_folder` holds the policy's `config.json` (weights are not needed: the first update brings them);
     the timed engine has no policy and takes None. `seeded`: requests must honour their seed, even if that costs speed.
+    `told_as`: the name under which Ray's metrics are told what the engine's library counts; "": it counts nothing.
     """
     match config:
         case TimedEngineConfig():
@@ -29,7 +31,7 @@ def build_engine(
         case VllmEngineConfig():
             from rollflow.tasks.engines.vllm import VllmEngine
 
-            return VllmEngine(config, _needed(policy_folder), dtype=dtype, seeded=seeded)
+            return VllmEngine(config, _needed(policy_folder), dtype=dtype, seeded=seeded, told_as=told_as)
         case TransformersEngineConfig():
             from rollflow.tasks.engines.transformers import TransformersEngine
 

@@ -26,6 +26,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,15 +70,19 @@ class VllmEngine:
         seeded: bool = False,
         compile: bool | None = None,
         repair_tied_head: bool = True,
+        told_as: str = "",
     ) -> None:
         """`compile` (default: on a GPU only) costs about 20 s of start and gains nothing on small CPU models;
-        `repair_tied_head=False` exists to show that the probe catches vLLM's stale output head."""
+        `repair_tied_head=False` exists to show that the probe catches vLLM's stale output head. `told_as` is the
+        `model_name` of what vLLM itself counts, in the metrics of the Ray that this is in; "": it counts nothing.
+        """
         self._config = config
         self._folder = policy_folder
         self._dtype = dtype
         self._seeded = seeded
         self._compile = compile
         self._repair_tied_head = repair_tied_head
+        self._told_as = told_as
         self._stop_ids = tuple(stop_tokens(policy_folder))
         self._version = -1
         self._suspended = False
@@ -117,7 +122,8 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+        loggers = [_ray_logger()] if self._told_as else []
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()), stat_loggers=loggers)
 
     def _arguments(self) -> dict[str, Any]:
         from torch.cuda import is_available
@@ -142,7 +148,8 @@ class VllmEngine:
             "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
             "generation_config": "vllm",  # a policy's own top_p or top_k must not reach the sampler
-            "disable_log_stats": True,
+            "disable_log_stats": True,  # those for a terminal; a logger that is given counts
+            "served_model_name": self._told_as or None,
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
             "distributed_executor_backend": f"{WORKER}.{executor}",
             "additional_config": {"rollflow_owner": os.getpid()},
@@ -277,6 +284,17 @@ class VllmEngine:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
         except VLLMClientError as error:
             raise ValueError(str(error)) from None  # a type that its receiver can read without vLLM
+
+
+def _ray_logger() -> Any:
+    """vLLM's own, which tells Ray's metrics."""
+    from vllm.v1.metrics import ray_wrappers
+
+    if (
+        ray_wrappers.ray_metrics is None
+    ):  # vLLM takes Ray for absent where Ray Serve is, which it asks for a label alone
+        ray_wrappers.ray_metrics = import_module("ray.util.metrics")
+    return ray_wrappers.RayPrometheusStatLogger
 
 
 def _gathering(llm: Any, stop_ids: tuple[int, ...]) -> Responses:

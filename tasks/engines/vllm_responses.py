@@ -32,7 +32,7 @@ ENDINGS = {FinishReason.STOP: Ending.STOP, FinishReason.LENGTH: Ending.LENGTH, F
 class Response:
     """One response under way: its tokens, and which version each of them came from."""
 
-    __slots__ = ("_logprobs", "_spans", "_tokens", "cached", "done", "request")
+    __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "cached", "done", "request")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         """`request`: as vLLM's core gets it."""
@@ -42,6 +42,7 @@ class Response:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[tuple[str, int]] = []  # (version, its first token)
+        self._stepped = 0.0  # when its last token came, by the core's clock; counted only where somebody wants to know
 
     def take(self, output: Any, version: str | None) -> None:
         """Take what a step made, under that version: all of it, or nothing.
@@ -59,6 +60,17 @@ class Response:
             self._logprobs += logprobs
         if output.prefill_stats is not None:
             self.cached = output.prefill_stats.num_cached_tokens or 0
+
+    def count(self, output: Any, timestamp: float, stats: Any) -> None:
+        """Add to vLLM's own figures of a step (`IterationStats`) what its front end would have counted."""
+        stats.num_generation_tokens += len(output.new_token_ids)
+        if output.prefill_stats is not None:
+            stats.prompt_token_stats.update_from_output(output.prefill_stats)
+        if self._stepped:
+            stats.inter_token_latencies_iter.append(timestamp - self._stepped)
+        else:
+            stats.time_to_first_tokens_iter.append(stats.iteration_timestamp - self.request.arrival_time)
+        self._stepped = timestamp
 
     def made(self, since: int = 0) -> Partial:
         """Its tokens, from `since` on."""
@@ -145,10 +157,12 @@ class Responses(OutputProcessor):  # type: ignore[misc]
                 others.append(output)
                 continue
             response.take(output, weight_version)
+            if stats is not None and timestamp is not None:
+                response.count(output, timestamp, stats)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 response.end(output.finish_reason)
-        return super().process_outputs(others, timestamp, stats, weight_version)
+        return super().process_outputs(others, timestamp, None, weight_version)  # a probe is nobody's request
 
     def propagate_error(self, error: Exception) -> None:
         """The core died, or is closed, or what came of it could not be read: vLLM calls it, too."""
