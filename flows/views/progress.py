@@ -99,6 +99,15 @@ def system_figures(before: PolicyVersion, version: PolicyVersion) -> dict[str, f
     return found
 
 
+def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: float) -> float:
+    """By which share the groups trained on are longer (+) or shorter (-) than all that were generated.
+
+    What was discarded counts as far as it had come, so the true bias may be stronger; surplus responses do not count.
+    """
+    every = tokens + lost_tokens
+    return (tokens / groups) / (every / (groups + lost_groups)) - 1.0 if groups and every else 0.0
+
+
 def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
     """Domain -> groups trained on: its issued prompts, less those that are filtered, open or wait in a batch."""
     waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rollflow.flows.views.progress import Progress
+from rollflow.flows.views.progress import Progress, length_bias
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import read_usage
@@ -61,6 +61,7 @@ def summarize(
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
         **_shares(rollout),
         "discarded_tokens": report.discarded_tokens,
+        "length_bias": round(summary_bias(report), 4),
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,
         "seed": context.config.seed,
@@ -69,6 +70,12 @@ def summarize(
     }
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
     return summary
+
+
+def summary_bias(report: AuditReport) -> float:
+    """The length bias of a whole run."""
+    gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
+    return length_bias(report.trained_tokens, report.fates["trained"], report.discarded_tokens, gone)
 
 
 def _shares(rollout: RolloutStatus) -> dict[str, float]:

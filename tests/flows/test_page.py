@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,12 @@ import pytest
 from rollflow.flows.views import page as page_module
 from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.page import Page
+from rollflow.flows.views.summary import summary_bias
 from rollflow.storage.errors import Unreachable
+from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
+from rollflow.tasks.config import RunConfig
 from tests.support.batches import begin, train
 
 
@@ -98,7 +102,27 @@ def test_a_row_tells_of_a_block_that_is_complete(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     begin(store)
     _, writer = train(store, 5)
-    context: Any = SimpleNamespace(policies=PolicyStore(writer.log), store=store)
+    context: Any = SimpleNamespace(policies=PolicyStore(writer.log), store=store, config=RunConfig())
     found = list(rows(context, [(1, 2), (3, 4), (5, 6)]))
     assert [row["versions"] for row in found] == ["1 to 2", "3 to 4"]
-    assert {*found[0]} == {"versions", "reward", "staleness", "tokens/s", "idle", "waste", "held-out accuracy"}
+    told = {"versions", "reward", "staleness", "tokens/s", "idle", "waste", "length bias", "held-out accuracy"}
+    assert {*found[0]} == told
+
+
+@pytest.mark.parametrize(
+    ("lost_tokens", "lost_groups", "bias"), [(0.0, 0.0, "+0.0%"), (600.0, 1.0, "-50.0%"), (0.0, 4.0, "+100.0%")]
+)
+def test_the_bias_of_a_block_is_that_of_the_closing_figures(lost_tokens: float, lost_groups: float, bias: str) -> None:
+    """Four groups of 100 tokens; what was dropped was longer, or shorter, or there is none."""
+    found = {"discarded_tokens": lost_tokens, "discarded_groups": lost_groups}
+    told = {"response_tokens": 200.0, "reward": 0.0, "staleness_mean": 0.0, "wait_seconds": 0.0}
+    versions: Any = [SimpleNamespace(number=n, at=float(n), metrics=told | (found if n == 1 else {})) for n in range(3)]
+    policies = SimpleNamespace(since=lambda first: iter(versions[first:]))
+    context: Any = SimpleNamespace(policies=policies, store=None, config=RunConfig(groups=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollflow.flows.views.blocks.evaluations", lambda *_: [])
+        (row,) = rows(context, [(1, 2)])
+    assert row["length bias"] == bias
+    fates = {"trained": 4, "discarded stale": int(lost_groups), "in flight": 7}
+    report = AuditReport(fates=Counter(fates), trained_tokens=400, discarded_tokens=int(lost_tokens))
+    assert f"{summary_bias(report):+.1%}" == bias
