@@ -52,8 +52,11 @@ class Page:
 
     def plot(self, picture: Path) -> None:
         """The reward plot (PNG), in the artifact itself: the page reads no file."""
+        # As text, since below an artifact of the kind "image" the page prints the whole address. Prefect's experimental
+        # pages show no picture in a text, but the words that stand for it.
         text = base64.b64encode(picture.read_bytes()).decode()
-        self._show("reward", "image", f"data:image/png;base64,{text}", "Reward and held-out accuracy by version")
+        drawn = f"![The plot is reward.png in the run's storage](data:image/png;base64,{text})"
+        self._show("reward", "markdown", drawn, "Reward and held-out accuracy by version")
 
     def close(self) -> None:
         """Wait for what is under way, for some seconds at most."""

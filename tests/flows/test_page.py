@@ -25,6 +25,8 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.config import RunConfig
 from tests.support.batches import begin, train
 
+PICTURE = base64.b64encode(b"picture").decode()
+
 
 class Server:
     """Keeps artifacts by key; `away` while it does not answer."""
@@ -66,7 +68,7 @@ def test_a_table_is_one_artifact_that_grows(monkeypatch: pytest.MonkeyPatch, tmp
     assert server.kept == {
         "progress-mine-1-b": '[{"versions": "1"}, {"versions": "2"}]',
         "places-mine-1-b": "- MLflow: <http://there>\n- storage: `s3://here`",
-        "reward-mine-1-b": "data:image/png;base64," + base64.b64encode(b"picture").decode(),
+        "reward-mine-1-b": f"![The plot is reward.png in the run's storage](data:image/png;base64,{PICTURE})",
     }
     assert server.changes == ["progress-mine-1-b"]
 
