@@ -23,8 +23,10 @@ def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[
     """What this process and all below it have used so far. `supervisor` is the id of its flow run."""
     yield own_cost(COMMAND, psutil.Process())
     for role, service in services.items():
+        if (pid := service.pid) <= 0:
+            continue  # it is down, or another command's
         with contextlib.suppress(psutil.Error):
-            guard = psutil.Process(service.pid)
+            guard = psutil.Process(pid)
             if role == RUNNER:
                 yield from _flows(guard, supervisor)
             elif role == RAY:

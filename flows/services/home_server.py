@@ -118,13 +118,13 @@ class HomeServer(PrefectServer):
 
     @property
     def pid(self) -> int:
-        """Its holder."""
+        """Its holder; -1 where there is none, which may be so at the next look."""
         return int(self._pid.read_text()) if self.running and self._pid.exists() else -1
 
     @property
     def processes(self) -> list[int]:
         """The process ids of the server, without its holder and guards."""
-        return guard.descendants(self.pid)[2:] if self.running else []
+        return guard.descendants(pid)[2:] if (pid := self.pid) > 0 else []
 
     def relaunch(self) -> None:
         """End what is left of it and start it again, without waiting for it.
@@ -143,9 +143,10 @@ class HomeServer(PrefectServer):
 
     def kill(self) -> None:
         """End every process of the server at once."""
-        for pid in [self.pid, *guard.descendants(self.pid)] if self.running else []:
+        pid = self.pid
+        for one in [pid, *guard.descendants(pid)] if pid > 0 else []:  # to -1 it would be a signal to every process
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(one, signal.SIGKILL)
         await_free(self._holder, END_SECONDS)
 
     def stop(self) -> None:
