@@ -40,7 +40,7 @@ def end(context: RunContext, how: How, *, wait: bool) -> int:
 
 def _await(context: RunContext, status: RunStatus) -> int:
     began = moved = time.monotonic()
-    while not status.ended:
+    while not (status.ended or status.phase == "paused"):
         if time.monotonic() - began > WAIT_SECONDS or time.monotonic() - moved > SILENT_SECONDS:
             print(
                 f"rollflow: run {context.run_id} has not ended: at version {status.version} of {status.versions} "
@@ -52,7 +52,7 @@ def _await(context: RunContext, status: RunStatus) -> int:
         before, status = status, read_status(context) or status
         if status.seconds != before.seconds:
             moved = time.monotonic()
-    words = {"done": "has come to its end", "failed": "failed"}.get(status.phase, "has ended")
+    words = {"done": "has come to its end", "failed": "failed", "paused": "is paused"}.get(status.phase, "has ended")
     print(f"run {context.run_id} {words} at version {status.version} of {status.versions}; {_resume(context)}")
     return OK
 

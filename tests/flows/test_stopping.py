@@ -155,6 +155,16 @@ def test_the_command_waits_until_the_run_has_ended(
     assert f"run one has ended at version 4 of 9; go on with: rollflow resume {run.uri}" in capsys.readouterr().out
 
 
+def test_the_command_does_not_wait_for_a_run_that_is_paused(
+    run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.flows.commands.stop.SILENT_SECONDS", 5.0)
+    command = threading.Timer(0.1, lambda: tell(run, RunStatus("one", "paused", 4, 9, seconds=1.0)))
+    command.start()
+    assert main(["stop", "one"]) == 0
+    assert "run one is paused at version 4 of 9; go on with" in capsys.readouterr().out
+
+
 def test_the_command_need_not_wait(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", "one", "--no-wait"]) == 0
     assert requested(run.store) is not None
