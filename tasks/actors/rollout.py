@@ -110,8 +110,7 @@ def first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
 
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
-    config = context.config
-    engine = config.engine
+    config, engine = context.config, context.config.engine
     if number == EVALUATION:
         engine = config.evaluation_engine(on_cpu=not gpus) or engine
         gpus = gpus if engine == config.engine else 0.0
@@ -125,14 +124,9 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
 
 def build_engine_of(context: RunContext, engine: EngineConfig) -> Engine:
     """An engine of the run, on this node and not started yet."""
-    config = context.config
-    return build_engine(
-        engine,
-        context.policy_folder,
-        dtype=config.policy.dtype,
-        seeded=config.rollout.leaves_behind,
-        told_as=context.run_id if collected() else "",
-    )
+    dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
+    told_as = context.run_id if collected() else ""
+    return build_engine(engine, context.policy_folder, dtype=dtype, seeded=seeded, told_as=told_as)
 
 
 def engine_name(number: int) -> str:
