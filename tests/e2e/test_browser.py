@@ -11,7 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,10 +106,16 @@ class Browser:
         self.page.locator(".p-modal").get_by_role("button", name=confirms).last.click()
 
     def wait(self, state: str) -> None:
-        """Until the run's page says that it is in this state."""
-        self.page.locator(".page-heading .state-badge").get_by_text(state, exact=True).wait_for(
-            timeout=RUN_SECONDS * 1000
-        )
+        """Until the run's page says that it is in this state. A page that draws slowly is loaded again."""
+        from playwright.sync_api import TimeoutError as Late
+
+        badge = self.page.locator(".page-heading .state-badge").get_by_text(state, exact=True)
+        limit = time.monotonic() + RUN_SECONDS
+        while time.monotonic() < limit:
+            with suppress(Late):
+                return badge.wait_for(timeout=20_000)
+            self.page.reload()
+        raise TimeoutError(f"waited {RUN_SECONDS:g} s for {state!r} on {self.page.url}")
 
     def tab(self, name: str) -> None:
         self.page.locator(".p-tabs, .p-tab-navigation").get_by_text(name, exact=True).first.click()
@@ -165,6 +173,7 @@ def test_a_run_from_the_form(browser: Browser, home: Path) -> None:
     browser.shot("plot")
 
 
+@pytest.mark.soak
 def test_suspended_resumed_cancelled_and_retried(browser: Browser, home: Path) -> None:
     browser.start("endless")
     until(lambda: versions_of(home) > 2)
