@@ -141,7 +141,7 @@ class _Form:
         return {"$ref": AT + name + LOOSE}
 
     def _checks(self, node: Schema) -> Schema:
-        """What the server checks of a choice: the section that the value's kind names, or that it is there at all."""
+        """What the server checks of a choice: the section that the value's kind names."""
         if "oneOf" in node:
             return self._by_kind(node)
         for one in node["anyOf"]:
@@ -154,7 +154,7 @@ class _Form:
     def _by_kind(self, node: Schema) -> Schema:
         key = node["discriminator"]["propertyName"]
         kinds = list(node["discriminator"]["mapping"])
-        chain: Schema = {"properties": {key: {"enum": kinds}}, "required": [key]}
+        chain: Schema = {"properties": {key: {"enum": kinds}}}  # without one it is the default's, which the flow knows
         for ref, tags in _refs(node).items():
             named = {"properties": {key: {"enum": tags}}, "required": [key]}
             chain = {"if": named, "then": {"$ref": ref}, "else": chain}

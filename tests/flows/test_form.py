@@ -156,6 +156,12 @@ def test_the_page_shows_every_key_and_no_raw_json_but_for_options() -> None:
     assert raw == {"options"}
 
 
+def test_a_kind_may_be_left_out_as_in_a_recipe() -> None:
+    tree = {"train": {"learning_rate": 0.1}, "engine": {"slots": 5}}
+    assert RunConfig.model_validate(tree).engine.slots == 5
+    assert wrong({"config": tree}) == []
+
+
 def test_every_flow_has_a_valid_form() -> None:
     from prefect.utilities.schema_tools.validation import is_valid_schema
 
