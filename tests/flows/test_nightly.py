@@ -164,7 +164,7 @@ def test_two_proportions_by_hand() -> None:
     [
         ('timezone = "Nowhere/Land"', "timezone = 'Nowhere/Land': no such time zone"),
         ('cron = "every night"', "cron = 'every night': "),
-        ("keep = 0", "keep = 0: "),
+        ("keep = 0", "keep = 0 is less"),
         ("hour = 3", "did you mean hours?"),
     ],
 )
