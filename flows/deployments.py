@@ -59,7 +59,10 @@ def of_recipe(recipe: ServedRecipe) -> Offer:
 
 def of_nightly(plan: Nightly) -> Offer:
     """Nights as a file says: a schedule, and one flow run at a time."""
-    parameters, text = {"plan": plan.model_dump(mode="json")}, (nightly.__doc__ or "").partition("\n")[0]
+    parameters, text = (
+        {"plan": plan.model_dump(mode="json", exclude_none=True)},
+        (nightly.__doc__ or "").partition("\n")[0],
+    )
     cron = (plan.cron, plan.timezone)
     return Offer(nightly, plan.name, parameters, text, (NIGHTLY,), limit=1, cron=cron)
 

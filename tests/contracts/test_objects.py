@@ -28,6 +28,7 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import WRITER, S3Store
 from rollflow.storage.objects.s3_requests import PART_BYTES, Patience
 from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.forked import alone
 from tests.support.s3_server import s3_server, use
 from tests.support.waiting import HANG_SECONDS, until
 
@@ -585,7 +586,9 @@ def test_a_bucket_is_a_store_of_its_own(aws: str) -> None:
 
 def test_a_forked_process_gets_its_own_connection(s3: S3Store) -> None:
     s3.put("a", b"parent")
-    child = multiprocessing.get_context("fork").Process(target=lambda: s3.put("a", s3.get("a") + b" and child"))
+    child = multiprocessing.get_context("fork").Process(
+        target=alone, args=(lambda: s3.put("a", s3.get("a") + b" and child"),)
+    )
     child.start()
     child.join(HANG_SECONDS)
     assert child.exitcode == 0

@@ -15,6 +15,7 @@ from rollflow.tasks.warned import AGAIN_SECONDS, KEPT, LENGTH, Warned, Warnings
 
 @pytest.fixture
 def kept() -> Iterator[Warnings]:
+    logging.captureWarnings(False)  # an actor of another test may have left it on, behind pytest's own
     made = Warnings("learner")
     yield made
     for logger in (logging.getLogger(), logging.getLogger("proud")):

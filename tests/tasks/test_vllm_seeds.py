@@ -64,7 +64,7 @@ def test_a_run_that_leaves_groups_behind_keeps_their_draws() -> None:
 @pytest.mark.parametrize("rollout", [RolloutConfig(), RolloutConfig(at_bound="drop")])
 def test_a_runs_engines_are_started_so(tmp_path: Path, rollout: RolloutConfig) -> None:
     config, folder = RunConfig(rollout=rollout), make_policy(tmp_path / "policy")
-    context: Any = SimpleNamespace(config=config, policy_folder=folder)
+    context: Any = SimpleNamespace(config=config, policy_folder=folder, run_id="seeds")
     engine = build_engine_of(context, config.engine)
     assert isinstance(engine, VllmEngine)
     assert engine._seed(GenerationRequest("a", (3,), 8, seed=5)) == (5 if rollout.leaves_behind else None)
