@@ -102,6 +102,18 @@ def test_a_server_that_another_command_has_started_again_is_left_to_start(tmp_pa
     server.stop()
 
 
+def test_nobody_is_killed_where_no_server_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the process -1 a signal is one to all processes."""
+    server, killed = HomeServer(tmp_path), list[int]()
+    monkeypatch.setattr(HomeServer, "running", True)  # as it was a moment ago
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(server, "_pid", tmp_path / "gone")
+    server.kill()
+    assert (server.pid, server.processes, killed) == (-1, [], [])
+    monkeypatch.undo()
+    server.stop()
+
+
 def test_an_empty_secret_is_made_anew(tmp_path: Path) -> None:
     """A full disk leaves such a one, and server and clients would each have made one of their own."""
     (tmp_path / "prefect").mkdir()

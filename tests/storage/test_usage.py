@@ -76,6 +76,12 @@ def test_a_command_counts_its_services_with_what_they_waited_for(tmp_path: Path)
     assert len(seen.seen["command"]) == len(seen.seen[SERVER]) == 1
 
 
+def test_a_service_that_is_gone_between_two_looks_costs_nothing(tmp_path: Path) -> None:
+    service = Runner(tmp_path / "log", {}, module="burn")
+    assert service.pid == -1
+    assert {cost.role for cost in session_costs({SERVER: service, RAY: service}, "none")} == {"command"}
+
+
 def test_a_process_keeps_its_name_when_the_clock_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it began is told by a clock that may be set; it would count twice."""
     seen, booted = Usage(), psutil.boot_time()
