@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.flows.services.registering import sweep, withdraw
+from rollflow.flows.services.told import Told
 from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
@@ -101,7 +101,7 @@ class Session:
             yield status
         keeper.await_end()
 
-    def serve(self, log: Callable[[str], None], ended: threading.Event) -> None:
+    def serve(self, log: Callable[[str], None], ended: Told) -> None:
         """Look after the services, and on a private server after the runs, until `ended` is set.
 
         Raises:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import signal
-import threading
 from urllib.parse import urlsplit
 
 from rollflow.flows.commands import OK
@@ -17,6 +16,7 @@ from rollflow.flows.services.locks import is_held
 from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
 from rollflow.flows.services.reachability import redact
+from rollflow.flows.services.told import Told
 from rollflow.flows.session import open_session
 from rollflow.flows.views.tracking import VIEW
 from rollflow.storage.errors import ConfigError
@@ -25,7 +25,7 @@ from rollflow.storage.errors import ConfigError
 def command(options: argparse.Namespace) -> int:
     """Serve the deployments and both UIs until Ctrl-C."""
     place = home()
-    ended = threading.Event()
+    ended = Told()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with stack.only_one(place):
         remember(place, **asked(options))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.locations import home
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import addresses, is_free
+from rollflow.flows.services.told import Told
 from rollflow.tasks.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
@@ -30,7 +30,7 @@ PORT_SECONDS = 30.0  # for what a dead one had started to end
 NAME = "the stack"
 
 
-def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: threading.Event) -> int:
+def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Told) -> int:
     """Start `command` until it ends by itself or `ended` is set; its exit code.
 
     Raises:
@@ -61,7 +61,7 @@ def _await_ports(place: Path) -> None:
 
 def main() -> int:
     """See the module's docstring."""
-    place, ended = home(), threading.Event()
+    place, ended = home(), Told()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]
     try:

@@ -14,8 +14,9 @@ import pytest
 from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.stack import keep
 from rollflow.flows.services import stack
+from rollflow.flows.services.told import Told
 from rollflow.tasks.config import RecoveryConfig
-from tests.support.waiting import until
+from tests.support.waiting import HANG_SECONDS, until
 
 SERVES = """
 import os, signal, sys, time
@@ -30,12 +31,13 @@ with stack.only_one(place):
     time.sleep(600)
 """
 KEEPS = """
-import sys, threading, signal
+import sys, signal
 from pathlib import Path
 from rollflow.flows.keepalive.stack import keep
 from rollflow.flows.services import stack
+from rollflow.flows.services.told import Told
 from rollflow.tasks.config import RecoveryConfig
-ended, place = threading.Event(), Path(sys.argv[1])
+ended, place = Told(), Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: ended.set())
 with stack.kept(place):
     keep(place, sys.argv[2:], RecoveryConfig(restarts=2, backoff_seconds=0), ended)
@@ -78,10 +80,23 @@ def test_one_that_dies_too_often_is_left(tmp_path: Path) -> None:
     killing = threading.Thread(target=kills)
     killing.start()
     with pytest.raises(GaveUp, match=r"the stack was started again 1 times .* exit code -9"):
-        keep(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), threading.Event())
+        keep(tmp_path, command(tmp_path), RecoveryConfig(restarts=1, backoff_seconds=0), Told())
     killing.join()
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_one_that_never_came_up_has_said_why(tmp_path: Path, code: int) -> None:
-    assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), threading.Event()) == code
+    assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), Told()) == code
+
+
+def test_a_process_is_told_to_end_while_it_is_being_told() -> None:
+    """Two signals at once come to a process of `up`: `down` sends them to the keeper and to who serves."""
+    told, before = Told(), signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, lambda *_: told.set())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 1e-5)  # many, wherever the wait is
+        assert told.wait(HANG_SECONDS)
+        assert all(told.wait(0.001) for _ in range(1000))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
