@@ -27,6 +27,7 @@ from rollflow.tasks.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
 PORT_SECONDS = 30.0  # for what a dead one had started to end
+END_SECONDS = 60.0  # `down` waits for longer
 NAME = "the stack"
 
 
@@ -41,8 +42,7 @@ def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Tol
         child = subprocess.Popen(command)
         while child.poll() is None:
             if ended.wait(POLL_SECONDS):
-                child.terminate()
-                return child.wait()
+                return _end(child)
         if not stack.died(place, child.pid):
             return child.returncode
         pause = budget.spend(NAME, f"exit code {child.returncode}")
@@ -50,6 +50,16 @@ def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Tol
         _await_ports(place)
         if ended.wait(pause):
             return 0
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Its exit code; one that does not end in time is killed, and what it had started ends by itself."""
+    child.terminate()
+    try:
+        return child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
 
 
 def _await_ports(place: Path) -> None:

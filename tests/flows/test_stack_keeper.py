@@ -100,3 +100,19 @@ def test_a_process_is_told_to_end_while_it_is_being_told() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_one_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.flows.keepalive.stack.END_SECONDS", 0.5)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w'); time.sleep(600)"
+    monkeypatch.chdir(tmp_path)
+    told = Told()
+
+    def tells() -> None:
+        until((tmp_path / "deaf").exists)
+        told.set()
+
+    telling = threading.Thread(target=tells)
+    telling.start()
+    assert keep(tmp_path, [sys.executable, "-c", deaf], RecoveryConfig(), told) == -signal.SIGKILL
+    telling.join()
