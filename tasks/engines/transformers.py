@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import TransformersEngineConfig
+from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ class TransformersEngine:
         self._sampler = await self._on_thread(self._build)
 
     def _build(self) -> FixedShapeSampler:
-        import torch
+        with quick_imports():
+            import torch
 
-        from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
+            from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
 
         torch.set_num_threads(self._config.threads)
         dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16

@@ -35,6 +35,7 @@ from rollflow.storage.flat import Int32s
 from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
+from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
 
 if TYPE_CHECKING:
@@ -48,14 +49,7 @@ CALL_SECONDS = 50.0  # for suspend, resume, abort: they take milliseconds unless
 UPDATE_SECONDS = 120.0
 DEATH_SECONDS = 0.2  # between two looks whether an engine that was asked something still lives
 WORKER = "rollflow.tasks.engines.vllm_worker"
-CORE_IMPORTS = [  # what vLLM's core process needs on a CPU; an incomplete list costs time, nothing else
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.qwen2",
-    WORKER,
-]
+CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # done once, in the process that cores are forked from
 
 
 class VllmEngine:
@@ -118,9 +112,10 @@ class VllmEngine:
             )
 
     def _build(self) -> Any:
-        _fork_cores()
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with quick_imports():
+            _fork_cores()
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         loggers = [_ray_logger()] if self._told_as else []
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()), stat_loggers=loggers)
@@ -314,7 +309,7 @@ def _fork_cores() -> None:
     if is_available():
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(CORE_IMPORTS)
+    context.set_forkserver_preload([CORE_IMPORTS])
     multiprocessing.forkserver.ensure_running()
     from vllm.v1.engine import utils
 

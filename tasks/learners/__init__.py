@@ -6,12 +6,10 @@ for them: so this module imports no torch, nor does a process that only starts t
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.policies.quick_imports import quick_imports
 
 if TYPE_CHECKING:
     from rollflow.tasks.learners.base import Learner, LearnerStart
@@ -29,21 +27,3 @@ def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
                 from rollflow.tasks.learners.torch_learner import TorchLearner
 
                 return TorchLearner.begun(config, start)
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import faster.
-
-    Imported modules stay, so it is lost time to look for garbage in them. Only the losses and decoding of other models
-    need scikit-learn and SciPy; accelerate is for those that are spread over devices (peft imports it itself).
-    """
-    gc.disable()
-    try:
-        import transformers.utils
-
-        for library in ("sklearn", "scipy", "accelerate"):
-            setattr(transformers.utils, f"is_{library}_available", lambda: False)
-        yield
-    finally:
-        gc.enable()

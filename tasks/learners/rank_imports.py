@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollflow.tasks.learners import quick_imports
+from rollflow.tasks.policies.quick_imports import quick_imports
 
 with quick_imports():
     import transformers.models.auto.modeling_auto  # noqa: F401

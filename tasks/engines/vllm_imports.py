@@ -1,0 +1,14 @@
+"""What the process has imported that vLLM's core is forked from, on a CPU. What is missing here costs time, no more."""
+
+from __future__ import annotations
+
+from rollflow.tasks.policies.quick_imports import quick_imports
+
+with quick_imports():
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen2
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.engine.core
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import rollflow.tasks.engines.vllm_worker  # noqa: F401
