@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor, gpu_share
+from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
+from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.learner import LEARNER, start_learner
@@ -19,7 +20,7 @@ def train(run: RunPlace, ray_address: str) -> int:
     with cluster.attached(ray_address, context.key):
         learner = WatchedActor[LearnerStatus](
             name=LEARNER,
-            start=lambda: start_learner(context, gpu_share(context.config), ray_address),
+            start=lambda: start_learner(context, gpu_shares(context.config).learner, ray_address),
             redone=_redone,
             # The learner itself waits one patience for a batch; the sentence that names the batch is its own.
             patience=2 * context.config.rollout.patience_seconds,

@@ -10,7 +10,6 @@ Budget, pause and record are those of `keepalive.restarts`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from rollflow.flows.views.log_lines import about
 from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, StoreFailed
 from rollflow.storage.log.state import Superseded
 from rollflow.tasks.actors.statuses import ActorStatus
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.run_context import RunContext
 
 POLL_SECONDS = 0.5
@@ -99,14 +97,3 @@ class ActorKeeper(Generic[Status]):
         self.reporter.noticed(outage)
         cluster.kill_named([self.watched.name])
         time.sleep(outage.pause)
-
-
-def gpu_share(config: RunConfig) -> float:
-    """GPUs for each engine and the learner: a whole one where there are enough, else equal shares; 0 on CPU.
-
-    An engine for evaluations alone counts as one where it is like the others.
-    """
-    gpus = cluster.gpus()
-    alike = config.evaluation_engine(on_cpu=not gpus) == config.engine
-    workers = config.engine.replicas + 1 + alike
-    return min(1.0, 1 / math.ceil(workers / gpus)) if gpus else 0.0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.flows.keepalive.actors import gpu_share
+from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
@@ -62,7 +62,7 @@ class Engines:
         self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
-        self._gpus = gpu_share(context.config)
+        self._gpus = gpu_shares(context.config).engine
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
         own = context.config.evaluation_engine(on_cpu=not self._gpus) is not None
         self._evaluating = [_Engine(EVALUATION)] if own else []

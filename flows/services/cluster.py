@@ -158,11 +158,11 @@ def nodes() -> list[str]:
     return [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
 
 
-def gpus() -> float:
-    """GPUs of the whole cluster."""
+def node_gpus() -> list[float]:
+    """How many GPUs each living node has."""
     import ray
 
-    return float(ray.cluster_resources().get("GPU", 0.0))
+    return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
 
 
 def _translate(error: Exception, deadline_seconds: float, what: str, died: type[RollflowError]) -> NoReturn:

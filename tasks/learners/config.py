@@ -95,7 +95,9 @@ class Ranked(TrainBase):
     """What learners of several processes share."""
 
     threads: int = Field(1, gt=0, description="CPU threads of the learner, or of each of its ranks")
-    ranks: int = Field(1, gt=0, description="processes that train together, each on its part of a batch; on a CPU only")
+    ranks: int = Field(
+        1, gt=0, description="processes that train together, each on its part of a batch, and with a GPU of its own"
+    )
     rank_seconds: float = Field(
         600.0, gt=0, description="longest time that a rank waits for another; then that one is named, and all end"
     )
@@ -125,7 +127,9 @@ class DeepSpeedTrain(Ranked):
     model_config = ConfigDict(json_schema_extra={"required": ["learner"]})
 
     learner: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed: its ZeRO optimizers, over ranks")
-    ranks: int = Field(2, gt=1, description="processes that train together, each on its part of a batch; on a CPU only")
+    ranks: int = Field(
+        2, gt=1, description="processes that train together, each on its part of a batch, and with a GPU of its own"
+    )
     zero: Literal[1, 2, 3] = Field(2, description="what ranks share: moments (1), gradients too (2), weights too (3)")
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",

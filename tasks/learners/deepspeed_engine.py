@@ -22,15 +22,17 @@ from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.learners.engine import Engine, Whole
 from rollflow.tasks.learners.gloo_ranks import HOST, GlooRanks
 from rollflow.tasks.learners.optimized import MASTER, MOMENTS
+from rollflow.tasks.learners.rank_gpus import begin_backend
 from rollflow.tasks.learners.shards import Named
 
 SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's own sums between processes; compiled at their first use
 
 
-def begin_group(ranks: GlooRanks) -> None:
+def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     """The group of all ranks that DeepSpeed uses; one a process, so an earlier one is forgotten."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": HOST, "MASTER_PORT": "0"}
-    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
+    backend, local = begin_backend(device, blocking=False), ranks.rank if device.type == "cpu" else 0  # see `rank_gpus`
+    os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": HOST, "MASTER_PORT": "0"}
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks.count)}
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced
     from deepspeed.utils import groups, logger
@@ -45,8 +47,8 @@ def begin_group(ranks: GlooRanks) -> None:
     # ZeRO 2 adds gradients up in the order in which they come, which has to be that of the other ranks.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
-    torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=bound)
+    torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=bound)
 
 
 class DeepSpeedOptimized(Engine):
@@ -56,7 +58,7 @@ class DeepSpeedOptimized(Engine):
         import deepspeed
 
         super().__init__(model, config, ranks)
-        self.zero, self.given = config.zero, dict(model.named_parameters())
+        self.zero, self.fused, self.given = config.zero, config.fused_adamw, dict(model.named_parameters())
         adamw = torch.optim.AdamW(
             self.given.values(), betas=config.betas, weight_decay=config.weight_decay, fused=config.fused_adamw
         )
@@ -163,8 +165,8 @@ class DeepSpeedOptimized(Engine):
                 self._put_master(name, self.part_of(name, value))
             else:
                 self.own(name, key).copy_(self.part_of(name, value))
-        for of_flat in kept.values():
-            of_flat["step"] = torch.tensor(self.step)
+        for flat, of_flat in kept.items():
+            of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
 
     def _flats(self) -> list[Tensor]:
         """What this rank's AdamW changes."""

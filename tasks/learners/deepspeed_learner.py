@@ -17,4 +17,4 @@ class DeepSpeedLearner(ShardedLearner):
 
     def begin_group(self) -> None:
         """See `ShardedLearner`."""
-        begin_group(self.ranks)
+        begin_group(self.ranks, self.device)

@@ -129,7 +129,7 @@ class Engine(Optimized):
     def _gathered(self, name: str, key: str | None, kind: torch.dtype) -> Tensor:
         """The whole of what `own` has parts of, in the type that it is stored in."""
         assert self.ranks.beside is not None
-        own, places = self.own(name, key).reshape(-1).to(kind), self._places[name]
+        own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = torch.empty(0 if self.ranks.rank else self.shapes[name], dtype=kind)
         self.ranks.beside.to_first(own, [_piece(found, *place) for place in places])
         return found.add_(0.0)  # no -0: a sum over ranks had none, and runs were recorded with these
@@ -146,6 +146,7 @@ class Engine(Optimized):
     def _put_master(self, name: str, own: Tensor) -> None:
         """This rank's part of a master; where it does not round to the parameter, that stays (see `masters`)."""
         kind, now = self.types[name], self.own(name, None)
+        own = own.to(now.device)
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))
 
 

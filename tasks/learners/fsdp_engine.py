@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,20 +31,18 @@ from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.engine import Engine, Whole
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import MASTER, Optimized
+from rollflow.tasks.learners.rank_gpus import begin_backend
 from rollflow.tasks.learners.recomputed import layers_of
 from rollflow.tasks.learners.shards import Named
-
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     """The group of all ranks that FSDP uses; one a process, so an earlier one is forgotten."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are processes of one machine
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
     where: dict[str, Any] = {"store": store, "rank": ranks.rank, "world_size": ranks.count}
-    torch.distributed.init_process_group(BACKENDS[device.type], **where, timeout=bound)
+    torch.distributed.init_process_group(begin_backend(device, blocking=False), **where, timeout=bound)
 
 
 class FsdpOptimized(Engine):

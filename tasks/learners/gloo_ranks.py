@@ -1,4 +1,4 @@
-"""Ranks on CPUs, whose sums are gloo's.
+"""Ranks whose sums are gloo's, and of gradients on GPUs NCCL's.
 
 torch's own wrapper (DistributedDataParallel) is not used. It gives the mean over ranks, where our losses are weighed
 over the whole minibatch; it hooks into the model's forward, where we run decoder and head apart; and it waits for a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 from rollflow.tasks.learners.dealing import deal, imbalance
+from rollflow.tasks.learners.rank_gpus import begin_backend
 from rollflow.tasks.learners.ranks import Lost, Piece, Ranks
 
 HOST = "127.0.0.1"  # all ranks are processes of one machine
@@ -136,10 +138,23 @@ class GlooRanks(Ranks):
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
         """In float32, whatever type they have; a rank without a gradient adds zeros."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([grad.reshape(-1).float() for grad in found]).cpu()
-        self.add(flat)
+        flat = torch.cat([grad.reshape(-1).float() for grad in found])
+        if flat.is_cuda:
+            self._together(lambda: self._on_gpus.allreduce(flat, timeout=self._bound).wait())
+        else:
+            self.add(flat)
         for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter)
+
+    @cached_property
+    def _on_gpus(self) -> Any:
+        """The group for what is on GPUs; all ranks come here together."""
+        from torch.distributed import ProcessGroupNCCL  # not in torch for CPUs
+
+        begin_backend(torch.device("cuda"), blocking=True)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._bound
+        return ProcessGroupNCCL(PrefixStore(f"{self._name}/nccl", self.store), self.rank, self.count, options)
 
     def _together(self, work: Callable[[], object]) -> None:
         self._done += 1

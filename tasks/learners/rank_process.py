@@ -34,6 +34,7 @@ from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked, TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
+from rollflow.tasks.learners.rank_gpus import take_gpu
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, told
 from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -131,6 +132,7 @@ def run_rank(rank: int, port: int, pipes: Pipes, config: Ranked, start: LearnerS
     """Until the owner ends. `port` is where the owner has the ranks' store."""
     _end_with_owner()
     _be_named(f"rank {rank} of {config.ranks}")
+    take_gpu(rank)
     store, obeyed = store_at(port), Obeyed()
     with _ending(store, rank):
         learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends all

@@ -29,15 +29,14 @@ from multiprocessing.process import BaseProcess
 from threading import Lock
 from typing import Any
 
-import torch
-
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import ConfigError, NotFinite, RankFailed
+from rollflow.storage.errors import NotFinite, RankFailed
 from rollflow.storage.objects.base import Data, pieces
 from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
+from rollflow.tasks.learners.rank_gpus import check_gpus
 from rollflow.tasks.learners.rank_process import (
     FAILED,
     LOST,
@@ -65,9 +64,8 @@ class RankedLearner:
     """See the module's docstring."""
 
     def __init__(self, config: Ranked, start: LearnerStart) -> None:
-        """Raises `ConfigError` where there is a GPU or no DeepSpeed, besides what a learner of one rank raises."""
-        if torch.cuda.is_available():
-            raise ConfigError(f"train.ranks = {config.ranks}: ranks run on CPUs only, and here is a GPU; set it to 1")
+        """Raises `ConfigError` where GPUs are too few or DeepSpeed is missing, or as a learner of one rank."""
+        check_gpus(config.ranks)
         kind = learner_of(config)
         self._others = Others(config, start)
         weakref.finalize(self, self._others.end)

@@ -80,6 +80,8 @@ class Candidate:
         wanted: dict[str, Any] = {"async_ratio": self.async_ratio, "engine.replicas": self.engines}
         wanted |= {"engine.slots": slots} if slots else {}
         wanted |= {"engine.tensor_parallel": int(width)} if base.engine.kind == "vllm" and width == int(width) else {}
+        ranks = 0 if self.colocated else int(self.learner_gpus)
+        wanted |= {"train.ranks": ranks} if ranks == self.learner_gpus else {}
         wanted |= {f"rollout.{name}": getattr(self, name) for name in CHOICES}
         return {key: value for key, value in wanted.items() if _get(base, key) != value}
 

@@ -173,9 +173,9 @@ def test_a_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytes
         ranked(folder, 2, 60.0)
 
 
-def test_ranks_beside_a_gpu_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"^train.ranks = 2: .*; set it to 1$"):
+def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"^train.ranks = 2: each has a GPU of its own, and here are 1; set it to 1$"):
         ranked(folder, 2, 60.0)
 
 

@@ -229,7 +229,7 @@ def test_an_actor(context: RunContext, budget: Budget, days: Days, monkeypatch: 
 
 
 def test_an_engine(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "gpus", lambda: 0.0)
+    monkeypatch.setattr(cluster, "node_gpus", list)
     monkeypatch.setattr(engines, "start_engine", lambda *_: dies())
     kept = Engines(context, print)
     kept.restarts.budget = budget

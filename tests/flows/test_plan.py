@@ -66,8 +66,9 @@ def test_the_written_recipe_is_the_given_one_with_the_changes(file: Path, tmp_pa
     before["train"]["learner"] = "torch"  # of several kinds it is said which one
     divided = tomllib.loads((tmp_path / "planned-hardware.toml").read_text())
     assert {key for key in after if after[key] != before.get(key)} <= {
-        "groups", "group_size", "async_ratio", "engine", "rollout"
+        "groups", "group_size", "async_ratio", "engine", "rollout", "train"
     }  # fmt: skip
+    assert after["train"] == {**before["train"], "ranks": divided["learner"]["gpus"]}
     assert after["engine"]["slots"] == 4
     assert after["engine"].get("replicas", 1) == divided["engines"]["count"]
     assert divided["engines"]["count"] + divided["learner"].get("gpus", 1) == 6

@@ -1,0 +1,63 @@
+"""How the cluster's GPUs are shared out among a run's engines and its learner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollflow.flows.services import cluster
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import VllmEngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShares:
+    """GPUs of each engine, and of the learner."""
+
+    engine: float
+    learner: float
+
+
+def gpu_shares(config: RunConfig) -> GpuShares:
+    """Those of the cluster as it is now; see `shared_out`."""
+    return shared_out(config, cluster.node_gpus())
+
+
+def shared_out(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
+    """GPUs for each engine and the learner, of nodes that have so many.
+
+    Each gets what it is spread over (`engine.tensor_parallel`, `train.ranks`). Where that is one for both, and there
+    are too few, all get equal shares. Without GPUs nobody gets any.
+
+    Raises:
+        ConfigError: somebody is to be spread over several, and there are too few, in all or on one node.
+    """
+    have, largest = sum(nodes), max(nodes, default=0.0)
+    if not have:
+        return GpuShares(0.0, 0.0)
+    engines, width, ranks = engines_of(config), width_of(config), config.train.ranks
+    needed = engines * width + ranks
+    if width == ranks == 1:
+        share = min(1.0, 1 / math.ceil(needed / have))
+        return GpuShares(share, share)
+    if max(width, ranks) > largest:
+        key, value = ("train.ranks", ranks) if ranks > largest else ("engine.tensor_parallel", width)
+        raise ConfigError(f"{key} = {value}: all are on one node, and the largest has {largest:g} GPUs; set it to that")
+    if needed > have:
+        raise ConfigError(
+            f"train.ranks = {ranks} and engine.tensor_parallel = {width}: {engines} engines and the learner take "
+            f"{needed} GPUs, and the cluster has {have:g}; set engine.replicas or these to less"
+        )
+    return GpuShares(width, ranks)
+
+
+def engines_of(config: RunConfig) -> int:
+    """How many there are; one for evaluations alone counts where it is like the others."""
+    return config.engine.replicas + (config.evaluation_engine(on_cpu=False) == config.engine)
+
+
+def width_of(config: RunConfig) -> int:
+    """GPUs that one engine is spread over."""
+    return config.engine.tensor_parallel if isinstance(config.engine, VllmEngineConfig) else 1

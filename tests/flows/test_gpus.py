@@ -1,0 +1,86 @@
+"""How GPUs are shared out among engines and the learner: by hand, and whatever is asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.flows.keepalive.gpus import GpuShares, shared_out
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+
+
+def config_of(replicas: int, width: int, ranks: int, evaluation: str = "auto") -> RunConfig:
+    tree: dict[str, Any] = {
+        "policy": {"cold_start": {}},
+        "prompts": [{"kind": "reasoning-gym", "family": "chain_sum"}],
+        "reward": {"kind": "exact"},
+        "engine": {"kind": "vllm", "replicas": replicas, "tensor_parallel": width},
+        "evaluation": {"engine": evaluation},
+        "train": {"ranks": ranks},
+    }
+    return RunConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "shares"),
+    [
+        ((2, 1, 1), [], (0.0, 0.0)),
+        ((2, 1, 1), [0.0, 0.0], (0.0, 0.0)),
+        ((2, 1, 1), [3.0], (1.0, 1.0)),
+        ((2, 1, 1), [2.0], (0.5, 0.5)),
+        ((2, 1, 1), [1.0], (1 / 3, 1 / 3)),
+        ((2, 1, 4), [8.0], (1.0, 4.0)),
+        ((2, 2, 8), [8.0, 8.0], (2.0, 8.0)),
+        ((7, 1, 1), [4.0, 4.0], (1.0, 1.0)),
+    ],
+)
+def test_by_hand(asked: tuple[int, int, int], nodes: list[float], shares: tuple[float, float]) -> None:
+    assert shared_out(config_of(*asked), nodes) == GpuShares(*shares)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "sentence"),
+    [
+        ((2, 1, 16), [8.0, 8.0], "train.ranks = 16: all are on one node, and the largest has 8 GPUs; set it to that"),
+        ((1, 4, 1), [2.0, 2.0], "engine.tensor_parallel = 4: all are on one node, and the largest has 2 GPUs; set it"),
+        (
+            (4, 1, 4),
+            [7.0],
+            "train.ranks = 4 and engine.tensor_parallel = 1: 4 engines and the learner take 8 GPUs, and",
+        ),
+    ],
+)
+def test_too_few(asked: tuple[int, int, int], nodes: list[float], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        shared_out(config_of(*asked), nodes)
+    assert str(refused.value).startswith(sentence)
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.lists(st.sampled_from([0.0, 1.0, 4.0, 8.0]), max_size=4),
+    st.sampled_from(["auto", "own"]),
+)
+def test_no_more_than_there_are(replicas: int, width: int, ranks: int, nodes: list[float], evaluation: str) -> None:
+    """Whole GPUs for whoever has one or more, and all of it at the same time; or a refusal, of several alone."""
+    config = config_of(replicas, width, ranks, evaluation)
+    engines = replicas + (evaluation == "own" or replicas == 1)
+    try:
+        shares = shared_out(config, nodes)
+    except ConfigError:
+        assert max(width, ranks) > 1
+        assert engines * width + ranks > sum(nodes) or max(width, ranks) > max(nodes)
+        return
+    if not sum(nodes):
+        assert shares == GpuShares(0.0, 0.0)
+        return
+    assert engines * shares.engine + shares.learner <= sum(nodes) + 1e-9
+    for share, asked in ((shares.engine, width), (shares.learner, ranks)):
+        assert share == asked or (width == ranks == 1 and math.isclose(1 / share, round(1 / share)))

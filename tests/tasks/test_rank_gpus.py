@@ -1,0 +1,35 @@
+"""Which GPU a rank sees; with a count that is made up, as there is none here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from rollflow.tasks.learners.rank_gpus import VISIBLE, begin_backend, check_gpus, take_gpu
+
+
+@pytest.mark.parametrize(("given", "rank", "seen"), [(None, 2, "2"), ("4,6,7", 1, "6"), ("GPU-a,GPU-b", 0, "GPU-a")])
+def test_a_rank_sees_its_own(given: str | None, rank: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(VISIBLE, given)
+    take_gpu(rank)
+    assert os.environ[VISIBLE] == seen
+
+
+def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    check_gpus(2)
+    take_gpu(1)
+    assert VISIBLE not in os.environ
+
+
+def test_groups_are_of_what_adds_up_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert begin_backend(torch.device("cpu"), blocking=False) == "gloo"
+    assert begin_backend(torch.device("cuda"), blocking=True) == "nccl"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # nobody else can reach it
