@@ -14,7 +14,7 @@ from rollflow.tasks.engines.config import VllmEngineConfig
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """GPUs of each engine, and of the learner."""
+    """GPUs of each engine, and of the learner's actor."""
 
     engine: float
     learner: float
@@ -38,19 +38,22 @@ def shared_out(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     if not have:
         return GpuShares(0.0, 0.0)
     engines, width, ranks = engines_of(config), width_of(config), config.train.ranks
+    together = 1 if config.train.spread else ranks  # on one node
     needed = engines * width + ranks
     if width == ranks == 1:
         share = min(1.0, 1 / math.ceil(needed / have))
         return GpuShares(share, share)
-    if max(width, ranks) > largest:
-        key, value = ("train.ranks", ranks) if ranks > largest else ("engine.tensor_parallel", width)
-        raise ConfigError(f"{key} = {value}: all are on one node, and the largest has {largest:g} GPUs; set it to that")
+    if together > largest:
+        cure = "set it to that, or train.spread = true"
+        raise ConfigError(f"train.ranks = {ranks}: all are on one node, and the largest has {largest:g} GPUs; {cure}")
+    if width > largest:
+        raise ConfigError(f"engine.tensor_parallel = {width}: the largest node has {largest:g} GPUs; set it to that")
     if needed > have:
         raise ConfigError(
             f"train.ranks = {ranks} and engine.tensor_parallel = {width}: {engines} engines and the learner take "
             f"{needed} GPUs, and the cluster has {have:g}; set engine.replicas or these to less"
         )
-    return GpuShares(width, ranks)
+    return GpuShares(width, together)
 
 
 def engines_of(config: RunConfig) -> int:

@@ -41,11 +41,13 @@ from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.publishing import Publishing
+from rollflow.tasks.actors.ranks import rank_hosts
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.base import AGAIN, Learner
 from rollflow.tasks.learners.gathered import movers
+from rollflow.tasks.learners.rank_orders import NEAR
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
 from rollflow.tasks.run_context import RunContext, claim
@@ -182,12 +184,13 @@ class LearnerActor:
             self.cpu = CpuClock(LEARNER, "learner ranks")
         self.writer = claim(self.context, "learner", self._address)
         self.version = self.policies.newest()
+        ranks = rank_hosts(self.context) if self.config.train.spread else NEAR
         if self.version < 0:
             cold = self.config.policy.cold_start is not None  # else there are weights to begin with
-            self.learner = new_learner(self.context, None if cold else self.context.first_weights)
+            self.learner = new_learner(self.context, None if cold else self.context.first_weights, ranks=ranks)
             self._make_first()
         else:
-            self.learner = new_learner(self.context, blank=True)
+            self.learner = new_learner(self.context, blank=True, ranks=ranks)
             self._restore(self.version)
         self.channel.announce(self.version)
 

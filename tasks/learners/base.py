@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
+from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
 
 WEIGHTS = "weights/"  # what names of weight files begin with
 AGAIN = "begin another run with what `rollflow export` gives"  # the cure of what stands in a run's config, which stays
@@ -54,6 +55,7 @@ class LearnerStart:
     seed: int = 0
     shard_bytes: int = 2**28  # tensors in one file
     first: Callable[[], Path] | None = None  # a folder with the weights that the run began with, for `load`
+    ranks: RankHosts = NEAR
 
 
 class Learner(Protocol):

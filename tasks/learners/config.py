@@ -98,9 +98,18 @@ class Ranked(TrainBase):
     ranks: int = Field(
         1, gt=0, description="processes that train together, each on its part of a batch, and with a GPU of its own"
     )
+    spread: bool = Field(
+        False, description="ranks may be on several machines, each an actor of Ray's with a GPU of its own"
+    )
     rank_seconds: float = Field(
         600.0, gt=0, description="longest time that a rank waits for another; then that one is named, and all end"
     )
+
+    @model_validator(mode="after")
+    def _spread_over_some(self) -> Self:
+        if self.spread and self.ranks == 1:
+            refuse("train.spread", True, "with train.ranks = 1 there is nothing to spread; choose more, or false")
+        return self
 
 
 class TorchTrain(Ranked):

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.learners.engine import Engine, Whole
-from rollflow.tasks.learners.gloo_ranks import HOST, GlooRanks
+from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import MASTER, MOMENTS
 from rollflow.tasks.learners.rank_gpus import begin_backend
 from rollflow.tasks.learners.shards import Named
@@ -30,8 +30,9 @@ SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's own sums between processes; 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     """The group of all ranks that DeepSpeed uses; one a process, so an earlier one is forgotten."""
-    backend, local = begin_backend(device, blocking=False), ranks.rank if device.type == "cpu" else 0  # see `rank_gpus`
-    os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": HOST, "MASTER_PORT": "0"}
+    backend = begin_backend(device, ranks.host, blocking=False)
+    local = ranks.rank if device.type == "cpu" else 0  # a rank sees its own GPU alone
+    os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": ranks.host, "MASTER_PORT": "0"}
     os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks.count)}
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced

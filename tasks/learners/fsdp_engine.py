@@ -42,7 +42,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
         torch.distributed.destroy_process_group()
     store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
     where: dict[str, Any] = {"store": store, "rank": ranks.rank, "world_size": ranks.count}
-    torch.distributed.init_process_group(begin_backend(device, blocking=False), **where, timeout=bound)
+    torch.distributed.init_process_group(begin_backend(device, ranks.host, blocking=False), **where, timeout=bound)
 
 
 class FsdpOptimized(Engine):

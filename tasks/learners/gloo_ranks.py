@@ -22,7 +22,7 @@ from rollflow.tasks.learners.dealing import deal, imbalance
 from rollflow.tasks.learners.rank_gpus import begin_backend
 from rollflow.tasks.learners.ranks import Lost, Piece, Ranks
 
-HOST = "127.0.0.1"  # all ranks are processes of one machine
+HOST = "127.0.0.1"  # of ranks that are processes of one machine
 BUCKET = 2**23  # numbers that are added up at a time: 32 MiB
 STORE_SECONDS = 60.0  # that an answer of their store may take
 START_SECONDS = 120.0  # for ranks that are all there to find each other
@@ -39,14 +39,15 @@ class GlooRanks(Ranks):
         seconds: float,
         check: Callable[[], None] = lambda: None,
         name: str = "group",
+        host: str = HOST,
     ) -> None:
         """All ranks of a group come here at about the same time; `seconds` bound what they do together from then on.
 
-        `name`: of the group, where the same ranks have several.
+        `name`: of the group, where the same ranks have several. `host`: where the others reach this one.
         """
         self.rank, self.count, self._check = rank, count, check
-        self.store, self._name = store, name
-        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _options())
+        self.store, self._name, self.host = store, name, host
+        self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _options(host))
         self.beside: GlooRanks | None = None  # the same ranks, for what they do beside a step
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds
@@ -116,7 +117,7 @@ class GlooRanks(Ranks):
 
     def go_beside(self) -> None:
         """Begin to have `beside`; work of all ranks."""
-        self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside")
+        self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside", self.host)
 
     def _came(self, rank: int) -> int:
         """How often a rank has come to do something together."""
@@ -151,7 +152,7 @@ class GlooRanks(Ranks):
         """The group for what is on GPUs; all ranks come here together."""
         from torch.distributed import ProcessGroupNCCL  # not in torch for CPUs
 
-        begin_backend(torch.device("cuda"), blocking=True)
+        begin_backend(torch.device("cuda"), self.host, blocking=True)
         options = ProcessGroupNCCL.Options()
         options._timeout = self._bound
         return ProcessGroupNCCL(PrefixStore(f"{self._name}/nccl", self.store), self.rank, self.count, options)
@@ -165,23 +166,23 @@ class GlooRanks(Ranks):
             raise Lost(str(error)) from error
 
 
-def first_store() -> TCPStore:
-    """Where the ranks find each other, and say how far they are; nobody can reach it but this machine's processes."""
-    listening = socket.create_server((HOST, 0))
+def first_store(host: str = HOST) -> TCPStore:
+    """Where the ranks find each other, and say how far they are; whoever reaches `host` can reach it."""
+    listening = socket.create_server((host, 0))
     port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
     fd = listening.detach()  # the store's from now on
-    return TCPStore(HOST, port, is_master=True, timeout=bound, wait_for_workers=False, master_listen_fd=fd)
+    return TCPStore(host, port, is_master=True, timeout=bound, wait_for_workers=False, master_listen_fd=fd)
 
 
-def store_at(port: int) -> Store:
+def store_at(host: str, port: int) -> Store:
     """The first rank's, for another one."""
-    return TCPStore(HOST, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
+    return TCPStore(host, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
 
 
-def _options() -> Any:
-    """Of a group that nobody can reach but this machine's processes."""
+def _options(host: str) -> Any:
+    """Of a group whose members listen at their hosts, and nowhere else."""
     found = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    found._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+    found._devices = [ProcessGroupGloo.create_device(hostname=host)]
     found._timeout = timedelta(seconds=START_SECONDS)
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import torch
 
 from rollflow.storage.errors import ConfigError
@@ -35,11 +36,25 @@ def take_gpu(rank: int) -> None:
         os.environ[VISIBLE] = given.split(",")[rank] if given else str(rank)
 
 
-def begin_backend(device: torch.device, *, blocking: bool) -> str:
+def begin_backend(device: torch.device, host: str, *, blocking: bool) -> str:
     """What a group of ranks for numbers on `device` is made of; to be called just before it is made.
 
-    With `blocking` whoever waits for the others is told when they do not come in time. Without, NCCL ends the process.
+    Its members listen on the interface of `host` alone. With `blocking`, whoever waits for the others is told when they
+    do not come in time; without, NCCL ends the process.
     """
-    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # all ranks are processes of one machine
-    os.environ |= {**local, "TORCH_NCCL_BLOCKING_WAIT": str(int(blocking))}
+    name = interface_of(host)
+    os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocking))
     return BACKENDS[device.type]
+
+
+def interface_of(host: str) -> str:
+    """This machine's network interface with the address `host`.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return str(name)
+    raise ConfigError(f"train.spread = true: this machine has no network interface with its own address {host}")

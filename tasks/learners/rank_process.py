@@ -16,14 +16,13 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from threading import Condition, Thread
-from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -35,6 +34,7 @@ from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked, TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
 from rollflow.tasks.learners.rank_gpus import take_gpu
+from rollflow.tasks.learners.rank_orders import Ask, Call, Load, Meeting, Pipes, Step
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, told
 from rollflow.tasks.learners.torch_learner import TorchLearner
@@ -42,55 +42,6 @@ from rollflow.tasks.learners.torch_learner import TorchLearner
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 CHUNK = 2**25  # bytes that are sent at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Become what these files say; by name, their sizes in bytes. Their contents follow.
-
-    `width` is what the first rank found when it tried the model: all have to make the same lines of a batch.
-    """
-
-    weights: Mapping[str, int]
-    state: Mapping[str, int]
-    width: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Train `version` on a batch of so many bytes, which follow."""
-
-    version: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Do your part of what a method of the learner does."""
-
-    name: str
-    given: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Give your parts of a file that is stored, as they are once `after` orders have been obeyed."""
-
-    file: str
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pipes:
-    """Where a rank is told: what to do, and what to give beside it."""
-
-    orders: Connection
-    asked: Connection
-
-    def close(self) -> None:
-        """Both."""
-        self.orders.close()
-        self.asked.close()
 
 
 class Obeyed:
@@ -128,16 +79,21 @@ def learner_of(config: Ranked) -> type[TorchLearner]:
     return TorchLearner
 
 
-def run_rank(rank: int, port: int, pipes: Pipes, config: Ranked, start: LearnerStart) -> None:
-    """Until the owner ends. `port` is where the owner has the ranks' store."""
+def run_rank(rank: int, meeting: Meeting, pipes: Pipes, config: Ranked, start: LearnerStart) -> None:
+    """`serve_rank` in a process that was forked for it."""
     _end_with_owner()
     _be_named(f"rank {rank} of {config.ranks}")
     take_gpu(rank)
-    store, obeyed = store_at(port), Obeyed()
+    serve_rank(rank, meeting, meeting.host, pipes, config, start)
+
+
+def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ranked, start: LearnerStart) -> None:
+    """Until the owner ends. `host` is this machine's address, that the others reach it by."""
+    store, obeyed = store_at(meeting.host, meeting.port), Obeyed()
     with _ending(store, rank):
         learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends all
         store.set(ready(rank), "")
-        learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds)
+        learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_give, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
         while True:
             order = pipes.orders.recv()
@@ -162,9 +118,11 @@ def _ending(store: Store, rank: int) -> Iterator[None]:
     """How the process ends, by what its work raises."""
     try:
         yield
-    except EOFError:
+    except (EOFError, ConnectionError):  # the owner is gone
         return
     except Lost:
+        with contextlib.suppress(RuntimeError):
+            store.set(gone(rank), "")
         os._exit(LOST)  # at once: whoever is to blame is looked for among those that do not end so
     except Exception as error:  # noqa: BLE001 - whatever it is, the first rank says it
         store.set(failed(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -217,6 +175,11 @@ def _chunks(data: Data) -> Iterator[bytearray]:
 def ready(rank: int) -> str:
     """Where a rank says that it can meet the others."""
     return f"ready/{rank}"
+
+
+def gone(rank: int) -> str:
+    """Where a rank says that it ends because another one did."""
+    return f"gone/{rank}"
 
 
 def failed(rank: int) -> str:

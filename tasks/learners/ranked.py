@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from threading import Lock
 from typing import Any
 
@@ -37,20 +36,8 @@ from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
 from rollflow.tasks.learners.rank_gpus import check_gpus
-from rollflow.tasks.learners.rank_process import (
-    FAILED,
-    LOST,
-    Ask,
-    Call,
-    Load,
-    Pipes,
-    Step,
-    failed,
-    learner_of,
-    ready,
-    run_rank,
-    sent,
-)
+from rollflow.tasks.learners.rank_orders import Ask, Call, Load, Meeting, Pipes, Step
+from rollflow.tasks.learners.rank_process import LOST, failed, gone, learner_of, ready, run_rank, sent
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, settled
 
@@ -197,50 +184,65 @@ class RankedLearner:
             sent(self._ranks, data)
 
 
+class Forked:
+    """A rank in a process of this machine."""
+
+    def __init__(self, config: Ranked, start: LearnerStart, rank: int, meeting: Meeting) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([IMPORTS])
+        pairs = context.Pipe(), context.Pipe()
+        self.pipes, theirs = (Pipes(*ends) for ends in zip(*pairs, strict=True))
+        given = rank, meeting, theirs, config, start
+        self.process = context.Process(target=run_rank, args=given, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ended(self) -> int | None:
+        """See `StartedRank`."""
+        return self.process.exitcode
+
+    def end(self) -> None:
+        """See `StartedRank`."""
+        self.process.kill()
+        self.pipes.close()
+
+
 class Others:
     """The processes of the other ranks: started, given orders, and ended together."""
 
     def __init__(self, config: Ranked, start: LearnerStart) -> None:
-        self._config = config
-        self._store = first_store()
+        self._config, self._host = config, start.ranks.host
+        self._store = first_store(self._host)
         self.ordered = 0  # orders that were given
-        self._processes: dict[int, BaseProcess] = {}
-        self._pipes: dict[int, Pipes] = {}
         self._ranks: GlooRanks | None = None  # until all are there
         self._failed: RankFailed | None = None
         self._failing = Lock()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([IMPORTS])
-        for rank in range(1, config.ranks):
-            pairs = context.Pipe(), context.Pipe()
-            self._pipes[rank], theirs = (Pipes(*ends) for ends in zip(*pairs, strict=True))
-            given = rank, self._store.port, theirs, config, start
-            self._processes[rank] = context.Process(target=run_rank, args=given, daemon=True)
-            self._processes[rank].start()
-            theirs.close()
+        meeting, begin = Meeting(self._host, self._store.port), start.ranks.start or partial(Forked, config, start)
+        self._started = {rank: begin(rank, meeting) for rank in range(1, config.ranks)}
 
     def meet(self) -> GlooRanks:
         """The first rank's place among them, once all are there."""
         deadline = time.monotonic() + READY_SECONDS
         try:
-            while late := [rank for rank in self._processes if not self._store.check([ready(rank)])]:
+            while late := [rank for rank in self._started if not self._store.check([ready(rank)])]:
                 self._check()
                 if time.monotonic() > deadline:
                     raise Lost(f"{self._name(late[0])} was not there within {READY_SECONDS:g} s")
                 time.sleep(POLL_SECONDS)
-            ranks = self._ranks = GlooRanks(self._store, 0, self._config.ranks, self._config.rank_seconds, self._check)
-            return ranks
+            count, seconds = self._config.ranks, self._config.rank_seconds
+            self._ranks = GlooRanks(self._store, 0, count, seconds, self._check, host=self._host)
+            return self._ranks
         except (Lost, RuntimeError) as error:
             raise self.failed("the ranks started", error) from error
 
     def order(self, order: Call | Load | Step) -> None:
         """Tell all of them what to do."""
         self.ordered += 1
-        _send([pipes.orders for pipes in self._pipes.values()], order)
+        _send([one.pipes.orders for one in self._started.values()], order)
 
     def ask(self, ask: Ask) -> None:
         """Have all of them give what they have of a file, whatever they do."""
-        _send([pipes.asked for pipes in self._pipes.values()], ask)
+        _send([one.pipes.asked for one in self._started.values()], ask)
 
     def failed(self, when: str, error: Exception) -> RankFailed:
         """Ends all of them; the error says which rank is to blame. A step and what is beside it fail together."""
@@ -255,32 +257,32 @@ class Others:
     def _blamed(self, error: Exception) -> str:
         """What is wrong with which rank. Those that lost another end by themselves in a moment."""
         deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and any(process.is_alive() for process in self._processes.values()):
+        while time.monotonic() < deadline and any(one.ended() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
-        for rank, process in self._processes.items():
-            if process.exitcode not in (None, LOST):
-                return self._ended(rank, process.exitcode)
-        alive = [rank for rank, process in self._processes.items() if process.is_alive()]
+        ended = {rank: one.ended() for rank, one in self._started.items()}
+        for rank, how in ended.items():
+            if how is not None and how != LOST and not self._store.check([gone(rank)]):
+                return self._ended(rank, how)
+        alive = [rank for rank, how in ended.items() if how is None]
         if self._ranks and (late := self._ranks.behind() or alive):
             return f"{self._name(late[0])} did not come to the others within {self._config.rank_seconds:g} s"
         return str(error).partition("\n")[0]
 
     def end(self) -> None:
         """End all of them."""
-        for process in self._processes.values():
-            process.kill()
-        for pipes in self._pipes.values():
-            pipes.close()
+        for one in self._started.values():
+            one.end()
 
     def _check(self) -> None:
-        if ended := [rank for rank, process in self._processes.items() if not process.is_alive()]:
+        if ended := [rank for rank, one in self._started.items() if one.ended() is not None]:
             raise Lost(f"{self._name(ended[0])} ended")
 
-    def _ended(self, rank: int, code: int) -> str:
-        """What a process's exit code says."""
-        if code == FAILED:
+    def _ended(self, rank: int, how: int | str) -> str:
+        """What is known of a rank's end."""
+        if self._store.check([failed(rank)]):
             return f"{self._name(rank)} failed ({self._store.get(failed(rank)).decode()})"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if isinstance(how, int):
+            how = f"was killed by {signal.Signals(-how).name}" if how < 0 else f"ended with code {how}"
         return f"{self._name(rank)} {how}"
 
     def _name(self, rank: int) -> str:

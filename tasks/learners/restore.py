@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +34,7 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
 from rollflow.tasks.learners.gathered import Gathered
+from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.run_context import RunContext
 
@@ -87,15 +88,22 @@ class MappedFiles(Mapping[str, Data]):
         return len(self._paths)
 
 
-def new_learner(context: RunContext, folder: Path | None = None, *, blank: bool = False) -> Learner:
+def new_learner(
+    context: RunContext, folder: Path | None = None, *, blank: bool = False, ranks: RankHosts = NEAR
+) -> Learner:
     """The run's learner before its first step: with the weights in `folder`; without a folder, an untrained policy, or
-    a `blank` one for `restore`.
+    a `blank` one for `restore`. `ranks`: where the others are to be.
     """
+    start = replace(start_of(context, folder), blank=blank, ranks=ranks)
+    return build_learner(context.config.train, start)
+
+
+def start_of(context: RunContext, folder: Path | None = None) -> LearnerStart:
+    """What any rank of the run's learner begins with."""
     config = context.config
-    start = LearnerStart(
+    return LearnerStart(
         folder or context.policy_folder,
         trained=folder is not None,
-        blank=blank,
         dtype=config.policy.dtype,
         temperature=config.engine.temperature,
         versions=config.versions,
@@ -104,7 +112,6 @@ def new_learner(context: RunContext, folder: Path | None = None, *, blank: bool 
         shard_bytes=config.store.shard_bytes,
         first=partial(getattr, context, "first_weights"),  # complete once there is a version to load
     )
-    return build_learner(config.train, start)
 
 
 def restore(

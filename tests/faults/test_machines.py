@@ -52,6 +52,13 @@ backoff_seconds = 0.2
 [store]
 uri = "s3://machines/store"
 """
+ALONE = ""
+SPREAD = """
+[train]
+ranks = 2
+spread = true
+rank_seconds = 20
+"""
 
 
 @pytest.fixture
@@ -100,12 +107,16 @@ def actors(machine: Machine) -> set[str]:
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+Actor)\b", title))}
 
 
-def test_a_run_on_machines_without_a_common_disk(machines: Machines, prefect_database: Path) -> None:
-    """The engine on the machine without the learner proves its weights at every update: its log-probs are probed."""
+@pytest.mark.parametrize("train", [ALONE, pytest.param(SPREAD, marks=pytest.mark.soak)], ids=["alone", "spread"])
+def test_a_run_on_machines_without_a_common_disk(machines: Machines, prefect_database: Path, train: str) -> None:
+    """The engine on the machine without the learner proves its weights at every update: its log-probs are probed.
+
+    A learner whose ranks are spread loses one of them with that machine.
+    """
     left, right = machines.machine("left"), machines.machine("right")
     address = join(left, None)
     join(right, left)
-    left.path(left.home / "recipe.toml").write_text(RECIPE)
+    left.path(left.home / "recipe.toml").write_text(RECIPE + train)
     give(prefect_database, left.path(left.home / "own"))
     refused = left.start(
         rollflow("run", "recipe.toml", "--set", f"cluster.address={address}", "--set", "store.uri=own/store")
@@ -125,6 +136,7 @@ def test_a_run_on_machines_without_a_common_disk(machines: Machines, prefect_dat
     wait(lambda: version() >= 3 and len(cached(right)) >= 2, left, "both machines to work")
     lost = actors(right)
     assert {"EngineActor"} <= lost & actors(left), "one of the two is not on the learner's machine"
+    assert train == ALONE or {"LearnerActor", "RankActor"} & lost, "no rank is on the machine that is lost"
     began, before = time.monotonic(), version()
     right.lose_power()
     wait(lambda: version() >= before + 4, left, "versions after one machine was lost")

@@ -52,7 +52,7 @@ def ranked(folder: Path, ranks: int, seconds: float) -> RankedLearner:
 
 def pids(made: RankedLearner) -> list[int]:
     """Of the ranks behind the first."""
-    found = [process.pid for process in made._others._processes.values()]
+    found = [one.process.pid for one in made._others._started.values()]
     return [pid for pid in found if pid is not None]
 
 
@@ -80,7 +80,7 @@ TROUBLE: dict[str, tuple[Callable[[RankedLearner], None], float, str]] = {
         "rank 1 of 3 did not come to the others within 3 s",
     ),
     "failing": (
-        lambda made: made._others._pipes[2].orders.send(Load({}, {}, None)),
+        lambda made: made._others._started[2].pipes.orders.send(Load({}, {}, None)),
         60.0,
         "rank 2 of 3 failed (Corrupt: weights do not fit the model: ",
     ),
@@ -149,7 +149,7 @@ class Waiting(Killing):
         if number == 1:
             learner = self.actor.learner
             assert isinstance(learner, RankedLearner)
-            until(lambda: not any(process.is_alive() for process in learner._others._processes.values()))
+            until(lambda: not any(one.ended() is None for one in learner._others._started.values()))
             raise TimeoutError("there is no batch 1 yet")
         return found
 

@@ -46,8 +46,12 @@ def test_by_hand(asked: tuple[int, int, int], nodes: list[float], shares: tuple[
 @pytest.mark.parametrize(
     ("asked", "nodes", "sentence"),
     [
-        ((2, 1, 16), [8.0, 8.0], "train.ranks = 16: all are on one node, and the largest has 8 GPUs; set it to that"),
-        ((1, 4, 1), [2.0, 2.0], "engine.tensor_parallel = 4: all are on one node, and the largest has 2 GPUs; set it"),
+        (
+            (2, 1, 16),
+            [8.0, 8.0],
+            "train.ranks = 16: all are on one node, and the largest has 8 GPUs; set it to that, or",
+        ),
+        ((1, 4, 1), [2.0, 2.0], "engine.tensor_parallel = 4: the largest node has 2 GPUs; set it to that"),
         (
             (4, 1, 4),
             [7.0],

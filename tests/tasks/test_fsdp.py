@@ -202,7 +202,7 @@ def test_a_rank_that_ends_or_hangs_is_named(
     made.step(batch(0), 0)
 
     def leave(*given: Any) -> Tensor:
-        os.kill(made._others._processes[1].pid or 0, sent)
+        os.kill(made._others._started[1].process.pid or 0, sent)
         return loss_of(*given)
 
     monkeypatch.setattr(Updates, "loss_of", leave)

@@ -64,7 +64,7 @@ def begun(folder: Path, *, blank: bool) -> RankedLearner:
 
 def pids(made: RankedLearner) -> list[int]:
     """Of all ranks, the first one first."""
-    return [os.getpid(), *(process.pid for process in made._others._processes.values() if process.pid is not None)]
+    return [os.getpid(), *(one.process.pid for one in made._others._started.values())]
 
 
 def memory(pid: int, what: str) -> int:

@@ -30,6 +30,6 @@ def test_without_gpus_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_are_of_what_adds_up_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert begin_backend(torch.device("cpu"), blocking=False) == "gloo"
-    assert begin_backend(torch.device("cuda"), blocking=True) == "nccl"
+    assert begin_backend(torch.device("cpu"), "127.0.0.1", blocking=False) == "gloo"
+    assert begin_backend(torch.device("cuda"), "127.0.0.1", blocking=True) == "nccl"
     assert os.environ["NCCL_SOCKET_IFNAME"] == os.environ["GLOO_SOCKET_IFNAME"] == "lo"  # nobody else can reach it

@@ -91,7 +91,7 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 def rank_of(made: RankedLearner) -> int:
     """The process of rank 1."""
-    pid = made._others._processes[1].pid
+    pid = made._others._started[1].process.pid
     assert pid is not None
     return pid
 

@@ -1,0 +1,119 @@
+"""Ranks of a learner that are actors of Ray's (`train.spread`): wherever there is room, each with a GPU of its own.
+
+    learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
+            +---- orders, over a connection of its own that asks for a secret ----+
+
+They belong to the learner's actor: Ray ends them with it. What ranks say to each other goes over the network between
+their machines, not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from threading import Thread
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rollflow.tasks.learners.rank_orders import Meeting, Pipes, RankHosts
+from rollflow.tasks.learners.restore import start_of
+from rollflow.tasks.run_context import RunContext
+
+CONNECTED_SECONDS = 60.0  # for a rank that is there to have its connections taken
+GONE = "ended: its process or its machine is gone"
+
+
+def rank_hosts(context: RunContext) -> RankHosts:
+    """For the learner of this process, which is an actor."""
+    return RankHosts(node_address(), partial(SpreadRank, context))
+
+
+def node_address() -> str:
+    """Of this process's node, as the other nodes know it."""
+    return str(nodes()[0]["NodeManagerAddress"])
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Ray's living nodes, this one first."""
+    own = ray.get_runtime_context().get_node_id()
+    return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
+
+
+def room_for(rank: int) -> dict[str, Any]:
+    """Ray's options for a rank: a GPU where this one has one, wherever that is; else the nodes have ranks in turn."""
+    if ray.get_gpu_ids():
+        return {"num_gpus": 1}
+    every = nodes()
+    near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
+    return {"num_cpus": 0.001, "scheduling_strategy": near}  # of nothing at all Ray draws the node
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Where a rank calls for its orders."""
+
+    address: Any
+    secret: bytes = field(repr=False)
+
+
+class SpreadRank:
+    """A rank in an actor; see `StartedRank`."""
+
+    def __init__(self, context: RunContext, rank: int, meeting: Meeting) -> None:
+        secret = secrets.token_bytes(32)
+        self._listener = Listener((meeting.host, 0), authkey=secret)
+        self._pipes: Future[Pipes] = Future()
+        Thread(target=self._accept, daemon=True).start()
+        self._actor = ray.remote(RankActor).options(**room_for(rank)).remote(context)
+        self._served = self._actor.serve.remote(rank, meeting, Caller(self._listener.address, secret))
+
+    @property
+    def pipes(self) -> Pipes:
+        """See `StartedRank`."""
+        return self._pipes.result(CONNECTED_SECONDS)
+
+    def ended(self) -> str | None:
+        """See `StartedRank`."""
+        return GONE if ray.wait([self._served], timeout=0)[0] else None
+
+    def end(self) -> None:
+        """See `StartedRank`. Where Ray is gone or knows it no more, it has ended."""
+        if ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.ActorHandleNotFoundError):
+                ray.kill(self._actor)
+        self._listener.close()
+        if self._pipes.done():
+            self._pipes.result().close()
+
+    def _accept(self) -> None:
+        """The rank's two connections, in their order; whoever else calls is not let in."""
+        found = list[Connection]()
+        while len(found) < 2:
+            try:
+                found.append(self._listener.accept())
+            except (AuthenticationError, EOFError, ConnectionError):
+                pass  # somebody else
+            except OSError:
+                return  # it was closed
+        self._pipes.set_result(Pipes(*found))
+
+
+class RankActor:
+    """A rank that is not the first."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+
+    def serve(self, rank: int, meeting: Meeting, caller: Caller) -> None:
+        """Until the learner's actor ends, or another rank does."""
+        from rollflow.tasks.learners.rank_process import serve_rank
+
+        pipes = Pipes(*(Client(caller.address, authkey=caller.secret) for _ in range(2)))
+        serve_rank(rank, meeting, node_address(), pipes, self._context.config.train, start_of(self._context))

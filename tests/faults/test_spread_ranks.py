@@ -1,0 +1,156 @@
+"""Ranks that are actors of Ray's: they train what forked ones train, and one that ends, hangs or fails is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+import ray
+
+from rollflow.storage.errors import RankFailed
+from rollflow.storage.log.audit import audit
+from rollflow.tasks.actors.learner import LearnerActor
+from rollflow.tasks.actors.ranks import SpreadRank, rank_hosts
+from rollflow.tasks.learners.gloo_ranks import first_store
+from rollflow.tasks.learners.rank_orders import Load, Meeting
+from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.learners.restore import new_learner
+from rollflow.tasks.run_context import RunContext
+from tests.support.small_run import StoreFeed, prepare_small, train_small
+from tests.support.waiting import until
+
+HANG_SECONDS = 180.0
+SOAK = pytest.mark.soak
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_node: None) -> Path:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def processes() -> list[psutil.Process]:
+    """Of all ranks that are actors."""
+    found = psutil.process_iter(["name", "status"])
+    return [one for one in found if one.info["name"].startswith("ray::Rank") and one.info["status"] != "zombie"]
+
+
+def weights(run: RunContext, version: int) -> list[str]:
+    return [stored.sha256 for stored in run.policies.find(version).objects]
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param({"ranks": 2}, id="whole"),
+        pytest.param({"ranks": 3, "sharded": True}, id="sharded"),
+        pytest.param({"ranks": 2, "learner": "deepspeed"}, id="DeepSpeed", marks=SOAK),
+    ],
+)
+def test_they_train_what_forked_ones_train(place: Path, train: dict[str, Any]) -> None:
+    near = prepare_small(place, "near", versions=2, train=train)
+    far = prepare_small(place, "far", versions=2, train={**train, "spread": True})
+    train_small(near)
+    train_small(far)
+    assert weights(far, 2) == weights(near, 2)
+    assert audit(far.store).clean
+    until(lambda: not processes())  # they end with their learner
+
+
+class Troubled(StoreFeed):
+    """Does something to the ranks before batch 1."""
+
+    actor: LearnerActor
+
+    def __init__(self, run: RunContext, do: Callable[[RankedLearner], None]) -> None:
+        super().__init__(run)
+        self._do = do
+
+    def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
+        """See `StoreFeed`."""
+        if number == 1:
+            learner = self.actor.learner
+            assert isinstance(learner, RankedLearner)
+            self._do(learner)
+        return super().lease(number, deadline, afresh=afresh)
+
+
+def send(sent: signal.Signals) -> Callable[[RankedLearner], None]:
+    """Send it to the rank's process."""
+
+    def do(learner: RankedLearner) -> None:
+        (rank,) = processes()
+        os.kill(rank.pid, sent)
+        if sent == signal.SIGKILL:
+            until(lambda: learner._others._started[1].ended() is not None)
+
+    return do
+
+
+def nonsense(learner: RankedLearner) -> None:
+    """An order that fails."""
+    learner._others._started[1].pipes.orders.send(Load({}, {}, None))
+
+
+TROUBLE: list[Any] = [
+    pytest.param(send(signal.SIGKILL), 600.0, "ended: its process or its machine is gone", id="killed"),
+    pytest.param(send(signal.SIGSTOP), 5.0, "did not come to the others within 5 s", id="stopped", marks=SOAK),
+    pytest.param(nonsense, 600.0, r"failed \(Corrupt: weights do not fit the model: .*\)", id="failing", marks=SOAK),
+]
+
+
+@pytest.mark.parametrize(("do", "seconds", "sentence"), TROUBLE)
+def test_one_that_is_gone_is_named_and_the_next_learner_goes_on(
+    place: Path, do: Callable[[RankedLearner], None], seconds: float, sentence: str
+) -> None:
+    train = {"ranks": 2, "spread": True, "rank_seconds": seconds}
+    quiet, run = (prepare_small(place, name, versions=3, train=train) for name in ("quiet", "troubled"))
+    train_small(quiet)
+    until(lambda: not processes())
+    feed = Troubled(run, do)
+    feed.actor = LearnerActor(run, channel=feed)
+    with pytest.raises(RankFailed, match=rf"^rank 1 of 2 {sentence} while version 2 was trained"):
+        feed.actor.run()
+    until(lambda: not processes())
+    assert train_small(run).version == 3
+    assert weights(run, 3) == weights(quiet, 3)
+    assert audit(run.store).clean
+
+
+class Owner:
+    """Has a learner."""
+
+    def begin(self, run: RunContext) -> int:
+        """Returns this process's id."""
+        self._learner = new_learner(run, ranks=rank_hosts(run))
+        return os.getpid()
+
+
+def test_none_outlives_its_owner(place: Path) -> None:
+    run = prepare_small(place, versions=2, train={"ranks": 3, "spread": True})
+    owner = ray.remote(Owner).remote()
+    pid = ray.get(owner.begin.remote(run), timeout=HANG_SECONDS)
+    assert len(processes()) == 2
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not processes())
+
+
+def test_a_stranger_gives_no_orders(place: Path) -> None:
+    """Who calls where a rank should is asked for a secret."""
+    run = prepare_small(place, versions=2, train={"ranks": 2, "spread": True})
+    started = SpreadRank(run, 1, Meeting("127.0.0.1", first_store().port))
+    try:
+        with pytest.raises(AuthenticationError):
+            Client(started._listener.address, authkey=b"guessed")
+        assert started.pipes  # the rank itself came through
+    finally:
+        started.end()
