@@ -36,7 +36,7 @@ from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
 from rollflow.tasks.learners.rank_gpus import check_gpus
-from rollflow.tasks.learners.rank_orders import Ask, Call, Load, Meeting, Pipes, Step
+from rollflow.tasks.learners.rank_orders import NEAR, Ask, Call, Load, Meeting, Pipes, Step
 from rollflow.tasks.learners.rank_process import LOST, failed, gone, learner_of, ready, run_rank, sent
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, settled
@@ -52,7 +52,8 @@ class RankedLearner:
 
     def __init__(self, config: Ranked, start: LearnerStart) -> None:
         """Raises `ConfigError` where GPUs are too few or DeepSpeed is missing, or as a learner of one rank."""
-        check_gpus(config.ranks)
+        if start.ranks == NEAR:
+            check_gpus(config.ranks)
         kind = learner_of(config)
         self._others = Others(config, start)
         weakref.finalize(self, self._others.end)

@@ -20,7 +20,7 @@ from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
-from rollflow.tasks.learners.rank_process import Load
+from rollflow.tasks.learners.rank_orders import Load, Meeting, RankHosts, StartedRank
 from rollflow.tasks.learners.ranked import RankedLearner
 from tests.contracts.test_learners import batch
 from tests.support.small_run import StoreFeed, prepare_small, train_small
@@ -177,6 +177,18 @@ def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"^train.ranks = 2: each has a GPU of its own, and here are 1; set it to 1$"):
         ranked(folder, 2, 60.0)
+
+
+def test_ranks_on_several_machines_see_one_gpu_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first rank's machine are not counted; here nothing comes of it, as the starter fails."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    far = RankHosts(start=_never)
+    with pytest.raises(NotImplementedError):
+        RankedLearner(TorchTrain(ranks=2), LearnerStart(folder, trained=True, versions=10, ranks=far))
+
+
+def _never(rank: int, meeting: Meeting) -> StartedRank:
+    raise NotImplementedError
 
 
 def test_ranks_end_with_a_learner_that_nobody_has(folder: Path) -> None:
