@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -40,8 +41,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_node: None) -> Pa
 
 def processes() -> list[psutil.Process]:
     """Of all ranks that are actors."""
-    found = psutil.process_iter(["name", "status"])
-    return [one for one in found if one.info["name"].startswith("ray::Rank") and one.info["status"] != "zombie"]
+    found = []
+    for process in psutil.Process().children(recursive=True):  # Ray's node is this process's
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith("ray::Rank") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def weights(run: RunContext, version: int) -> list[str]:
