@@ -61,6 +61,7 @@ class Nightly(Section):
     hours: float = Field(6.0, gt=0, le=1000, description="longest time for one recipe; then its run is stopped")
     from_last: bool = Field(False, description="begin with the version that the last night ended with")
     z: float = Field(1.645, ge=0, le=100, description="standard errors by which a better version must be better")
+    answers: int = Field(100, ge=1, description="fewest held-out answers of two versions that are compared")
     alias: str = Field("best", pattern=r"^[A-Za-z][\w-]*$", description="the alias in MLflow's model registry")
     keep: int = Field(7, gt=0, description="newest nights whose runs and versions are kept, besides the best")
     notify: str | None = Field(None, description="a Prefect notification block, e.g. slack-webhook/nightly")
@@ -139,7 +140,7 @@ def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
         best, score = registry.best(), score_of(context)
         _export(context, versions / run_id)
         made = registry.add(str(versions / run_id), run_id, score)
-        better, result = _judged(best, score, plan.z)
+        better, result = _judged(best, score, plan)
         if better:
             registry.promote(made)
         _prune(context, versions, name, plan.keep, registry.aliased())
@@ -148,14 +149,17 @@ def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
         return Report(name, run_id, f"failed: {error}", ok=False)
 
 
-def _judged(best: Registered | None, score: Score, bound: float) -> tuple[bool, str]:
-    """Whether it becomes the best, and why, in words."""
+def _judged(best: Registered | None, score: Score, plan: Nightly) -> tuple[bool, str]:
+    """Whether it becomes the best, and why, in words. By few answers nobody is: z is for many."""
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
     if best is None or best.score == score:  # the second: this night again
         return best is None, f"{said}; the first" if best is None else f"{said}; as the best"
+    known = f"the best so far has {best.score.accuracy:.1%} of {best.score.responses} ({best.run_id})"
+    if min(score.responses, best.score.responses) < plan.answers:
+        cure = f"fewer than answers = {plan.answers} cannot be compared; raise evaluation.prompts"
+        return False, f"{said}; not promoted: {known}, and {cure}"
     z = z_score(score, best.score)
-    compared = f"the best so far has {best.score.accuracy:.1%} ({best.run_id}), z = {z:.2f}, bound {bound:g}"
-    return z > bound, f"{said}; {'promoted' if z > bound else 'not promoted'}: {compared}"
+    return z > plan.z, f"{said}; {'promoted' if z > plan.z else 'not promoted'}: {known}, z = {z:.2f}, bound {plan.z:g}"
 
 
 def _newest(versions: Path, name: str) -> Path | None:

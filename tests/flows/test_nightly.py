@@ -20,12 +20,12 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe
 from rollflow.flows.deployments import of_nightly
 from rollflow.flows.locations import all_runs, context_of
-from rollflow.flows.nightly import Nightly, nightly, one_night, read_nightly, train_here
+from rollflow.flows.nightly import Nightly, _judged, nightly, one_night, read_nightly, train_here
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services.prefect_api import SERVED, api, start
 from rollflow.flows.services.process import PrefectServer
 from rollflow.flows.services.registering import register
-from rollflow.flows.views.registry import Score, z_score
+from rollflow.flows.views.registry import Registered, Score, z_score
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
@@ -157,6 +157,15 @@ def test_two_proportions_by_hand() -> None:
     """p = 0.5 over both: the error is sqrt(0.25 * 2 / 100) = 0.0707."""
     assert z_score(Score(0.6, 100), Score(0.4, 100)) == pytest.approx(0.2 / 0.070711, rel=1e-4)
     assert z_score(Score(1.0, 8), Score(1.0, 8)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "promoted"), [(100, 100, True), (99, 100, False), (100, 99, False), (5, 5, False)]
+)
+def test_few_answers_promote_nobody(plan: Nightly, new: int, old: int, promoted: bool) -> None:
+    better, said = _judged(Registered("1", "monday", Score(0.0, old)), Score(0.6, new), plan)
+    assert better == promoted
+    assert promoted or "fewer than answers = 100 cannot be compared; raise evaluation.prompts" in said
 
 
 @pytest.mark.parametrize(
