@@ -14,7 +14,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,7 +143,7 @@ def _recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report:
         better, result = _judged(best, score, plan)
         if better:
             registry.promote(made)
-        _prune(context, versions, name, plan.keep, registry.aliased())
+        _prune(context, versions, name, plan.keep, registry)
         return Report(name, run_id, result, ok=True)
     except (RollflowError, OSError) as error:
         return Report(name, run_id, f"failed: {error}", ok=False)
@@ -193,12 +193,14 @@ def _registry_uri(config: RunConfig) -> str:
     return config.tracking.uri or TrackingPlace.default(home(), config.tracking.experiment or config.name).uri
 
 
-def _prune(context: RunContext, versions: Path, name: str, keep: int, aliased: Set[str]) -> None:
-    """Delete this recipe's nights but the newest `keep` and what has an alias: exports, and runs with all objects."""
-    store = context.uri.rpartition("/runs/")[0]
+def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: Registry) -> None:
+    """Delete this recipe's nights but the newest `keep` and what has an alias: exports, registered versions, and runs
+    with all objects."""
+    store, aliased = context.uri.rpartition("/runs/")[0], registry.aliased()
     nights = sorted(one.run_id for one in all_runs(store) if _is_night(one.run_id, name))
     for run_id in nights[:-keep]:
         if run_id not in aliased:
+            registry.forget(run_id)
             shutil.rmtree(versions / run_id, ignore_errors=True)
             old = context_of(store, run_id).store
             for path in sorted(old.list(), key=entry_path(0).__eq__):  # last what it is found by

@@ -86,17 +86,26 @@ class Registry:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-            for one in self._client.search_model_versions(f"name='{self._model}'"):
-                if one.tags.get("run") == run_id:
-                    return Registered(one.version, run_id, score)
+            for one in self._of_run(run_id):
+                return Registered(one.version, run_id, score)
             tags = {"run": run_id, "accuracy": repr(score.accuracy), "responses": str(score.responses)}
             made = self._client.create_model_version(self._model, folder, tags=tags)
             return Registered(made.version, run_id, score)
+
+    def forget(self, run_id: str) -> None:
+        """Take away what a run registered; its files go."""
+        with self._answering():
+            for one in self._of_run(run_id):
+                self._client.delete_model_version(self._model, one.version)
 
     def promote(self, version: Registered) -> None:
         """Give it the alias."""
         with self._answering():
             self._client.set_registered_model_alias(self._model, self._alias, version.number)
+
+    def _of_run(self, run_id: str) -> list[ModelVersion]:
+        every = self._client.search_model_versions(f"name='{self._model}'")
+        return [one for one in every if one.tags.get("run") == run_id]
 
     def _registered(self, found: ModelVersion) -> Registered:
         try:
