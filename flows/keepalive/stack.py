@@ -2,8 +2,8 @@
 
     up --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
-It holds `up.keeper` in the run home, as long as it lives; `rollflow down` ends both. A stack that ended by itself, or
-never came up, has said why, and is not started again. What a dead one had started ends by itself (see
+It holds `up.keeper` in the run home, as long as it lives; `rollflow down` ends both. A stack that was told to end, or
+never came up and has said why, is not started again. What a dead one had started ends by itself (see
 `services.process`), and its addresses are waited for.
 
     python -m rollflow.flows.keepalive.stack [OPTIONS OF SERVE]
@@ -32,18 +32,19 @@ NAME = "the stack"
 
 
 def keep(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: Told) -> int:
-    """Start `command` until it ends by itself or `ended` is set; its exit code.
+    """Start `command` until it ends in order, never comes up, or `ended` is set; its exit code.
 
     Raises:
         GaveUp: it died too often.
     """
     budget = Budget(limits)
     while True:
-        child = subprocess.Popen(command)
+        child, was_up = subprocess.Popen(command), False
         while child.poll() is None:
+            was_up = was_up or stack.came_up(place, child.pid)
             if ended.wait(POLL_SECONDS):
                 return _end(child)
-        if not stack.died(place, child.pid):
+        if not (was_up or stack.came_up(place, child.pid)) or child.returncode == 0:
             return child.returncode
         pause = budget.spend(NAME, f"exit code {child.returncode}")
         print(f"{NAME} is started again: its process ended with exit code {child.returncode}", flush=True)

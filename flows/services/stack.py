@@ -89,8 +89,8 @@ def find(home: Path) -> Stack | None:
         return None
 
 
-def died(home: Path, pid: int) -> bool:
-    """Whether this process, which has ended, had come up and did not end in order: its `up.json` is still there."""
+def came_up(home: Path, pid: int) -> bool:
+    """Whether this process serves in this home; of one that has ended, that it did not end in order."""
     file = home / "up.json"
     return file.exists() and bool(json.loads(file.read_text())["pid"] == pid)
 

@@ -84,6 +84,19 @@ def test_one_that_dies_too_often_is_left(tmp_path: Path) -> None:
     killing.join()
 
 
+def test_one_that_fails_once_it_was_up_comes_back(tmp_path: Path) -> None:
+    """An error of it ends it in order: it is no more to be found, and has an exit code."""
+    fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
+    with pytest.raises(GaveUp, match=r"the stack was started again 1 times .* exit code 1"):
+        keep(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), Told())
+    assert stack.find(tmp_path) is None
+
+
+def test_one_that_is_done_is_left(tmp_path: Path) -> None:
+    done = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3)"), str(tmp_path)]
+    assert keep(tmp_path, done, RecoveryConfig(), Told()) == 0
+
+
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_one_that_never_came_up_has_said_why(tmp_path: Path, code: int) -> None:
     assert keep(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), Told()) == code
