@@ -32,6 +32,7 @@ from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
+from rollflow.flows.services.prefect_api import asked_for
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
 from rollflow.flows.views.actor_warnings import ActorWarnings
@@ -153,12 +154,12 @@ def _claimed(context: RunContext, address: str) -> Writer:
 def _begin_anew(context: RunContext) -> None:
     """Where a person or a schedule starts the run, no restart of before counts against its budgets.
 
-    Nor does what was asked of the run before: it is to go on.
+    Nor does what was asked of the run before: it is to go on. What is asked of it since then holds.
     """
     with contextlib.suppress(RollflowError):  # a server or a store that does not answer is no reason not to train
-        if not follows_another(UUID(str(flow_run.id))):
+        if not follows_another(own := UUID(str(flow_run.id))):
             begin_anew(context.store)
-            take_back(context.store)
+            take_back(context.store, asked_for(own))
 
 
 def _sweep(context: RunContext) -> None:

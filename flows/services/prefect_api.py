@@ -92,6 +92,18 @@ def insist(call: Callable[[], T]) -> T:
             time.sleep(1.0)
 
 
+def asked_for(flow_run: UUID) -> float:
+    """When a flow run was asked to run the last time: started, retried or resumed; in seconds since the epoch.
+
+    Raises:
+        Unreachable: the server did not answer.
+    """
+    with api() as client:
+        states = client.read_flow_run_states(flow_run)
+    planned = [state.state_details.scheduled_time or state.timestamp for state in states if state.is_scheduled()]
+    return max((when.timestamp() for when in planned), default=0.0)
+
+
 def start(
     client: SyncPrefectClient,
     flow: str,

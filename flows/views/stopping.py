@@ -38,11 +38,10 @@ class Ended(Exception):
 
 
 def ask(run: ObjectStore, how: How) -> Request:
-    """Ask the run to end; a "cancel" replaces a "stop", and nothing else is replaced."""
-    asked = requested(run)
-    if asked is None or (asked.how, how) == ("stop", "cancel"):
-        asked = Request(how, time.time())
-        run.put(REQUEST, json.dumps(asdict(asked)).encode())
+    """Ask the run to end, now; a "cancel" stays one where a "stop" follows."""
+    before = requested(run)
+    asked = Request(before.how if before is not None and before.how == "cancel" else how, time.time())
+    run.put(REQUEST, json.dumps(asdict(asked)).encode())
     return asked
 
 
@@ -55,7 +54,8 @@ def requested(run: ObjectStore) -> Request | None:
         return None
 
 
-def take_back(run: ObjectStore) -> None:
-    """The run is started or resumed: what was asked of it before is done."""
-    if requested(run) is not None:
+def take_back(run: ObjectStore, before: float) -> None:
+    """The run was started or resumed at `before` (seconds since the epoch): what was asked of it until then is done."""
+    asked = requested(run)
+    if asked is not None and asked.at < before:
         run.delete(REQUEST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect import flow
+from prefect.states import Pending, Running, Scheduled, Suspended
 
 from rollflow.flows import steps as steps_module
 from rollflow.flows.commands.cli import main
@@ -19,6 +22,7 @@ from rollflow.flows.keepalive import following as following_module
 from rollflow.flows.keepalive.following import Following
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.post_training import _ending
+from rollflow.flows.services.prefect_api import api, asked_for
 from rollflow.flows.steps import blocks
 from rollflow.flows.views.status import STATUS, RunStatus
 from rollflow.flows.views.stopping import REQUEST, Ended, ask, requested, take_back
@@ -26,6 +30,7 @@ from rollflow.storage.errors import RollflowError
 from rollflow.storage.objects import open_store
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
+from tests.support.prefect_home import served
 from tests.support.waiting import until
 
 
@@ -47,19 +52,47 @@ def tell(context: RunContext, status: RunStatus) -> None:
 def test_what_is_asked_stands_until_it_is_taken_back(run: RunContext) -> None:
     assert requested(run.store) is None
     first = ask(run.store, "stop")
-    assert ask(run.store, "stop") == first == requested(run.store)
+    assert first == requested(run.store)
+    assert ask(run.store, "stop").at > first.at  # it may have been asked of the run as it went before
     assert ask(run.store, "cancel").how == "cancel"
     assert ask(run.store, "stop").how == "cancel"
-    take_back(run.store)
-    take_back(run.store)
+    take_back(run.store, time.time() + 1)
+    take_back(run.store, time.time() + 1)
     assert requested(run.store) is None
+
+
+def test_what_is_asked_since_the_run_was_started_holds(run: RunContext) -> None:
+    """Else a stop in the seconds before its supervisor claims it would be lost."""
+    asked = ask(run.store, "stop")
+    take_back(run.store, asked.at - 1.0)
+    assert requested(run.store) == asked
+    take_back(run.store, asked.at + 1.0)
+    assert requested(run.store) is None
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("prefect")
+def test_when_a_flow_run_was_asked_for(prefect_database: Path, tmp_path: Path) -> None:
+    """By a start, a retry, a resumption: not when the server notices that it is late, or when it began."""
+    with served(tmp_path / "home", prefect_database), api() as client:
+        began = time.time()
+        made = client.create_flow_run(flow(lambda: None, name="nothing"), state=Scheduled())
+        first = asked_for(made.id)
+        assert began - 1 <= first <= time.time() + 1
+        late = Scheduled(name="Late", scheduled_time=made.expected_start_time)
+        for state in (late, Pending(), Running(), Suspended()):
+            client.set_flow_run_state(made.id, state, force=True)
+        assert asked_for(made.id) == pytest.approx(first, abs=0.5)
+        time.sleep(1.5)
+        client.set_flow_run_state(made.id, Scheduled(name="Resuming"), force=True)
+        assert asked_for(made.id) > first + 1
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"how": "later", "at": 1}', b'{"how": "stop"}'])
 def test_a_request_that_cannot_be_read_is_none(run: RunContext, text: bytes) -> None:
     run.store.put(REQUEST, text)
     assert requested(run.store) is None
-    take_back(run.store)
+    take_back(run.store, time.time() + 1)
 
 
 def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[Any], None]) -> list[str]:
