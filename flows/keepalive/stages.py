@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Running
 
+from rollflow.flows.keepalive.early import begin_actors
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.flows.services.prefect_api import api, going, start, states_of
@@ -97,6 +98,7 @@ class Stages:
     def start(self) -> None:
         """Adopt the stages' flow runs that are under way, and start the others."""
         self._start_channel()
+        begin_actors(self.context, self.address)
         limit = time.monotonic() + START_SECONDS
         while True:
             try:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import ray
 
+from rollflow.flows.keepalive.early import begin_actors
 from rollflow.flows.keepalive.engines import Engines
 from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import StoreFailed
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
+from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.config import RecoveryConfig, RunConfig
@@ -34,12 +36,13 @@ QUIET = RolloutStatus()
 class Kept:
     """Two timed engines, their keeper and one that they join."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, before: Callable[[RunContext], None] = lambda _: None) -> None:
         recovery = RecoveryConfig(restarts=5, backoff_seconds=0.01)
         evaluation = EvaluationConfig(engine="own")
         config = RunConfig(engine=TimedEngineConfig(replicas=2), recovery=recovery, evaluation=evaluation)
         describe(open_store(str(folder)), "kept", config)
         self.context = RunContext(str(folder), folder / "cache")
+        before(self.context)
         self.engines = Engines(self.context, print)
         self.scheduler = ray.remote(Joins).options(num_cpus=0).remote()
         self.engines.start()
@@ -78,6 +81,21 @@ def die(actor: Any) -> None:
 def kept(tmp_path: Path) -> Iterator[Kept]:
     yield Kept(tmp_path)
     cluster.kill_named([engine_name(0), engine_name(1), engine_name(EVALUATION)])
+
+
+def test_engines_that_began_before_their_stage_are_found(tmp_path: Path) -> None:
+    begun = list[int]()
+
+    def begin(context: RunContext) -> None:
+        begin_actors(context, "")
+        begun.extend(process(number) for number in range(2))
+
+    try:
+        kept = Kept(tmp_path, begin)
+        assert [process(number) for number in range(2)] == begun
+        assert kept.recovered == []
+    finally:
+        cluster.kill_named([engine_name(0), engine_name(1), LEARNER])
 
 
 def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it_dies(kept: Kept) -> None:

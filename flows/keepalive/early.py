@@ -1,0 +1,23 @@
+"""Engines and the learner begin before the flows of their stages do, which then find them.
+
+Most of their start is imports, as it is of a flow's process; so these go on side by side.
+"""
+
+from __future__ import annotations
+
+from rollflow.flows.keepalive.gpus import gpu_shares
+from rollflow.tasks.actors.learner import start_learner
+from rollflow.tasks.actors.rollout import start_engine
+from rollflow.tasks.run_context import RunContext
+
+
+def begin_actors(context: RunContext, address: str) -> None:
+    """Start those that are not there, or find them; what comes of it is for their stages to see.
+
+    Raises:
+        ConfigError: the cluster has too few GPUs for them.
+    """
+    shares = gpu_shares(context.config)
+    for number in range(context.config.engine.replicas):
+        start_engine(context, number, shares.engine).start.remote()
+    start_learner(context, shares.learner, address).run.remote()
