@@ -105,7 +105,7 @@ def assert_in_mlflow(home: Path, recoveries: int, versions: int) -> None:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{home}/mlflow/mlflow.db")
-    [experiment] = [e for e in client.search_experiments() if e.name == "rollflow"]
+    [experiment] = [e for e in client.search_experiments() if e.name != "Default"]
     [found] = client.search_runs([experiment.experiment_id])
     assert found.data.metrics["recovery/count"] == recoveries
     logged = client.get_metric_history(found.info.run_id, "rollout/reward")
