@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from rollflow.tasks.engines.config import EngineBase, EngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
@@ -22,8 +24,10 @@ from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig, ReasoningGymPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
-from rollflow.tasks.sections import LONGEST_SECONDS, Section, check_storable, refuse
+from rollflow.tasks.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward, RewardConfig
+
+Refusals = Iterator[PydanticCustomError]
 
 
 class StoreConfig(Section):
@@ -121,62 +125,70 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """What only the whole tree can tell."""
+        """What only the whole tree can tell, all of it at once."""
+        rules = self._batches, self._policy, self._rollout, self._places, self._judged, self._trainable
+        refuse_all(refused for rule in rules for refused in rule())
+        return self
+
+    def _batches(self) -> Refusals:
         baseline = self.train.objective.advantage.baseline
         if baseline in ("group", "leave-one-out") and self.group_size < 2:
             cure = f'the baseline "{baseline}" needs 2 or more; or set train.objective.advantage.baseline = "none"'
-            refuse("group_size", self.group_size, cure)
+            yield refusal("group_size", self.group_size, cure)
         if self.groups % self.train.minibatches:
             cure = f"it must divide groups = {self.groups}; choose a divisor"
-            refuse("train.minibatches", self.train.minibatches, cure)
-        if (self.policy.path is None) == (self.policy.cold_start is None):
-            refuse("policy.path", self.policy.path, "give either policy.path or [policy.cold_start], one of the two")
+            yield refusal("train.minibatches", self.train.minibatches, cure)
+        if not self.prompts:
+            yield refusal("prompts", [], "give at least one [[prompts]] source")
+
+    def _policy(self) -> Refusals:
+        cold = self.policy.cold_start
+        if (self.policy.path is None) == (cold is None):
+            yield refusal(
+                "policy.path", self.policy.path, "give either policy.path or [policy.cold_start], one of the two"
+            )
+        if cold and cold.hidden_size % cold.heads:
+            yield refusal("policy.cold_start.heads", cold.heads, f"it must divide hidden_size = {cold.hidden_size}")
+        if cold and cold.context <= self.engine.max_new_tokens:
+            cure = f"it must be below policy.cold_start.context = {cold.context}"
+            yield refusal("engine.max_new_tokens", self.engine.max_new_tokens, cure)
+
+    def _rollout(self) -> Refusals:
         rollout = self.rollout
         if rollout.extra_groups and (rollout.bound == "wait" or rollout.order == "started"):
             cure = 'extra groups are left behind: set rollout.at_bound = "drop" and rollout.order = "finished"'
-            refuse("rollout.extra_groups", rollout.extra_groups, cure)
+            yield refusal("rollout.extra_groups", rollout.extra_groups, cure)
         if rollout.ahead is not None and rollout.ahead > self.async_ratio:
             cure = f"it must not be above async_ratio = {self.async_ratio:g}: what runs further ahead gets too old"
-            refuse("rollout.ahead", rollout.ahead, cure)
+            yield refusal("rollout.ahead", rollout.ahead, cure)
+
+    def _places(self) -> Refusals:
+        """Who evaluates, and where it is tracked."""
         if self.evaluation.engine == "lent" and self.engine.replicas < 2:
             cure = f'engine.replicas = {self.engine.replicas}, and one engine has to go on: set "own" or "transformers"'
-            refuse("evaluation.engine", self.evaluation.engine, cure)
+            yield refusal("evaluation.engine", self.evaluation.engine, cure)
         place = urlsplit(self.tracking.uri or "")
         if place.password:
             cure = "a run keeps its config: take the password out, and set MLFLOW_TRACKING_PASSWORD (or PGPASSWORD)"
-            refuse("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
-        if not self.prompts:
-            refuse("prompts", [], "give at least one [[prompts]] source")
-        cold = self.policy.cold_start
-        if cold and cold.hidden_size % cold.heads:
-            refuse("policy.cold_start.heads", cold.heads, f"it must divide hidden_size = {cold.hidden_size}")
-        if cold and cold.context <= self.engine.max_new_tokens:
-            cure = f"it must be below policy.cold_start.context = {cold.context}"
-            refuse("engine.max_new_tokens", self.engine.max_new_tokens, cure)
-        return self
+            yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
-    @model_validator(mode="after")
-    def _judged(self) -> Self:
+    def _judged(self) -> Refusals:
         """Not every verifier can judge every source: it would score 0 without end."""
-        if any(isinstance(source, ColumnSumsPrompts) for source in self.prompts):
-            if isinstance(self.reward, ReasoningGymReward):
-                cure = (
-                    'prompts of kind "column-sums" are of no family; set reward.kind = "exact", reward.answer = "tag"'
-                )
-                refuse("reward.kind", self.reward.kind, cure)
-            if isinstance(self.reward, ExactReward) and self.reward.answer == "all":
-                cure = 'answers to "column-sums" are steps that end in a tag; set reward.answer = "tag"'
-                refuse("reward.answer", self.reward.answer, cure)
-        return self
+        if not any(isinstance(source, ColumnSumsPrompts) for source in self.prompts):
+            return
+        if isinstance(self.reward, ReasoningGymReward):
+            cure = 'prompts of kind "column-sums" are of no family; set reward.kind = "exact", reward.answer = "tag"'
+            yield refusal("reward.kind", self.reward.kind, cure)
+        if isinstance(self.reward, ExactReward) and self.reward.answer == "all":
+            cure = 'answers to "column-sums" are steps that end in a tag; set reward.answer = "tag"'
+            yield refusal("reward.answer", self.reward.answer, cure)
 
-    @model_validator(mode="after")
-    def _trainable(self) -> Self:
+    def _trainable(self) -> Refusals:
         """DeepSpeed has one type for all parameters of an engine, and a critic's head is in float32."""
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
             cure = 'with a critic train.learner = "deepspeed" takes float32 only; choose that, or learner = "torch"'
-            refuse("policy.dtype", self.policy.dtype, cure)
-        return self
+            yield refusal("policy.dtype", self.policy.dtype, cure)
 
     def evaluates(self, version: int) -> bool:
         """Whether `version` is to be evaluated."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time
 from typing import Any, ClassVar, NoReturn, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 LARGEST = 2**63 - 1
 LONGEST_SECONDS = 1e9  # thirty years; Ray and threads can wait no longer than some hundred
@@ -72,9 +72,20 @@ class Imported(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="given to it by name")
 
 
+def refusal(key: str, value: object, cure: str) -> PydanticCustomError:
+    """What a person must change: the key, its value, and what to do."""
+    return PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})
+
+
 def refuse(key: str, value: object, cure: str) -> NoReturn:
-    """What a validator raises: the key, its value, and what to do."""
-    raise PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})
+    """What a validator raises at the first thing that is wrong."""
+    raise refusal(key, value, cure)
+
+
+def refuse_all(refusals: Iterable[PydanticCustomError]) -> None:
+    """What a validator calls that looks for several things: all that is wrong is told together."""
+    if found := [InitErrorDetails(type=one, input=None) for one in refusals]:
+        raise ValidationError.from_exception_data("", found)
 
 
 def check_storable(value: object, key: str = "") -> None:

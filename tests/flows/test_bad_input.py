@@ -126,6 +126,20 @@ def test_everything_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[
     }
 
 
+def test_so_is_what_only_the_whole_recipe_can_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("group_size=1", "train.minibatches=3", "evaluation.engine=lent")
+    given = [word for one in wrong for word in ("--set", one)]
+    assert main(["check", RECIPE, *given]) == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "rollflow: 3 keys must change:"
+    assert [line.partition(" = ")[0] for line in lines] == [
+        "  group_size",
+        "  train.minibatches",
+        "  evaluation.engine",
+    ]
+    assert 'the baseline "group" needs 2 or more' in lines[0]
+
+
 def test_recipe_that_is_not_there_or_not_toml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "check", "nowhere.toml")
     for content in (b"versions = = 3", b"versions = " + b"9" * 5000, b"name = " + b"[" * 3000, b"name = '\xff'"):
