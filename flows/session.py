@@ -210,7 +210,7 @@ def _runner(place: Path, name: str, environment: Mapping[str, str], *, watched: 
     log, ready = place / "logs" / name / "runner.log", place / "cache" / name / "runner-ready"
     ready.parent.mkdir(parents=True, exist_ok=True)
     level = {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
-    told = {**environment, **settings(), **level}
+    told = {**environment, **settings(shared=name == SERVED), **level}
     arguments = ["--ready", str(ready), *(["--no-automations"] if watched else [])]
     return Runner(log, told, arguments=arguments, ready=ready)
 

@@ -26,16 +26,18 @@ def about(**facts: object) -> None:
     _about.update(facts)
 
 
-def settings() -> dict[str, str]:
-    """The environment of a runner whose lines are in the form that is asked for.
+def settings(*, shared: bool = False) -> dict[str, str]:
+    """The environment of a runner whose lines are in the form that is asked for; of a `shared` one all are JSON.
+
+    Its runs write into one file, and only JSON says which line is whose.
 
     Raises:
         ConfigError: there is no such form.
     """
     match os.environ.get(FORM, "text"):
-        case "text":
+        case "text" if not shared:
             return {}
-        case "json":
+        case "text" | "json":
             return {
                 "PREFECT_LOGGING_FORMATTERS_JSON_CLASS": f"{__name__}.{LogLines.__name__}",
                 "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",
@@ -65,6 +67,12 @@ class LogLines(logging.Formatter):
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def is_of(line: str, run: str) -> bool:
+    """Whether a line of a log that is shared says that it is of this run."""
+    told = _read(line)
+    return told is not None and told.get("run") == run
 
 
 def as_json(line: str, run: str) -> str:

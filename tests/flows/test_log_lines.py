@@ -46,6 +46,7 @@ def test_a_process_writes_a_json_object_for_each_line(monkeypatch: pytest.Monkey
 def test_people_get_the_form_of_prefect_unless_json_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORM, raising=False)
     assert settings() == {}
+    assert settings(shared=True)  # by what a line says the runs of a stack are told apart
     monkeypatch.setenv(FORM, "xml")
     with pytest.raises(ConfigError, match=r"ROLLFLOW_LOG_FORMAT = 'xml': .* as 'text' or as 'json'"):
         settings()

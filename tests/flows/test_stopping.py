@@ -17,7 +17,6 @@ from prefect.states import Pending, Running, Scheduled, Suspended
 
 from rollflow.flows import steps as steps_module
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.logs import log_file
 from rollflow.flows.keepalive import following as following_module
 from rollflow.flows.keepalive.following import Following
 from rollflow.flows.locations import find_run, home
@@ -31,7 +30,7 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.prefect_home import served
-from tests.support.waiting import until
+from tests.support.waiting import HANG_SECONDS, until
 
 
 @pytest.fixture
@@ -223,17 +222,57 @@ def test_who_does_not_answer_is_not_waited_for_for_ever(
     assert "run one has not ended: at version 3 of 9" in capsys.readouterr().err
 
 
-def test_logs_are_those_of_the_command_that_runs_it(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", "one"]) == 2
-    assert "run one: there is no log of it" in capsys.readouterr().err
-    for name in ("rollflow", run.key):
-        file = home() / "logs" / name / "runner.log"
-        file.parent.mkdir(parents=True)
-        file.write_text(f"of {name}\n")
-        assert log_file(run) == file
+def log_of(name: str, *lines: str) -> Path:
+    file = home() / "logs" / name / "runner.log"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as log:
+        log.writelines(f"{line}\n" for line in lines)
+    return file
+
+
+def said(run: str, message: str) -> str:
+    return json.dumps({"level": "INFO", "run": run, "message": message})
+
+
+@pytest.mark.parametrize("options", [[], ["--follow"]])
+def test_logs_are_those_of_the_command_that_runs_it_and_the_lines_of_it_on_a_stack(
+    run: RunContext, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["logs", "one", *options]) == 2
+    assert "run one: no line in " in capsys.readouterr().err
     tell(run, replace(RunStatus("one", "done"), version=9))
-    assert main(["logs", "--follow"]) == 0
-    assert capsys.readouterr().out == f"of {run.key}\n"
+    log_of("rollflow", said("two", "of two"), "Traceback", '{"message": "of nobody"}', "7")
+    assert main(["logs", "one", *options]) == 2
+    assert "run one: no line in " in capsys.readouterr().err
+    log_of("rollflow", said("one", "of one"))
+    log_of(run.key, "its own session's")
+    assert main(["logs", *options, "one"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first, second.endswith("of one")) == ("its own session's", True)
+
+
+def test_a_run_on_a_stack_is_followed_until_it_has_ended(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    log_of("rollflow", said("two", "of two"))
+    codes: list[int] = []
+    command = threading.Thread(target=lambda: codes.append(main(["logs", "one", "--follow"])), daemon=True)
+    command.start()
+    err = out = ""
+
+    def printed(where: str, what: str) -> bool:
+        nonlocal out, err
+        more = capsys.readouterr()
+        out, err = out + more.out, err + more.err
+        return what in (out if where == "out" else err)
+
+    until(lambda: printed("err", "run one has no line in"))
+    log_of("rollflow", said("one", "hello"), said("two", "of two"))
+    until(lambda: printed("out", "hello"))
+    tell(run, replace(RunStatus("one", "done"), version=9))
+    command.join(HANG_SECONDS)
+    assert codes == [0]
+    printed("err", "")
+    assert err.count("yet") == 1
+    assert "of two" not in out
 
 
 @pytest.mark.parametrize("options", [[], ["--follow"]])
