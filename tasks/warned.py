@@ -1,17 +1,24 @@
 """What an actor's process warns of, kept for its status: by Python's `logging` and `warnings`, whichever library it is.
 
 Bounded: the same text, whatever its numbers, is kept once in `AGAIN_SECONDS`, and no more than `KEPT` in that time.
+
+    a process below an actor's --a datagram for each text that it keeps--> the actor's, which keeps it as its own
+
+So both are bounded. Who sends waits for nobody: what finds no room is lost.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
 import logging
 import os
 import re
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,19 +30,22 @@ LENGTH = 500  # characters of a text
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """The `number`-th warning (from 1) of a process, which is an actor's."""
+    """The `number`-th warning (from 1) of a process, which is an actor's; `rank` where a further rank sent it."""
 
     actor: str
     process: str
     number: int
     text: str
+    rank: int | None = None
 
 
 class Warnings(logging.Handler):
     """Keeps the newest warnings of this process."""
 
-    def __init__(self, actor: str) -> None:
+    def __init__(self, actor: str, told: Callable[[Warned], None] = lambda warned: None) -> None:
+        """`told` is called with each one that is kept."""
         super().__init__(logging.WARNING)
+        self._told = told
         self._actor, self._process = actor, f"{socket.gethostname()}:{os.getpid()}"
         self._kept: deque[tuple[float, Warned]] = deque(maxlen=KEPT)
         self._seen: dict[str, float] = {}  # text without its numbers -> when it was kept
@@ -46,10 +56,13 @@ class Warnings(logging.Handler):
         """The newest; who has read them before tells them by their numbers."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
-            self._attach()
+            self.attach()
+        with self._locked():
+            for who, rank, text in _heard():
+                self._keep(f"{who}: {text}", rank)
         return [warned for _, warned in list(self._kept)]
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
         """To the root, and to every logger whose records do not get there."""
         logging.captureWarnings(True)
         logging.getLogger().addHandler(self)  # a second time does nothing
@@ -59,8 +72,19 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep it, unless that would be one too many."""
-        text, now = _text(record), time.monotonic()
-        same = re.sub(r"\d+", "0", text)
+        self._keep(_text(record))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """As `logging` calls `emit`."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def _keep(self, text: str, rank: int | None = None) -> None:
+        same, now = re.sub(r"\d+", "0", text), time.monotonic()
         self._seen = {one: at for one, at in self._seen.items() if now - at < AGAIN_SECONDS}
         if same in self._seen:
             return
@@ -70,13 +94,47 @@ class Warnings(logging.Handler):
         more, self._left = (f" (before it, {self._left} others were left out)" if self._left else ""), 0
         self._seen[same] = now
         self._number += 1
-        self._kept.append((now, Warned(self._actor, self._process, self._number, text + more)))
+        warned = Warned(self._actor, self._process, self._number, text + more, rank)
+        self._kept.append((now, warned))
+        self._told(warned)
 
 
 @lru_cache
 def warnings_of(actor: str) -> Warnings:
     """Those of this process, as `actor`."""
     return Warnings(actor)
+
+
+def ear() -> socket.socket:
+    """What a process below this one is given, for `send_to`."""
+    return _pair()[1]
+
+
+def send_to(ear: socket.socket, who: str, rank: int | None = None) -> None:
+    """From now on the process above this one hears what this one warns of, as `who`; to be called after the imports."""
+
+    def send(warned: Warned) -> None:
+        with contextlib.suppress(OSError):  # no room, or nobody
+            ear.send(json.dumps((who, rank, warned.text)).encode(), socket.MSG_DONTWAIT)
+
+    logging.basicConfig(format="%(message)s")  # its own output has them, as before
+    Warnings(who, send).attach()
+
+
+@lru_cache
+def _pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for one in pair:
+        atexit.register(one.close)
+    return pair
+
+
+def _heard() -> Iterator[tuple[str, int | None, str]]:
+    """What was sent since the last look: who, its rank, its text."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            who, rank, text = json.loads(_pair()[0].recv(2**16, socket.MSG_DONTWAIT))
+            yield who, rank, text
 
 
 def _text(record: logging.LogRecord) -> str:

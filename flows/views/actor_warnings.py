@@ -29,7 +29,9 @@ class ActorWarnings:
         for one in warned:
             if one.number > self._told.get(one.process, 0):
                 self._told[one.process] = one.number
-                self._warn("%s warns: %s", one.actor, without_secrets(one.text), extra={"actor": one.actor})
+                self._warn(
+                    "%s warns: %s", one.actor, without_secrets(one.text), extra={"actor": one.actor, "rank": one.rank}
+                )
 
 
 def without_secrets(text: str) -> str:

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,6 +39,7 @@ from rollflow.tasks.learners.rank_orders import Ask, Call, Load, Meeting, Pipes,
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, told
 from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.warned import send_to
 
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -79,10 +81,13 @@ def learner_of(config: Ranked) -> type[TorchLearner]:
     return TorchLearner
 
 
-def run_rank(rank: int, meeting: Meeting, pipes: Pipes, config: Ranked, start: LearnerStart) -> None:
-    """`serve_rank` in a process that was forked for it."""
+def run_rank(
+    rank: int, meeting: Meeting, pipes: Pipes, config: Ranked, start: LearnerStart, ear: socket.socket
+) -> None:
+    """`serve_rank` in a process that was forked for it; `ear` is where it warns."""
     _end_with_owner()
-    _be_named(f"rank {rank} of {config.ranks}")
+    _be_named(name := f"rank {rank} of {config.ranks}")
+    send_to(ear, name, rank)
     take_gpu(rank)
     serve_rank(rank, meeting, meeting.host, pipes, config, start)
 

@@ -40,6 +40,7 @@ from rollflow.tasks.learners.rank_orders import NEAR, Ask, Call, Load, Meeting, 
 from rollflow.tasks.learners.rank_process import LOST, failed, gone, learner_of, ready, run_rank, sent
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, settled
+from rollflow.tasks.warned import ear
 
 IMPORTS = "rollflow.tasks.learners.rank_imports"  # done once, in the process that ranks are forked from
 READY_SECONDS = 300.0  # for a rank to import, and to read the model
@@ -193,7 +194,7 @@ class Forked:
         context.set_forkserver_preload([IMPORTS])
         pairs = context.Pipe(), context.Pipe()
         self.pipes, theirs = (Pipes(*ends) for ends in zip(*pairs, strict=True))
-        given = rank, meeting, theirs, config, start
+        given = rank, meeting, theirs, config, start, ear()
         self.process = context.Process(target=run_rank, args=given, daemon=True)
         self.process.start()
         theirs.close()

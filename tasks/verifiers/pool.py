@@ -29,6 +29,7 @@ from rollflow.storage.flat import Int32s
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, failed
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
+from rollflow.tasks.warned import ear
 
 CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;
 AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice
@@ -60,7 +61,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
         self._config = config
         self._command = [sys.executable, "-m", "rollflow.tasks.verifiers.worker"]
-        self._command += [config.model_dump_json(), str(tokenizer_folder)]
+        self._command += [config.model_dump_json(), str(tokenizer_folder), str(ear().fileno())]
         self._queue: asyncio.PriorityQueue[tuple[int, _Job]] = asyncio.PriorityQueue()  # by arrival
         self._arrivals = itertools.count()
         self._turns = asyncio.Semaphore(config.workers)
@@ -201,7 +202,9 @@ class _Worker:
         """Start a process."""
         pipe = asyncio.subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, env=environment, pass_fds=(ear().fileno(),)
+        )
         return cls(process)
 
     @property

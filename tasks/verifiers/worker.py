@@ -1,6 +1,7 @@
 """A reward worker process: JSON lines in, JSON lines out: one when it is ready, then one per request and in order.
 
-It is run as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER`, with the `[reward]` section as JSON.
+It is run as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]` section as
+JSON. What it warns of goes to the open socket of the number `EAR`.
 It ends when its input does, so it cannot outlive the process that owns it. A verifier's failure is an answer, not the
 worker's end.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from rollflow.storage.flat import Int32s
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import RewardConfig
+from rollflow.tasks.warned import send_to
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 
@@ -29,6 +32,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a verifier prints must not be taken for an answer
     verify, tokenizer = build_verifier(config), Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")
     answers.write("ready\n")
     for line in sys.stdin:
         request = json.loads(line)

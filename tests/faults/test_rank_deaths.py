@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -18,10 +20,13 @@ import torch
 from rollflow.storage.errors import ConfigError, RankFailed
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
+from rollflow.tasks.learners import rank_process
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.rank_orders import Load, Meeting, RankHosts, StartedRank
+from rollflow.tasks.learners.rank_process import run_rank
 from rollflow.tasks.learners.ranked import RankedLearner
+from rollflow.tasks.warned import Warnings
 from tests.contracts.test_learners import batch
 from tests.support.small_run import StoreFeed, prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights
@@ -65,6 +70,25 @@ def wait_for_ends(of: list[int]) -> None:
     while not all(map(ended, of)):
         assert time.monotonic() < deadline, of
         time.sleep(0.05)
+
+
+def _warns(*given: Any) -> None:
+    """A rank that warns of something while it starts."""
+    rank_process.take_gpu = lambda rank: logging.getLogger("cards").warning("card %d is hot", rank)
+    run_rank(*given)
+
+
+def test_what_a_rank_warns_of_is_heard_in_the_first_ones_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _warns)
+    heard, made = Warnings("learner"), ranked(folder, 3, 60.0)
+    try:
+        warned = [one for one in heard.read() if "is hot" in one.text]
+    finally:
+        made._others.end()
+        logging.getLogger().removeHandler(heard)
+        logging.captureWarnings(False)
+    (one,) = warned  # of all ranks the same, but for its number
+    assert (one.actor, one.text) == ("learner", f"rank {one.rank} of 3: card {one.rank} is hot")
 
 
 def steps(made: RankedLearner, versions: range) -> None:

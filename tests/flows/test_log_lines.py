@@ -55,8 +55,9 @@ def test_people_get_the_form_of_prefect_unless_json_is_asked_for(monkeypatch: py
 def test_a_record_tells_its_own_facts_before_those_of_the_process() -> None:
     about(run="one", version=3, attempt=2)
     record = logging.LogRecord("prefect.flow_runs", logging.WARNING, "", 0, "odd: %s", ("so",), None)
-    vars(record).update(flow_name="train", version=4)
+    vars(record).update(flow_name="train", version=4, rank=1)
     said = json.loads(LogLines().format(record))
+    assert said["rank"] == 1
     assert (said["run"], said["stage"], said["version"], said["attempt"]) == ("one", "train", 4, 2)
     assert (said["level"], said["message"], "error" in said) == ("WARNING", "odd: so", False)
 

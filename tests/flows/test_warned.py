@@ -77,8 +77,9 @@ def test_each_is_told_once() -> None:
     first, second = Warned("learner", "a:1", 1, "odd"), Warned("learner", "a:1", 2, "odder")
     told.tell([first])
     told.tell([first, second])
-    told.tell([first, second, Warned("learner", "a:2", 1, "odd")])  # its successor's
-    assert said == [f"learner warns: {text} {{'actor': 'learner'}}" for text in ("odd", "odder", "odd")]
+    told.tell([first, second, Warned("learner", "a:2", 1, "odd", rank=1)])  # its successor's
+    expected = [("odd", None), ("odder", None), ("odd", 1)]
+    assert said == [f"learner warns: {text} {{'actor': 'learner', 'rank': {rank}}}" for text, rank in expected]
 
 
 @pytest.mark.parametrize(

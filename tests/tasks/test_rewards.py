@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from tokenizers import Tokenizer
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.verifiers.base import answer_of
-from rollflow.tasks.verifiers.config import ReasoningGymReward
+from rollflow.tasks.verifiers.config import ImportReward, ReasoningGymReward
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest, _Worker
+from rollflow.tasks.warned import Warnings
+from tests.support.own_parts import put_in_reach
 from tests.support.waiting import HANG_SECONDS
 
 ODD_WORKER = """
@@ -34,6 +37,14 @@ for line in sys.stdin:
     if reference.get("always_die"): os._exit(3)
     if reference.get("says"): print(reference["says"] * reference.get("times", 1), flush=True)
     print(json.dumps([1.0, "fine", 0.0]), flush=True)
+"""
+WARNING_VERIFIER = """
+import logging
+from rollflow.tasks.verifiers.base import Score
+
+def judge(response: str, reference: dict[str, int]) -> Score:
+    logging.getLogger("judge").warning("no gold answer to question %d", reference["question"])
+    return Score(1.0, "")
 """
 
 
@@ -182,7 +193,7 @@ async def test_a_moment_without_a_process_to_be_had_costs_no_verdict(
 @pytest.mark.long
 async def test_a_worker_ends_when_its_owner_does(folder: Path) -> None:
     pool = RewardPool(ReasoningGymReward(), folder)
-    process = await asyncio.create_subprocess_exec(*pool._command, stdin=asyncio.subprocess.PIPE)
+    process = (await _Worker.start(pool._command))._process
     assert process.stdin is not None
     process.stdin.close()
     assert await asyncio.wait_for(process.wait(), HANG_SECONDS) == 0
@@ -195,3 +206,21 @@ def test_the_answer_is_what_stands_in_the_last_tag() -> None:
     assert answer_of(text, "tag") == "4"
     assert answer_of(" 4 ", "all") == "4"
     assert answer_of("no tag", "tag") == ""
+
+
+@pytest.mark.long
+async def test_what_a_verifier_warns_of_is_heard_by_the_pools_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "warning_verifier.py").write_text(WARNING_VERIFIER)
+    put_in_reach(monkeypatch, tmp_path)
+    heard = Warnings("reward")
+    pool = RewardPool(ImportReward(path="warning_verifier:judge", workers=2), folder)
+    found = await scores(pool, [ScoreRequest((), {"question": number}) for number in range(4)])
+    assert [reward for reward, _ in found] == [1.0] * 4, found
+    try:
+        (one,) = (one for one in heard.read() if "a reward worker" in one.text)  # of all questions the same
+    finally:
+        logging.getLogger().removeHandler(heard)
+        logging.captureWarnings(False)
+    assert (one.actor, one.text[:-1]) == ("reward", "a reward worker: no gold answer to question ")
