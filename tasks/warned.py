@@ -130,11 +130,13 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _heard() -> Iterator[tuple[str, int | None, str]]:
-    """What was sent since the last look: who, its rank, its text."""
+    """What was sent since the last look: who, its rank, its text. What `send_to` did not send is passed over."""
     with contextlib.suppress(BlockingIOError):
         while True:
-            who, rank, text = json.loads(_pair()[0].recv(2**16, socket.MSG_DONTWAIT))
-            yield who, rank, text
+            data = _pair()[0].recv(2**16, socket.MSG_DONTWAIT)
+            with contextlib.suppress(ValueError, TypeError):
+                who, rank, text = json.loads(data)
+                yield str(who), rank if isinstance(rank, int) else None, str(text)[:LENGTH]
 
 
 def _text(record: logging.LogRecord) -> str:

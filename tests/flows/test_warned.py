@@ -10,7 +10,7 @@ import pytest
 
 from rollflow.flows.views.actor_warnings import ActorWarnings, without_secrets
 from rollflow.tasks import warned as module
-from rollflow.tasks.warned import AGAIN_SECONDS, KEPT, LENGTH, Warned, Warnings
+from rollflow.tasks.warned import AGAIN_SECONDS, KEPT, LENGTH, Warned, Warnings, ear
 
 
 @pytest.fixture
@@ -94,3 +94,12 @@ def test_each_is_told_once() -> None:
 )
 def test_secrets_are_left_out(text: str, safe: str) -> None:
     assert without_secrets(text) == safe
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"7", b'["who"]', b"\xff", b'{"a": 1}'])
+def test_what_is_no_warning_is_passed_over(data: bytes) -> None:
+    """A verifier is a person's own code, and has the socket."""
+    kept = Warnings("reward")
+    ear().send(data)
+    ear().send(b'["a reward worker", null, "it is late"]')
+    assert [one.text for one in kept.read()] == ["a reward worker: it is late"]
