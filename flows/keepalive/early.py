@@ -5,19 +5,23 @@ Most of their start is imports, as it is of a flow's process; so these go on sid
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.tasks.actors.learner import start_learner
 from rollflow.tasks.actors.rollout import start_engine
 from rollflow.tasks.run_context import RunContext
 
 
-def begin_actors(context: RunContext, address: str) -> None:
+def begin_actors(context: RunContext, address: str) -> list[Any]:
     """Start those that are not there, or find them; what comes of it is for their stages to see.
+
+    The references are to be kept: of a call that nobody waits for any more Ray prints the error.
 
     Raises:
         ConfigError: the cluster has too few GPUs for them.
     """
     shares = gpu_shares(context.config)
-    for number in range(context.config.engine.replicas):
-        start_engine(context, number, shares.engine).start.remote()
-    start_learner(context, shares.learner, address).run.remote()
+    engines = [start_engine(context, number, shares.engine) for number in range(context.config.engine.replicas)]
+    learner = start_learner(context, shares.learner, address)
+    return [*(engine.start.remote() for engine in engines), learner.run.remote()]

@@ -94,11 +94,12 @@ class Stages:
         self._own = [UUID(flow_run.id)] if flow_run.id else []
         self._looked = 0.0
         self._channel: Any = None
+        self._begun: list[Any] = []
 
     def start(self) -> None:
         """Adopt the stages' flow runs that are under way, and start the others."""
         self._start_channel()
-        begin_actors(self.context, self.address)
+        self._begun = begin_actors(self.context, self.address)
         limit = time.monotonic() + START_SECONDS
         while True:
             try:

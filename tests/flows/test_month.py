@@ -160,7 +160,7 @@ def test_a_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: P
 def test_the_channel(context: RunContext, budget: Budget, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
-    monkeypatch.setattr(stages, "begin_actors", lambda *_: None)
+    monkeypatch.setattr(stages, "begin_actors", lambda *_: [])
     kept = Stages(context, "a:1", print)
     kept.restarts.budget = budget
     monkeypatch.setattr(cluster, "actor", lambda *_: SimpleNamespace(ping=SimpleNamespace(remote=lambda *_: "asked")))
@@ -199,7 +199,7 @@ def test_the_pause_of_a_stage_holds_up_nobody_else(paused: Stages, days: Days, p
 def test_neither_does_that_of_the_channel(paused: Stages, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[float] = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
-    monkeypatch.setattr(stages, "begin_actors", lambda *_: None)
+    monkeypatch.setattr(stages, "begin_actors", lambda *_: [])
     monkeypatch.setattr(cluster, "actor", lambda *_: dies())
     for _ in range(63):
         paused._look_after_channel()

@@ -59,7 +59,7 @@ class World:
         monkeypatch.setattr(stages_module, "states_of", self.states_of)
         monkeypatch.setattr(stages_module, "going", lambda *_: [])
         monkeypatch.setattr(stages_module, "start_channel", lambda *_: self.started.append((CHANNEL, self.now)))
-        monkeypatch.setattr(stages_module, "begin_actors", lambda *_: None)
+        monkeypatch.setattr(stages_module, "begin_actors", lambda *_: [])
         monkeypatch.setattr(cluster, "kill_named", lambda *_: [])
         monkeypatch.setattr(cluster, "actor", self.actor)
         monkeypatch.setattr(cluster, "done", lambda *_: True)
