@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--masters", choices=["float32", "policy"], default="policy")
     parser.add_argument("--learner", choices=["torch", "sharded", "deepspeed"], default="torch")
-    parser.add_argument("--tokens", type=int, default=64, help="of each of 16 responses; 0: memory alone")
+    parser.add_argument("--tokens", type=int, default=64, help="of each of 16 responses; 0, of torch: memory alone")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     options = parser.parse_args()
     rows = []
