@@ -37,7 +37,7 @@ from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import Learner, LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.learners.freed import give_back
-from rollflow.tasks.learners.gathered import movers
+from rollflow.tasks.learners.gathered import staged
 from rollflow.tasks.learners.restore import restore
 from rollflow.tasks.learners.torch_learner import TorchLearner
 
@@ -134,7 +134,7 @@ def published(folder: Path, setting: Setting) -> dict[str, Any]:
         began = time.monotonic()
         checked(learner)
         check = time.monotonic() - began
-        weights, state = staged(policies, writer, 0, (learner.weights(), learner.state()))
+        weights, state = all_staged(policies, writer, 0, (learner.weights(), learner.state()))
         policies.publish(writer, VersionPublished(0, None, weights, state))
         line = time.monotonic() - began
     share = sum(stored.size for stored in policies.find(0).objects)
@@ -169,7 +169,7 @@ def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Set
         waited += time.monotonic() - began
 
     def stage() -> None:
-        staged(policies, writer, 1, made)
+        all_staged(policies, writer, 1, made)
 
     publishing.begin(stage)
     began = time.monotonic()
@@ -177,11 +177,11 @@ def beside(learner: Learner, policies: PolicyStore, writer: Writer, setting: Set
     return {"step": alone, "step_beside": time.monotonic() - began, "waited": waited}
 
 
-def staged(
+def all_staged(
     policies: PolicyStore, writer: Writer, version: int, made: Iterable[Mapping[str, Data]]
 ) -> list[tuple[StoredObject, ...]]:
     """As a learner's actor does."""
-    return [policies.stage(writer, version, files, movers(files)) for files in made]
+    return [staged(policies, writer, version, files) for files in made]
 
 
 def checked(learner: Learner) -> None:

@@ -25,7 +25,7 @@ from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.log.state import RunState
-from rollflow.storage.objects.base import Data, pieces
+from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.objects.disk import mapped, sha256_of
 from rollflow.storage.objects.node_cache import Held, NodeCache
 from rollflow.storage.records import StoredObject
@@ -34,6 +34,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MOVERS = 4  # objects that are hashed and moved at a time
+
+Put = Callable[[str, ObjectStore, str], StoredObject]  # of a name, where it is stored, and under which path
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +90,18 @@ class PolicyStore:
     # --- what is published --------------------------------------------------------------------------------------
 
     def stage(
-        self, writer: Writer, version: int, files: Mapping[str, Data], movers: int = MOVERS
+        self, writer: Writer, version: int, files: Mapping[str, Data], movers: int = MOVERS, put: Put | None = None
     ) -> tuple[StoredObject, ...]:
         """Upload objects of a version that is not published yet; names like "weights/model.safetensors".
 
-        `movers`: how many at a time, where each is made when it is asked for.
+        Args:
+            movers: how many at a time.
+            put: who else stores each of them; its content is not asked for here then.
         """
 
         def staged(name: str) -> StoredObject:
-            path, parts = f"policies/{version:08d}/{writer.claim}/{name}", pieces(files[name])
-            return StoredObject(path, sum(map(len, parts)), self.store.put(path, parts))
+            path = f"policies/{version:08d}/{writer.claim}/{name}"
+            return put(name, self.store, path) if put else put_object(self.store, path, files[name])
 
         return tuple(each(staged, files, movers))
 
@@ -233,6 +237,12 @@ class PolicyStore:
             _check(stored, file.stat().st_size, sha256)
 
         each(copied, version.weights)
+
+
+def put_object(store: ObjectStore, path: str, data: Data) -> StoredObject:
+    """Write an object; returns what an entry says of it."""
+    parts = pieces(data)
+    return StoredObject(path, sum(map(len, parts)), store.put(path, parts))
 
 
 def each(work: Callable[[Item], Result], items: Iterable[Item], movers: int = MOVERS) -> list[Result]:

@@ -46,7 +46,7 @@ from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.base import AGAIN, Learner
-from rollflow.tasks.learners.gathered import movers
+from rollflow.tasks.learners.gathered import staged
 from rollflow.tasks.learners.rank_orders import NEAR
 from rollflow.tasks.learners.restore import Restored, new_learner, restore
 from rollflow.tasks.meter import Meter
@@ -319,7 +319,7 @@ class LearnerActor:
 
         def publish() -> None:
             weight_objects, state_objects = (
-                self.policies.stage(self.writer, version, files, movers(files)) for files in (weights, state)
+                staged(self.policies, self.writer, version, files) for files in (weights, state)
             )
             told, code = found | {"publish_seconds": time.monotonic() - began}, package_version("rollflow")
             self.policies.publish(

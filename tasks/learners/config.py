@@ -166,6 +166,14 @@ class DeepSpeedTrain(Ranked):
         return self
 
 
+def with_ranks(train: TorchTrain | DeepSpeedTrain, ranks: int) -> TorchTrain | DeepSpeedTrain:
+    """The same training by so many processes of one machine; by one it is torch's, whole."""
+    given = train.model_dump() | {"ranks": ranks, "spread": False}
+    if ranks > 1:
+        return type(train).model_validate(given)
+    return TorchTrain.model_validate({name: given[name] for name in Ranked.model_fields})
+
+
 # Keys of DeepSpeed's config that the learner sets, and by what.
 OURS = {
     "train_batch_size": "train.ranks",

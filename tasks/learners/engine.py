@@ -4,7 +4,7 @@
 
 - All ranks call everything here, in the same order.
 - What it gives has the names, shapes and types that `Optimized` has of the same parameters on one rank. It is gathered
-  a tensor at a time: the other ranks send their parts of it to the first one, and hold no more than these.
+  a tensor at a time: the other ranks send their parts of it to the one that stores it, and hold no more than these.
 - It begins with the values that the parameters have, and no gradient.
 """
 
@@ -80,9 +80,9 @@ class Engine(Optimized):
         """Where in the whole of it `own` stands; a view."""
         return _piece(whole, *self.place(name)).view_as(self.own(name, None))
 
-    def weight(self, name: str) -> Tensor:
-        """A parameter, on the first rank; on the others empty."""
-        return self._gathered(name, None, self.types[name])
+    def weight(self, name: str, to: int) -> Tensor:
+        """A parameter, on rank `to`; on the others empty."""
+        return self._gathered(name, None, self.types[name], to)
 
     def everywhere(self) -> dict[str, Tensor]:
         """The parameters, whole, on each rank; not beside a step."""
@@ -98,12 +98,13 @@ class Engine(Optimized):
         """See `Optimized`; on "meta", without values: `tensor` has these."""
         return {n: t.to("meta") for n, t in self.like([f"step/{name}" for name in self.changed()]).items()}
 
-    def tensor(self, saved: str) -> Tensor:
-        """One of `tensors`, on the first rank; on the others empty, but for steps."""
+    def tensor(self, saved: str, to: int) -> Tensor:
+        """One of `tensors`, on rank `to`; on the others empty, but for steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.steps(name)
-        return self._gathered(name, None if key == MASTER else key, torch.float32 if self.wide else self.types[name])
+        kind = torch.float32 if self.wide else self.types[name]
+        return self._gathered(name, None if key == MASTER else key, kind, to)
 
     def finite(self, weight: str = "") -> dict[str, bool]:
         """Of each parameter and its moments, whether all is that this rank has of it; on each rank the same names.
@@ -126,12 +127,12 @@ class Engine(Optimized):
         """Tensors with the names, shapes and types of the parameters, and no values."""
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
 
-    def _gathered(self, name: str, key: str | None, kind: torch.dtype) -> Tensor:
+    def _gathered(self, name: str, key: str | None, kind: torch.dtype, to: int) -> Tensor:
         """The whole of what `own` has parts of, in the type that it is stored in."""
         assert self.ranks.beside is not None
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
-        found = torch.empty(0 if self.ranks.rank else self.shapes[name], dtype=kind)
-        self.ranks.beside.to_first(own, [_piece(found, *place) for place in places])
+        found = torch.empty(self.shapes[name] if self.ranks.rank == to else 0, dtype=kind)
+        self.ranks.beside.to_one(to, own, [_piece(found, *place) for place in places])
         return found.add_(0.0)  # no -0: a sum over ranks had none, and runs were recorded with these
 
     @cached_property

@@ -1,21 +1,28 @@
-"""Files that are put together from parts on several ranks when they are asked for: whoever stores them holds few."""
+"""Files that are put together from parts on several ranks when they are asked for: whoever stores them holds few.
+
+Stored by `staged`, each is put together by a rank that stores it, several at a time.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from rollflow.storage.log.log import Writer
 from rollflow.storage.objects.base import Data
-from rollflow.storage.policies import MOVERS
-
-GATHERED = 2  # files that are moved at a time: one is gathered while another is written
+from rollflow.storage.policies import PolicyStore, Put
+from rollflow.storage.records import StoredObject
 
 
 class Gathered(Mapping[str, Data]):
     """Files by name, gathered one at a time whoever asks, and not kept. As long as what they are of does not change."""
 
-    def __init__(self, names: Iterable[str], gather: Callable[[str], Data]) -> None:
+    def __init__(
+        self, names: Iterable[str], gather: Callable[[str], Data], put: Put | None = None, movers: int = 1
+    ) -> None:
+        """`put` has any of them stored by a rank, `movers` at a time."""
         self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
+        self.put, self.movers = put, movers
 
     def __getitem__(self, name: str) -> Data:
         if name not in self._names:
@@ -30,6 +37,8 @@ class Gathered(Mapping[str, Data]):
         return len(self._names)
 
 
-def movers(files: Mapping[str, Data]) -> int:
-    """How many of them to move at a time: each that is gathered takes memory until it is stored."""
-    return GATHERED if isinstance(files, Gathered) else MOVERS
+def staged(policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
+    """Store files of a version that is not published yet."""
+    if isinstance(files, Gathered):
+        return policies.stage(writer, version, files, files.movers, files.put)
+    return policies.stage(writer, version, files)

@@ -102,12 +102,12 @@ class GlooRanks(Ranks):
         """Put what the first rank has in its place."""
         self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
 
-    def to_first(self, own: Tensor, parts: Sequence[Tensor]) -> None:
-        """On the first rank, put what each has as its `own` into the place of its part; all of them in one piece."""
-        if self.rank:
-            self._together(lambda: self._sent(own))
+    def to_one(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
+        """On one rank, put what each has as its `own` into the place of its part; all of them in one piece."""
+        if self.rank != rank:
+            self._together(lambda: self._sent(own, rank))
             return
-        parts[0].copy_(own)
+        parts[rank].copy_(own)
         self._together(lambda: self._received(parts))
 
     def behind(self) -> list[int]:
@@ -127,13 +127,13 @@ class GlooRanks(Ranks):
         """Where a rank says how often it has come to do something together."""
         return f"{self._name}/at/{rank}"
 
-    def _sent(self, own: Tensor) -> None:
+    def _sent(self, own: Tensor, rank: int) -> None:
         if own.numel():
-            self._group.send([own], 0, 0).wait(self._bound)
+            self._group.send([own], rank, 0).wait(self._bound)
 
     def _received(self, parts: Sequence[Tensor]) -> None:
         for rank, part in enumerate(parts):
-            if rank and part.numel():
+            if rank != self.rank and part.numel():
                 self._group.recv([part], rank, 0).wait(self._bound)
 
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:

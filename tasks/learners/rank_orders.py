@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from rollflow.storage.objects.base import ObjectStore
+
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
@@ -45,11 +47,25 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stores a file; `number` is what it answers under."""
+
+    store: ObjectStore
+    path: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
-    """Give your parts of a file that is stored, as they are once `after` orders have been obeyed."""
+    """Give rank `to` your parts of a file that is stored, as they are once `after` orders have been obeyed.
+
+    Another rank than the first one stores it at `place`.
+    """
 
     file: str
-    after: int
+    to: int = 0
+    place: Place | None = None
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

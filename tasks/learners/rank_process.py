@@ -1,7 +1,7 @@
 """The process of a rank that is not the first: it does what the first one orders, and nothing else.
 
     orders --> load what the first rank sends | take a step on the batch that it sends --> next order
-    files that are asked for --> its parts of them, beside the step                     --> next file
+    files that are asked for --> its parts of them, beside the step; some it stores     --> next file
 
 - It ends with its owner, however that one ends, also where it is stopped itself: the process that it was forked from
   ends with the owner, and the kernel kills it with that one.
@@ -38,6 +38,8 @@ from rollflow.tasks.learners.rank_gpus import take_gpu
 from rollflow.tasks.learners.rank_orders import Ask, Call, Load, Meeting, Pipes, Step
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, told
+from rollflow.tasks.learners.sharded import ShardedLearner
+from rollflow.tasks.learners.staging import stage
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.warned import send_to
 
@@ -115,7 +117,18 @@ def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: Obeyed
         while True:
             ask: Ask = asked.recv()
             obeyed.wait_for(ask.after, ranks.seconds)
-            learner.gather(ask.file)
+            assert isinstance(learner, ShardedLearner)
+            data = learner.gather(ask.file, ask.to)
+            if ask.to == ranks.rank:
+                Thread(target=_stage, args=(store, ranks, ask, data), daemon=True).start()
+            del data  # while the next one is waited for
+
+
+def _stage(store: Store, ranks: GlooRanks, ask: Ask, data: Data) -> None:
+    """Store a file that was gathered here."""
+    assert ask.place is not None
+    with _ending(store, ranks.rank):
+        stage(ranks, ask.place, data)
 
 
 @contextlib.contextmanager

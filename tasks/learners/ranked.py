@@ -8,7 +8,7 @@
 - A rank that ends, or that does not come to the others within `train.rank_seconds`, is named in one sentence
   (`RankFailed`), and all ranks end: a new learner begins from storage.
 - Nothing that is stored changes on any rank before it has settled. So ranks go on while a version is stored; files of a
-  learner in parts are gathered meanwhile, by threads and a group of ranks of their own.
+  learner in parts are gathered and stored meanwhile (`staging`), by threads and a group of ranks of their own.
 - No rank outlives this process.
 
 Each other process is forked from one that has done the imports.
@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection
@@ -29,8 +30,9 @@ from threading import Lock
 from typing import Any
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.errors import NotFinite, RankFailed
-from rollflow.storage.objects.base import Data, pieces
+from rollflow.storage.errors import ConfigError, NotFinite, RankFailed, StoreFailed, Unreachable
+from rollflow.storage.objects.base import Data, ObjectStore, pieces
+from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners.base import LearnerStart, Settle, at_once
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.gathered import Gathered
@@ -40,6 +42,8 @@ from rollflow.tasks.learners.rank_orders import NEAR, Ask, Call, Load, Meeting, 
 from rollflow.tasks.learners.rank_process import LOST, failed, gone, learner_of, ready, run_rank, sent
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, settled
+from rollflow.tasks.learners.sharded import ShardedLearner
+from rollflow.tasks.learners.staging import Staging
 from rollflow.tasks.warned import ear
 
 IMPORTS = "rollflow.tasks.learners.rank_imports"  # done once, in the process that ranks are forked from
@@ -61,6 +65,7 @@ class RankedLearner:
         self._own = kind.begun(config, start)
         self._ranks = self._own.ranks = self._others.meet()
         self._alike = False  # whether the others are what this rank is
+        self._turn = Lock()  # of who has a file gathered: all ranks gather in one order
 
     @property
     def model(self) -> Any:
@@ -122,16 +127,22 @@ class RankedLearner:
 
     def _gathered(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
         """The first rank's files; those of a sharded learner come from all ranks, each when it is asked for."""
-        if not self._sharded:
+        own = self._own
+        if not isinstance(own, ShardedLearner) or not own.sharded:
             return files
         after = self._others.ordered
 
-        def gather(file: str) -> Data:
-            with self._together(f"{file} was gathered"):
-                self._others.ask(Ask(file, after))
-                return files[file]
+        def gather(ask: Ask) -> Data:
+            with self._together(f"{ask.file} was gathered"), self._turn:
+                self._others.ask(replace(ask, after=after))
+                return own.gather(ask.file, ask.to)
 
-        return Gathered(files, gather)
+        def put(file: str, store: ObjectStore, path: str) -> StoredObject:
+            with self._together(f"{file} was stored"):
+                return staging.put(file, store, path)
+
+        staging = Staging(self._ranks, own.sizes(), own.shard_bytes, gather)
+        return Gathered(files, lambda file: gather(Ask(file)), put, staging.movers)
 
     def _asked(self, name: str, *given: Any) -> Any:
         """What the first rank's method gives; of a sharded learner it is work of all ranks."""
@@ -151,6 +162,8 @@ class RankedLearner:
             raise  # of all ranks alike
         except Stopped as stopped:
             raise stopped.error or stopped from None  # likewise
+        except (StoreFailed, Unreachable, ConfigError):
+            raise  # of the store; no rank is to blame
         except Lost as error:
             raise self._others.failed(what, error) from error
         except BaseException:
@@ -265,7 +278,8 @@ class Others:
         for rank, how in ended.items():
             if how is not None and how != LOST and not self._store.check([gone(rank)]):
                 return self._ended(rank, how)
-        alive = [rank for rank, how in ended.items() if how is None]
+        silent = getattr(error, "rank", None)
+        alive = [rank for rank, how in ended.items() if how is None] if silent is None else [silent]
         if self._ranks and (late := self._ranks.behind() or alive):
             return f"{self._name(late[0])} did not come to the others within {self._config.rank_seconds:g} s"
         return str(error).partition("\n")[0]

@@ -29,7 +29,11 @@ GROUP_SIGNS = "gloo", "connection", "timed out"  # in what torch says of a group
 
 
 class Lost(Exception):
-    """What ranks do together failed: another one ended, or was not there in time."""
+    """What ranks do together failed: another one ended, or was not there in time; `rank`, where it is known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Ranks:

@@ -33,6 +33,7 @@ from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
+from rollflow.tasks.learners.config import with_ranks
 from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
 from rollflow.tasks.node import node_cache
@@ -89,13 +90,18 @@ class MappedFiles(Mapping[str, Data]):
 
 
 def new_learner(
-    context: RunContext, folder: Path | None = None, *, blank: bool = False, ranks: RankHosts = NEAR
+    context: RunContext,
+    folder: Path | None = None,
+    *,
+    blank: bool = False,
+    ranks: RankHosts = NEAR,
+    count: int | None = None,
 ) -> Learner:
     """The run's learner before its first step: with the weights in `folder`; without a folder, an untrained policy, or
-    a `blank` one for `restore`. `ranks`: where the others are to be.
+    a `blank` one for `restore`. `ranks`: where the others are to be; `count`: how many, if not as the run has it.
     """
-    start = replace(start_of(context, folder), blank=blank, ranks=ranks)
-    return build_learner(context.config.train, start)
+    train, start = context.config.train, replace(start_of(context, folder), blank=blank, ranks=ranks)
+    return build_learner(train if count in (None, train.ranks) else with_ranks(train, count), start)
 
 
 def start_of(context: RunContext, folder: Path | None = None) -> LearnerStart:

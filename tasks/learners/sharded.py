@@ -6,8 +6,8 @@
   loss counts nothing.
 - It begins whole, so that a cold start trains the whole model; it is sharded before the first step or load. What it is
   then, or becomes, is sent file by file, and each rank keeps its parts.
-- What is stored has the names and shapes of the torch learner's, whole; it is put together file by file, on the first
-  rank, when a file is asked for.
+- What is stored has the names and shapes of the torch learner's, whole: the same files on any number of ranks. Each is
+  put together when it is asked for, on the rank that is to store it.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class ShardedCritic(Critic):
     def _take(self, name: str, weight: Tensor) -> None:
         self.optimized.put(name, weight)
 
-    def tensor(self, saved: str) -> Tensor:
-        """One of `tensors`, on the first rank."""
+    def tensor(self, saved: str, to: int) -> Tensor:
+        """One of `tensors`, on rank `to`."""
         of = self.optimized
-        return of.weight(saved.removeprefix(WEIGHT)) if saved.startswith(WEIGHT) else of.tensor(saved)
+        return of.weight(saved.removeprefix(WEIGHT), to) if saved.startswith(WEIGHT) else of.tensor(saved, to)
 
     def _weights(self) -> dict[str, Tensor]:
         return {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.alike().items()}
@@ -187,19 +187,27 @@ class ShardedLearner(TorchLearner):
         """See `Learner`; likewise."""
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
-    def gather(self, file: str) -> None:
-        """On any rank but the first: give it what is here of a file of the weights or the state."""
-        self._file(self._stored(), file)
+    def gather(self, file: str, to: int) -> Data:
+        """A file of the weights or the state, on rank `to`; any other gives that one what it has of it."""
+        return self._file(self._stored(), to, file)
+
+    def sizes(self) -> Mapping[str, tuple[int, bool]]:
+        """Of each file of the weights and the state, the bytes of its tensors, and whether any rank can give it."""
+        return {
+            file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_in_parts, shard.values())))
+            for stem, shards in self._stored().items()
+            for file, shard in (*shards.items(), *((index, {}) for index in index_of(stem, shards)))
+        }
 
     def _files(self, stems: Sequence[str]) -> Mapping[str, Data]:
         stored = {stem: shards for stem, shards in self._stored().items() if stem in stems}
         names = [name for stem, shards in stored.items() for name in (*shards, *index_of(stem, shards))]
-        return Gathered(names, partial(self._file, stored))
+        return Gathered(names, partial(self._file, stored, 0))
 
-    def _file(self, stored: Stored, file: str) -> Data:
+    def _file(self, stored: Stored, to: int, file: str) -> Data:
         for stem, shards in stored.items():
             if file in shards:
-                return file_of({name: self._tensor(stem, name, like) for name, like in shards[file].items()})
+                return file_of({name: self._tensor(stem, name, like, to) for name, like in shards[file].items()})
             if file in (index := index_of(stem, shards)):
                 return index[file]
         raise KeyError(file)
@@ -211,12 +219,12 @@ class ShardedLearner(TorchLearner):
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
         return {stem: layout(stem, tensors, self.shard_bytes) for stem, tensors in stored.items()}
 
-    def _tensor(self, stem: str, name: str, like: Tensor) -> Tensor:
-        if like.device.type != "meta":
+    def _tensor(self, stem: str, name: str, like: Tensor, to: int) -> Tensor:
+        if not _in_parts(like):
             return like
         if stem == WEIGHTS:
-            return self.policy.weight(name)
-        return self.critic.tensor(name) if self.critic and stem == CRITIC else self.policy.tensor(name)
+            return self.policy.weight(name, to)
+        return self.critic.tensor(name, to) if self.critic and stem == CRITIC else self.policy.tensor(name, to)
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
         """See `Roles`."""
@@ -296,3 +304,8 @@ class ShardedUpdates(Updates):
         check_figures(figures, self.seen.version, "train.critic.learning_rate")
         critic.optimized.apply()
         return figures
+
+
+def _in_parts(stored: Tensor) -> bool:
+    """Whether ranks have parts of what is stored; else each has it whole: of the state its own, of others the same."""
+    return stored.device.type == "meta"

@@ -78,9 +78,6 @@ class TorchLearner(Roles):
     def shard(self) -> None:
         """Begin to be in parts, one on each rank; only where it can."""
 
-    def gather(self, file: str) -> None:
-        """Where it is in parts, give the first rank what is here of a file."""
-
     @classmethod
     def begun(cls, config: Ranked, start: LearnerStart) -> Self:
         """The learner before its first step."""

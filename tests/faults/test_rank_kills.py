@@ -21,38 +21,47 @@ from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
-VERSIONS = 200  # some four pass from one kill to the next
 RANKS, RANK_SECONDS = 3, 60.0
 # Of so many deaths of one role, pauses that double would come to an hour: after a calm moment they begin again.
 RECIPE = (
-    SYNCHRONOUS.replace("versions = 100", f"versions = {VERSIONS}")
+    SYNCHRONOUS
     + f"""window_seconds = 20.0
+
+[store]
+shard_bytes = 16384
 
 [train]
 ranks = {RANKS}
 rank_seconds = {RANK_SECONDS}
 """
 )
-KILLED = Counter({"rank": 20, "learner": 5})
+WHOLE, PARTS = Counter({"rank": 20, "learner": 5}), Counter({"rank": 8, "learner": 2})
+KINDS = {"whole": ("", WHOLE), "sharded": ("sharded = true", PARTS), "DeepSpeed": ('learner = "deepspeed"', PARTS)}
 STOPPED = f"did not come to the others within {RANK_SECONDS:g} s"
 
 
-def test_a_run_of_which_ranks_and_learner_are_killed_is_bit_identical(tmp_path: Path) -> None:
-    draw, killed = random.Random(), Victim(tmp_path / "killed", RECIPE)
+@pytest.mark.parametrize(("keys", "kills"), KINDS.values(), ids=KINDS)
+def test_a_run_of_which_ranks_and_learner_are_killed_is_bit_identical(
+    tmp_path: Path, keys: str, kills: Counter[str]
+) -> None:
+    """In parts each rank stores files of every version; some are killed in the middle of that."""
+    versions = 8 * kills.total()  # some four pass from one kill to the next
+    recipe = RECIPE.replace("versions = 100", f"versions = {versions}") + keys
+    draw, killed = random.Random(), Victim(tmp_path / "killed", recipe)
     try:
         killed.wait_version(1, RUN_SECONDS)
-        for role in draw.sample([*KILLED], k=KILLED.total(), counts=[*KILLED.values()]):
+        for role in draw.sample([*kills], k=kills.total(), counts=[*kills.values()]):
             time.sleep(draw.uniform(0.0, 0.5))
             strike(killed, role, draw)
         stop(killed, draw)
         assert killed.finish([], RUN_SECONDS).right, killed.tail()
     finally:
         kill_everything(killed.home)
-    quiet = Victim(tmp_path / "quiet", RECIPE)
+    quiet = Victim(tmp_path / "quiet", recipe)
     assert quiet.finish([], RUN_SECONDS).right, quiet.tail()
     runs = [tmp_path / name / "store/runs/chaos" for name in ("killed", "quiet")]
-    assert causes(runs[0]) == KILLED + Counter({"stopped": 1})
-    assert sampled(runs[0], VERSIONS) == sampled(runs[1], VERSIONS)
+    assert causes(runs[0]) == kills + Counter({"stopped": 1})
+    assert sampled(runs[0], versions) == sampled(runs[1], versions)
     assert main(["replay", str(runs[0]), "--all"]) == 0
 
 

@@ -208,17 +208,18 @@ def test_what_ranks_gather_by_hand() -> None:
     assert on_ranks(2, lambda ranks: ranks.gathered(np.zeros(0))) == [[], []]
 
 
-def test_parts_that_the_first_rank_gets_by_hand() -> None:
+@pytest.mark.parametrize("to", range(4))
+def test_parts_that_one_rank_gets_by_hand(to: int) -> None:
     """Rank r has r numbers of 1 + 2 + 3, the first one nothing."""
 
     def work(ranks: Ranks) -> list[float]:
         assert isinstance(ranks, GlooRanks)
         found = torch.zeros(6)
-        parts = [] if ranks.rank else list(found.split([0, 1, 2, 3]))
-        ranks.to_first(torch.full((ranks.rank,), float(ranks.rank)), parts)
+        parts = list(found.split([0, 1, 2, 3])) if ranks.rank == to else []
+        ranks.to_one(to, torch.full((ranks.rank,), float(ranks.rank)), parts)
         return found.tolist()
 
-    assert on_ranks(4, work) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0], *([[0.0] * 6] * 3)]
+    assert on_ranks(4, work) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0] if rank == to else [0.0] * 6 for rank in range(4)]
 
 
 def test_a_rank_that_does_not_come_is_known() -> None:

@@ -1,0 +1,149 @@
+"""Each rank of a learner in parts stores files of a version, all at the same time.
+
+    first rank: ask --> gather, on rank r --> next file, for rank r + 1 ........ what r stored --> the version's entry
+    rank r:     ....... gather --> put --> say what was stored
+
+- Files are those that one rank stores: the same names, the same bytes, whatever the number of ranks. File n goes to
+  rank n modulo ranks, but for what only the first has: its generators' state.
+- A rank holds `HELD` files at most, and one where that is larger than a file is meant to be.
+- Nothing is named by an entry before the rank that stored it has said so, with its bytes and sha256.
+- A slow store is no hang: a rank that waits for it says so again and again. One that says nothing for as long as ranks
+  wait for each other is named.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import count
+from threading import BoundedSemaphore, Lock
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from rollflow.storage import errors
+from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.storage.objects.base import Data, ObjectStore
+from rollflow.storage.policies import put_object
+from rollflow.storage.records import StoredObject
+from rollflow.tasks.learners.gloo_ranks import GlooRanks
+from rollflow.tasks.learners.rank_orders import Ask, Place
+from rollflow.tasks.learners.ranks import Lost
+
+HELD = 2  # files of a rank at a time: one is gathered while another is stored
+TIMES = 4  # that a rank says that it waits, within the time that ranks wait for each other
+POLL_SECONDS = 0.02
+
+
+class Staging:
+    """The first rank's side; `put` may be called by several threads."""
+
+    def __init__(
+        self, ranks: GlooRanks, sizes: Mapping[str, tuple[int, bool]], most: int, gather: Callable[[Ask], Data]
+    ) -> None:
+        """`sizes` as `ShardedLearner.sizes`; `most`: bytes that a file is meant to have; `gather`: with all ranks."""
+        self._ranks, self._sizes, self._most, self._gather = ranks, sizes, most, gather
+        self._places = {file: n % ranks.count if sizes[file][1] else 0 for n, file in enumerate(sizes)}
+        self._rooms = [_Room() for _ in range(ranks.count)]
+
+    @property
+    def movers(self) -> int:
+        """Files that are on their way at a time."""
+        return HELD * self._ranks.count
+
+    def put(self, file: str, store: ObjectStore, path: str) -> StoredObject:
+        """Have a rank store a file; returns once it has.
+
+        Raises:
+            RollflowError: what the store raised there.
+            Lost: the rank says nothing any more.
+        """
+        to = self._places[file]
+        with self._rooms[to].taken(alone=self._sizes[file][0] > self._most):
+            if not to:
+                return put_object(store, path, self._gather(Ask(file)))
+            place = Place(store, path, next(_numbers))
+            self._gather(Ask(file, to, place))
+            return self._found(to, place)
+
+    def _found(self, to: int, place: Place) -> StoredObject:
+        stored = self._answer(to, place)
+        if not place.store.exists(stored.path):
+            cure = "set store.uri to one that all machines of the run see (s3://, or a folder that they share)"
+            raise ConfigError(f"rank {to} stored {stored.path}, and the first rank does not find it there; {cure}")
+        return stored
+
+    def _answer(self, to: int, place: Place) -> StoredObject:
+        """What rank `to` says."""
+        store, answer, waits = self._ranks.store, _answer(place), _waits(place)
+        said, since = b"", time.monotonic()
+        while not store.check([answer]):
+            self._ranks.check()
+            if store.check([waits]) and (now := store.get(waits)) != said:
+                said, since = now, time.monotonic()
+            if time.monotonic() - since > self._ranks.seconds:
+                raise Lost(f"rank {to} said nothing of {place.path} for {self._ranks.seconds:g} s", to)
+            time.sleep(POLL_SECONDS)
+        found = json.loads(store.get(answer))
+        for key in (answer, waits):
+            store.delete_key(key)
+        if "error" in found:
+            raise _kinds()[found["error"]](found["says"])
+        return StoredObject(place.path, found["size"], found["sha256"])
+
+
+def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
+    """On another rank: store a file, and say what was stored, or what the store raised."""
+    store: Store = ranks.store
+    with ThreadPoolExecutor(1, "staging") as thread:
+        job = thread.submit(put_object, place.store, place.path, data)
+        for times in count(1):
+            if not wait([job], ranks.seconds / TIMES).not_done:
+                break
+            store.set(_waits(place), str(times))
+    try:
+        found = job.result()
+        told = {"size": found.size, "sha256": found.sha256}
+    except RollflowError as error:
+        told = {"error": type(error).__name__, "says": str(error)}
+    store.set(_answer(place), json.dumps(told))
+
+
+class _Room:
+    """What a rank may hold: `HELD` files, or one that is large."""
+
+    def __init__(self) -> None:
+        self._free, self._door = BoundedSemaphore(HELD), Lock()
+
+    @contextmanager
+    def taken(self, *, alone: bool) -> Iterator[None]:
+        """While a file is gathered and stored."""
+        places = HELD if alone else 1
+        with self._door:  # one takes all of its places before another begins
+            for _ in range(places):
+                self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release(places)
+
+
+_numbers = count()
+
+
+def _answer(place: Place) -> str:
+    """Where a rank says what it stored."""
+    return f"stored/{place.number}"
+
+
+def _waits(place: Place) -> str:
+    """Where it says that it waits for the store."""
+    return f"storing/{place.number}"
+
+
+def _kinds() -> Mapping[str, type[RollflowError]]:
+    """The errors that a rank can tell of, by name."""
+    found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    return {name: kind for name, kind in found.items() if issubclass(kind, RollflowError)}

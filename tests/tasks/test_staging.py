@@ -1,0 +1,234 @@
+"""Files of a learner in parts are stored by all of its ranks: what one rank would store, wherever it is put."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+
+from rollflow.storage.errors import ConfigError, RankFailed, StoreFailed, Unreachable
+from rollflow.storage.log.entries import RunCreated
+from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.objects.base import Data, digest, pieces
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import StoredObject
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.learners.gathered import Gathered, staged
+from rollflow.tasks.learners.ranked import RankedLearner
+from tests.contracts.test_learners import batch
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_sharded import KINDS, SOAK
+
+SHARD_BYTES = 2**14  # so that there are many files, and some tensors are larger
+SECONDS, SLOW_SECONDS, KILL_SECONDS = 6.0, 9.0, 2.0
+KIND = {**KINDS["PPO with a critic"], "learning_rate": 1e-4}
+ROLES = {**KINDS["a penalty to a reference"], "learning_rate": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def begun(folder: Path, config: TrainConfig) -> Any:
+    return build_learner(config, LearnerStart(folder, trained=True, versions=12, shard_bytes=SHARD_BYTES))
+
+
+def in_parts(folder: Path, ranks: int = 2, seconds: float = 60.0, **given: Any) -> RankedLearner:
+    made: RankedLearner = begun(folder, TorchTrain(sharded=True, ranks=ranks, rank_seconds=seconds, **given))
+    return made
+
+
+@dataclass(frozen=True)
+class Odd(LocalStore):
+    """A folder that is another one to other processes than `owner`; it stays what it is on its way there."""
+
+    owner: int = field(default_factory=os.getpid)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.root, None, self.owner)
+
+    @property
+    def other(self) -> bool:
+        """Whether this is another process."""
+        return os.getpid() != self.owner
+
+
+class Signed(Odd):
+    """Each object has beside it which process stored it."""
+
+    def put(self, path: str, data: Data) -> str:
+        super().put(f"by/{path}", str(os.getpid()).encode())
+        return super().put(path, data)
+
+
+class Full(Odd):
+    """To others."""
+
+    error: type[Exception] = StoreFailed
+
+    def put(self, path: str, data: Data) -> str:
+        if self.other:
+            raise self.error("the disk of that machine is full")
+        return super().put(path, data)
+
+
+class Away(Full):
+    """Likewise."""
+
+    error = Unreachable
+
+
+class Elsewhere(Odd):
+    """They write into another folder."""
+
+    def put(self, path: str, data: Data) -> str:
+        return super().put(f"elsewhere/{path}" if self.other else path, data)
+
+
+class Slow(Odd):
+    """They take longer than ranks wait for each other here."""
+
+    def put(self, path: str, data: Data) -> str:
+        if self.other:
+            time.sleep(SLOW_SECONDS)
+        return super().put(path, data)
+
+
+class Stopped(Odd):
+    """They stop in the middle."""
+
+    def put(self, path: str, data: Data) -> str:
+        if self.other:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().put(path, data)
+
+
+@pytest.fixture
+def ended() -> Iterator[list[RankedLearner]]:
+    """Learners that end with the test."""
+    found: list[RankedLearner] = []
+    yield found
+    for made in found:
+        made._others.end()
+
+
+def policies_in(store: LocalStore) -> tuple[PolicyStore, Writer]:
+    log = Log(store)
+    log.create(RunCreated("staging", {"async_ratio": 1, "group_size": 4, "store": {}}, "", 1))
+    log.claim("supervisor")
+    return PolicyStore(log), log.claim("learner")
+
+
+def stored(made: Any, policies: PolicyStore, writer: Writer, version: int = 0) -> list[StoredObject]:
+    return [one for files in (made.weights(), made.state()) for one in staged(policies, writer, version, files)]
+
+
+def expected(made: Any) -> Mapping[str, str]:
+    """Of every file, gathered here, its hash."""
+    return {name: digest(pieces(data)) for files in (made.weights(), made.state()) for name, data in files.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "ranks"), [(KIND, 3), (ROLES, 2), pytest.param(ROLES, 4, marks=SOAK)])
+def test_every_rank_stores_files_and_all_are_what_one_rank_would_store(
+    folder: Path, tmp_path: Path, ended: list[RankedLearner], kind: Mapping[str, Any], ranks: int
+) -> None:
+    """Each as often as another; what the first one alone has, the first one stores. One rank goes on from them."""
+    ended.append(made := in_parts(folder, ranks, **kind))
+    made.step(batch(0), 0)
+    policies, writer = policies_in(Signed(tmp_path))
+    found = stored(made, policies, writer)
+    names = {one.path.split("/", 3)[3]: one for one in found}
+    assert {name: one.sha256 for name, one in names.items()} == expected(made)
+    assert {one.path: one.size for one in found} == {one.path: (tmp_path / one.path).stat().st_size for one in found}
+    by = {name: int((tmp_path / "by" / one.path).read_bytes()) for name, one in names.items()}
+    counts = sorted([*by.values()].count(pid) for pid in {*by.values()})
+    assert (len(counts), counts[0] >= len(found) / ranks - 3) == (ranks, True)  # two are the first one's alone
+    last = max(name for name in names if name.startswith("learner/state-"))
+    assert by[last] == os.getpid()
+    alone = begun(folder, TorchTrain(**kind))
+    alone.load(*({n: (tmp_path / one.path).read_bytes() for n, one in names.items() if n[0] == of} for of in "wl"))
+    assert expected(alone) == expected(made)
+
+
+@pytest.mark.long
+def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
+    """As well."""
+    ended.append(made := begun(folder, DeepSpeedTrain.model_validate({"zero": 2, "ranks": 2, **KIND})))
+    made.step(batch(0), 0)
+    found = stored(made, *policies_in(Signed(tmp_path)))
+    assert {one.path.split("/", 3)[3]: one.sha256 for one in found} == expected(made)
+    assert len({(tmp_path / "by" / one.path).read_bytes() for one in found}) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Full, Away])
+def test_what_the_store_raises_on_a_rank_is_raised_here_and_all_go_on(
+    folder: Path, tmp_path: Path, ended: list[RankedLearner], kind: type[Full]
+) -> None:
+    ended.append(made := in_parts(folder))
+    made.step(batch(0), 0)
+    policies, writer = policies_in(kind(tmp_path))
+    with pytest.raises(kind.error, match="the disk of that machine is full"):
+        stored(made, policies, writer)
+    made.step(batch(1), 1)
+    found = stored(made, PolicyStore(Log(LocalStore(tmp_path))), writer, 1)
+    assert {one.path.split("/", 3)[3]: one.sha256 for one in found} == expected(made)
+
+
+@pytest.mark.long
+def test_a_store_that_a_rank_does_not_share_is_refused(
+    folder: Path, tmp_path: Path, ended: list[RankedLearner]
+) -> None:
+    """Or an entry would name what nobody finds."""
+    ended.append(made := in_parts(folder))
+    made.step(batch(0), 0)
+    with pytest.raises(ConfigError, match=r"rank 1 stored policies/.* set store\.uri to one that all machines"):
+        stored(made, *policies_in(Elsewhere(tmp_path)))
+
+
+@pytest.mark.long
+def test_a_store_that_is_slow_is_no_hang(folder: Path, tmp_path: Path, ended: list[RankedLearner]) -> None:
+    """It takes longer than ranks wait for each other."""
+    ended.append(made := in_parts(folder, seconds=SECONDS))
+    made.step(batch(0), 0)
+    files, sizes = made.weights(), made._own.sizes()
+    assert isinstance(files, Gathered)
+    second = list(sizes)[1]  # of two ranks', the second one's
+    found = files.put(second, Slow(tmp_path), "stored")
+    assert found.sha256 == digest(pieces(files[second]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_while_it_stores_is_named(
+    folder: Path, tmp_path: Path, ended: list[RankedLearner], sent: signal.Signals
+) -> None:
+    """The third of three."""
+    ended.append(made := in_parts(folder, 3, seconds=SECONDS))
+    made.step(batch(0), 0)
+    files, third = made.weights(), list(made._own.sizes())[2]
+    assert isinstance(files, Gathered)
+    killed = Timer(KILL_SECONDS, lambda: os.kill(made._others._started[2].process.pid, signal.SIGKILL))
+    store, sentence = Stopped(tmp_path), r"rank 2 of 3 did not come to the others within"
+    if sent == signal.SIGKILL:
+        killed.start()
+        store, sentence = Slow(tmp_path), "rank 2 of 3 was killed by SIGKILL"
+    with pytest.raises(RankFailed, match=sentence):
+        files.put(third, store, "stored")
+    assert not (tmp_path / "stored").exists()
+    deadline = time.monotonic() + 60
+    while any(one.ended() is None for one in made._others._started.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
