@@ -157,6 +157,7 @@ def _proving_commands(commands: Any) -> None:
     which = replay.add_mutually_exclusive_group()
     which.add_argument("version", nargs="?", type=int, help="default: the newest")
     which.add_argument("--all", action="store_true", help="every version, from the first")
+    replay.add_argument("--ranks", type=int, help="processes that train; default: as many as the run has")
     replay.add_argument("--json", action="store_true", help="one JSON object a version")
     replay.set_defaults(verb="replay")
 

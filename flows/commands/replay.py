@@ -2,23 +2,32 @@
 
 Needs neither Ray nor Prefect nor an engine, and writes nothing. A version is restored to its parent, trained on the
 batch its entry names, and compared file by file with what was published.
+
+As many ranks as the run has give the same bits. Another number adds up in another order: then each version is trained
+from its published parent, and has to be near (`compared`) what was published.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.policies import PolicyStore, PolicyVersion
+from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.restore import Replayed, name_of, new_learner, restore, train_again
 from rollflow.tasks.run_context import RunContext
+
+if TYPE_CHECKING:
+    from rollflow.tasks.learners.compared import Distance
 
 CAUSE = "a replay is bit for bit the same only on the same kind of machine, with the same torch build"
 
@@ -26,20 +35,38 @@ CAUSE = "a replay is bit for bit the same only on the same kind of machine, with
 def command(options: argparse.Namespace) -> int:
     """`rollflow replay RUN [VERSION]`."""
     context = find_run(options.run, options.store)
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks = {options.ranks}: choose 1 or more")
     say, tell = (_beside, _tell_value) if options.json else (print, _tell)
-    return OK if replay(context, options.version, options.all, say, tell) else FAILED
+    return OK if replay(context, options.version, options.all, say, tell, options.ranks) else FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A version that was trained again, by `ranks` processes of a run that has `recorded`."""
+
+    replayed: Replayed
+    ranks: int
+    recorded: int
+    apart: Distance | None  # from what was published; None where it is the same, or cannot be compared
+
+    @property
+    def right(self) -> bool:
+        """Whether it is what was published: to the bit, if it was trained by as many ranks."""
+        near = self.ranks != self.recorded and self.apart is not None and self.apart.near
+        return near or not self.replayed.differences
 
 
 def _beside(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _tell(replayed: Replayed) -> None:
-    print(sentence(replayed), flush=True)
+def _tell(outcome: Outcome) -> None:
+    print(sentence(outcome), flush=True)
 
 
-def _tell_value(replayed: Replayed) -> None:
-    print(json.dumps(value_of(replayed)), flush=True)
+def _tell_value(outcome: Outcome) -> None:
+    print(json.dumps(value_of(outcome)), flush=True)
 
 
 def replay(
@@ -47,31 +74,48 @@ def replay(
     version: int | None,
     every: bool,
     say: Callable[[str], None],
-    tell: Callable[[Replayed], None],
+    tell: Callable[[Outcome], None],
+    ranks: int | None = None,
 ) -> bool:
-    """Train `version` (default: the newest) again, or `every` version from 1 on; whether all came out the same.
+    """Train `version` (default: the newest) again, or `every` version from 1 on; whether all came out right.
 
     `tell` is told of each that was trained again, `say` everything else.
 
     Raises:
         ConfigError: there is no such version to train again.
     """
-    policies, batches = context.policies, context.batches
+    policies, batches, recorded = context.policies, context.batches, context.config.train.ranks
     first, last = _span(context, version, policies.newest(), every)
-    learner = new_learner(context, blank=True)
+    used = recorded if ranks is None else ranks
+    learner = new_learner(context, blank=True, count=used)
     restored = restore(policies, batches, learner, first - 1, note=say)
-    if restored.differed:
+    if restored.differed and used == recorded:
         say(f"{restored.sentence()}; {CAUSE}")
         return False
     for number in range(first, last + 1):
+        if used != recorded and number > first:
+            restore(policies, batches, learner, number - 1, note=say)
         replayed = train_again(policies, batches, learner, number)
-        tell(replayed)
-        if replayed.differences:
+        outcome = Outcome(replayed, used, recorded, _distance(policies, learner, replayed))
+        tell(outcome)
+        if not outcome.right:
             say(f"version {number} was published by rollflow {replayed.version.code_version}; {CAUSE}")
             if number < last:
                 say(f"versions {number + 1} to {last} follow from it and were not trained again")
             return False
     return True
+
+
+def _distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance | None:
+    """How far what differs is from what was published, where that is in storage."""
+    from rollflow.tasks.learners.compared import distance
+
+    if not replayed.differences:
+        return None
+    try:
+        return distance(policies, learner, replayed)
+    except Corrupt:
+        return None
 
 
 def _span(context: RunContext, version: int | None, newest: int, every: bool) -> tuple[int, int]:
@@ -88,14 +132,15 @@ def _span(context: RunContext, version: int | None, newest: int, every: bool) ->
     return chosen, chosen
 
 
-def sentence(replayed: Replayed) -> str:
+def sentence(outcome: Outcome) -> str:
     """What was trained again, and what came out."""
-    number = replayed.version.number
-    return f"version {number}: parent {number - 1}, {_batch(replayed.batch)}: {_outcome(replayed)}"
+    number, batch = outcome.replayed.version.number, outcome.replayed.batch
+    return f"version {number}: parent {number - 1}, {_batch(batch)}: {_outcome(outcome)}"
 
 
-def value_of(replayed: Replayed) -> dict[str, Any]:
+def value_of(outcome: Outcome) -> dict[str, Any]:
     """The same for programs."""
+    replayed, apart = outcome.replayed, outcome.apart
     version, batch = replayed.version, replayed.batch
     return {
         "version": version.number,
@@ -104,6 +149,9 @@ def value_of(replayed: Replayed) -> dict[str, Any]:
         "state": bool(version.state),
         "identical": not replayed.differences,
         "differences": list(replayed.differences),
+        "ranks": outcome.ranks,
+        "largest_difference": apart.most if apart and math.isfinite(apart.most) else None,
+        "right": outcome.right,
         "sha256": {name_of(stored): stored.sha256 for stored in version.weights},
     }
 
@@ -112,11 +160,15 @@ def _batch(batch: BatchCommitted) -> str:
     return f"batch {batch.number} ({len(batch.groups)} groups, {batch.rows} trajectories)"
 
 
-def _outcome(replayed: Replayed) -> str:
-    if replayed.differences:
-        return "DIFFERENT in " + ", ".join(replayed.differences)
+def _outcome(outcome: Outcome) -> str:
+    replayed, apart = outcome.replayed, outcome.apart
     what = "weights and learner state" if replayed.version.state else "weights"
-    return f"{what} identical ({_sha256(replayed.version)})"
+    if not replayed.differences:
+        return f"{what} identical ({_sha256(replayed.version)})"
+    by = f" by up to {apart.most:.1e}" if apart and math.isfinite(apart.most) else ""
+    if outcome.right:
+        return f"{what} differ{by}, which is rounding: ranks {outcome.ranks} instead of {outcome.recorded}"
+    return "DIFFERENT in " + ", ".join(replayed.differences) + by
 
 
 def _sha256(version: PolicyVersion) -> str:

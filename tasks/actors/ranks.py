@@ -3,14 +3,16 @@
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
             +---- orders, over a connection of its own that asks for a secret ----+
 
-They belong to the learner's actor: Ray ends them with it. What ranks say to each other goes over the network between
-their machines, not encrypted.
+They belong to the learner's actor: Ray ends them with it. Their GPUs are taken together, in a placement group, or not
+at all: two runs never wait for each other with half of their ranks. What ranks say to each other goes over the network
+between their machines, not encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,19 +22,30 @@ from threading import Thread
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rollflow.storage.errors import Unreachable
 from rollflow.tasks.learners.rank_orders import Meeting, Pipes, RankHosts
 from rollflow.tasks.learners.restore import start_of
 from rollflow.tasks.run_context import RunContext
 
+RESERVED_SECONDS = 240.0  # for GPUs to be free; ranks are waited for a little longer
 CONNECTED_SECONDS = 60.0  # for a rank that is there to have its connections taken
 GONE = "ended: its process or its machine is gone"
 
 
+Room = Callable[[int], dict[str, Any]]  # Ray's options for a rank
+
+
 def rank_hosts(context: RunContext) -> RankHosts:
-    """For the learner of this process, which is an actor."""
-    return RankHosts(node_address(), partial(SpreadRank, context))
+    """For the learner of this process, which is an actor.
+
+    Raises:
+        Unreachable: GPUs for the other ranks were not free at the same time.
+    """
+    room = reserved(context.config.train.ranks - 1) if ray.get_gpu_ids() else in_turn
+    return RankHosts(node_address(), partial(SpreadRank, context, room))
 
 
 def node_address() -> str:
@@ -46,10 +59,28 @@ def nodes() -> list[dict[str, Any]]:
     return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
 
 
-def room_for(rank: int) -> dict[str, Any]:
-    """Ray's options for a rank: a GPU where this one has one, wherever that is; else the nodes have ranks in turn."""
-    if ray.get_gpu_ids():
-        return {"num_gpus": 1}
+def reserved(ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
+    """A GPU for each of the other ranks, near each other where that can be.
+
+    They are the run's until its job on the cluster ends. Ray keeps them where only a learner ends, so the next one
+    gives back what that one had: `name`, in the run's namespace.
+    """
+    with contextlib.suppress(ValueError):  # there is none
+        remove_placement_group(get_placement_group(name))
+    group = placement_group([{"GPU": 1}] * ranks, strategy="PACK", name=name)
+    if not group.wait(seconds):
+        remove_placement_group(group)
+        cure = "another run may have them; wait for it, or set train.ranks to less"
+        raise Unreachable(f"train.ranks = {ranks + 1}: {ranks} GPUs were not free together for {seconds:g} s; {cure}")
+    return lambda rank: {
+        "num_gpus": 1,
+        "num_cpus": 0,  # else Ray asks for one at the start, which the group does not have
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1),
+    }
+
+
+def in_turn(rank: int) -> dict[str, Any]:
+    """Without GPUs the nodes have ranks in turn."""
     every = nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     return {"num_cpus": 0.001, "scheduling_strategy": near}  # of nothing at all Ray draws the node
@@ -66,12 +97,12 @@ class Caller:
 class SpreadRank:
     """A rank in an actor; see `StartedRank`."""
 
-    def __init__(self, context: RunContext, rank: int, meeting: Meeting) -> None:
+    def __init__(self, context: RunContext, room: Room, rank: int, meeting: Meeting) -> None:
         secret = secrets.token_bytes(32)
         self._listener = Listener((meeting.host, 0), authkey=secret)
         self._pipes: Future[Pipes] = Future()
         Thread(target=self._accept, daemon=True).start()
-        self._actor = ray.remote(RankActor).options(**room_for(rank)).remote(context)
+        self._actor = ray.remote(RankActor).options(**room(rank)).remote(context)
         self._served = self._actor.serve.remote(rank, meeting, Caller(self._listener.address, secret))
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -19,7 +21,7 @@ import ray
 from rollflow.storage.errors import RankFailed
 from rollflow.storage.log.audit import audit
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.actors.ranks import SpreadRank, rank_hosts
+from rollflow.tasks.actors.ranks import SpreadRank, in_turn, rank_hosts
 from rollflow.tasks.learners.gloo_ranks import first_store
 from rollflow.tasks.learners.rank_orders import Load, Meeting
 from rollflow.tasks.learners.ranked import RankedLearner
@@ -152,10 +154,56 @@ def test_none_outlives_its_owner(place: Path) -> None:
 def test_a_stranger_gives_no_orders(place: Path) -> None:
     """Who calls where a rank should is asked for a secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "spread": True})
-    started = SpreadRank(run, 1, Meeting("127.0.0.1", first_store().port))
+    started = SpreadRank(run, in_turn, 1, Meeting("127.0.0.1", first_store().port))
     try:
         with pytest.raises(AuthenticationError):
             Client(started._listener.address, authkey=b"guessed")
         assert started.pipes  # the rank itself came through
     finally:
         started.end()
+
+
+WITH_GPUS = """
+import ray
+from rollflow.storage.errors import Unreachable
+from rollflow.tasks.actors import ranks
+
+ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+
+class Owner:
+    def begin(self, seconds, run, others=2):
+        try:
+            self.room = ranks.reserved(others, seconds, run)
+        except Unreachable as error:
+            return str(error)
+        self.ranks = [ray.remote(Rank).options(**self.room(rank)).remote() for rank in range(1, others + 1)]
+        return sorted(ray.get([rank.gpus.remote() for rank in self.ranks]))
+
+
+class Rank:
+    def gpus(self):
+        return len(ray.get_gpu_ids())
+
+
+def owner():
+    return ray.remote(Owner).options(num_gpus=1, num_cpus=0).remote()
+
+
+first = owner()
+assert ray.get(first.begin.remote(60.0, "one")) == [1, 1]  # three of four are taken
+second = owner()  # has the fourth
+said = ray.get(second.begin.remote(3.0, "two"))
+assert said.startswith("train.ranks = 3: 2 GPUs were not free together for 3 s; another run may have them"), said
+ray.kill(second)
+ray.kill(first)
+again = owner()  # of the first run
+assert ray.get(again.begin.remote(60.0, "one"), timeout=90.0) == [1, 1]
+print("right")
+"""
+
+
+def test_gpus_of_ranks_are_taken_together() -> None:
+    """On GPUs that Ray only counts: ranks of a second learner get all of theirs, or a sentence."""
+    done = subprocess.run([sys.executable, "-c", WITH_GPUS], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.stdout.strip().endswith("right"), done.stderr[-2000:]

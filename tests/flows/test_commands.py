@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -82,6 +83,29 @@ def test_replay_fails_where_something_else_was_published(copy: RunContext, capsy
     assert "batch 3 (2 groups, 8 trajectories): DIFFERENT in weights/model.safetensors" in out
     assert "only on the same kind of machine" in out
     assert out.endswith("versions 5 to 5 follow from it and were not trained again ")
+
+
+def test_replay_by_another_number_of_ranks(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each version from its published parent, to rounding; to the bit it would be chance."""
+    out = shown(capsys, "replay", "small", "--all", "--ranks", "2")
+    assert out.count("parent") == 5
+    assert out.count("which is rounding: ranks 2 instead of 1") + out.count("identical") == 5
+    assert "by up to" in out
+    assert "--ranks = 0: choose 1 or more" in shown(capsys, "replay", "small", "--ranks", "0", code=2)
+
+
+def test_replay_by_another_number_of_ranks_fails_where_it_is_no_rounding(
+    copy: RunContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The published weights of version 4 are those of version 3 with its own name, which its entry vouches for."""
+    published, other = copy.policies.find(4), copy.policies.find(3)
+    data = copy.store.get(other.weights[0].path)
+    copy.store.put(published.weights[0].path, data)
+    said = replace(published.weights[0], sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+    changed(copy.store, published.entry, lambda body: replace(body, weights=(said,)))
+    out = shown(capsys, "replay", copy.uri, "4", "--ranks", "2", code=1)
+    assert "DIFFERENT in" in out
+    assert "weights/model.safetensors by up to" in out
 
 
 def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
