@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.finite import all_finite
+from rollflow.tasks.learners.freed import given_back
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import MASTER, MOMENTS, Optimized
 
@@ -131,7 +132,7 @@ class Engine(Optimized):
         """The whole of what `own` has parts of, in the type that it is stored in."""
         assert self.ranks.beside is not None
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
-        found = torch.empty(self.shapes[name] if self.ranks.rank == to else 0, dtype=kind)
+        found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
         self.ranks.beside.to_one(to, own, [_piece(found, *place) for place in places])
         return found.add_(0.0)  # no -0: a sum over ranks had none, and runs were recorded with these
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MANY = 2**28  # bytes of weights: with fewer, to take memory again costs more time than it is worth
@@ -22,3 +24,10 @@ def give_back(weights: Iterable[Tensor]) -> None:
 def _trim() -> Any:
     """glibc's `malloc_trim`; None with another C library."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def given_back(shape: torch.Size, kind: torch.dtype) -> Tensor:
+    """A tensor whose memory goes back to the system with it; the C library keeps much of what it gave itself."""
+    if not shape.numel():
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)

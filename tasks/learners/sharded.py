@@ -24,6 +24,7 @@ from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.critic import WEIGHT, Critic, others, value_loss
 from rollflow.tasks.learners.engine import Engine
 from rollflow.tasks.learners.finite import all_finite, check_figures
+from rollflow.tasks.learners.freed import give_back
 from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import check_fit
@@ -165,6 +166,7 @@ class ShardedLearner(TorchLearner):
         if not self.sharded:
             return super().logprobs(tokens)
         found = self.policy.run(lambda: torch.tensor(TorchLearner.logprobs(self, tokens), dtype=torch.float64))
+        give_back(self.model.parameters())  # what was whole for the pass would lie beside what is published now
         return tuple(found.tolist())
 
     def broken(self) -> str | None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from rollflow.storage.errors import ConfigError, RankFailed, StoreFailed, Unreachable
 from rollflow.storage.log.entries import RunCreated
@@ -23,6 +25,7 @@ from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.learners.freed import given_back
 from rollflow.tasks.learners.gathered import Gathered, staged
 from rollflow.tasks.learners.ranked import RankedLearner
 from tests.contracts.test_learners import batch
@@ -232,3 +235,19 @@ def test_a_rank_that_is_gone_while_it_stores_is_named(
     while any(one.ended() is None for one in made._others._started.values()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_gathered_files_memory_goes_back_with_it() -> None:
+    """The C library would keep it, beside what is gathered next."""
+
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    before = resident()
+    made = [given_back(torch.Size([2**18]), torch.float32) for _ in range(64)]  # of a size that the C library keeps
+    for tensor in made:
+        tensor.fill_(1.0)
+    assert resident() - before > 2**25
+    del made, tensor
+    assert resident() - before < 2**24
+    assert given_back(torch.Size([0, 3]), torch.bfloat16).shape == (0, 3)
