@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,8 @@ from rollflow.tasks.learners.staging import stage
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.warned import send_to
 
+MEET = "meet"  # where the first rank says that it is there, too
+POLL_SECONDS = 0.1
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 CHUNK = 2**25  # bytes that are sent at a time
@@ -100,6 +103,8 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ran
     with _ending(store, rank):
         learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends all
         store.set(ready(rank), "")
+        while not store.check([MEET]):  # the first rank reads its weights; who owns this process knows how long it may
+            time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_give, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
         while True:

@@ -39,7 +39,7 @@ from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, first_store
 from rollflow.tasks.learners.rank_gpus import check_gpus
 from rollflow.tasks.learners.rank_orders import NEAR, Ask, Call, Load, Meeting, Pipes, Step
-from rollflow.tasks.learners.rank_process import LOST, failed, gone, learner_of, ready, run_rank, sent
+from rollflow.tasks.learners.rank_process import LOST, MEET, failed, gone, learner_of, ready, run_rank, sent
 from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, settled
 from rollflow.tasks.learners.sharded import ShardedLearner
@@ -244,6 +244,7 @@ class Others:
                 if time.monotonic() > deadline:
                     raise Lost(f"{self._name(late[0])} was not there within {READY_SECONDS:g} s")
                 time.sleep(POLL_SECONDS)
+            self._store.set(MEET, "")
             count, seconds = self._config.ranks, self._config.rank_seconds
             self._ranks = GlooRanks(self._store, 0, count, seconds, self._check, host=self._host)
             return self._ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -23,7 +25,8 @@ from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners import rank_process
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
-from rollflow.tasks.learners.rank_orders import Load, Meeting, RankHosts, StartedRank
+from rollflow.tasks.learners.gloo_ranks import first_store
+from rollflow.tasks.learners.rank_orders import Load, Meeting, Pipes, RankHosts, StartedRank
 from rollflow.tasks.learners.rank_process import run_rank
 from rollflow.tasks.learners.ranked import RankedLearner
 from rollflow.tasks.warned import Warnings
@@ -195,6 +198,31 @@ def test_a_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytes
     monkeypatch.setattr("rollflow.tasks.learners.ranked.run_rank", _exit)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with code 7 while the ranks started"):
         ranked(folder, 2, 60.0)
+
+
+def test_ranks_wait_as_long_as_the_first_one_reads_its_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks do together has a bound, which must not count that: of a large policy it takes minutes."""
+    met, store = Event(), first_store()
+
+    class Met(Exception):
+        pass
+
+    def meet(*given: Any, **named: Any) -> None:
+        met.set()
+        raise Met
+
+    monkeypatch.setattr(rank_process, "GlooRanks", meet)
+    monkeypatch.setattr(rank_process.os, "_exit", lambda code: None)
+    pipes = Pipes(*(multiprocessing.Pipe()[0] for _ in range(2)))
+    start = LearnerStart(folder, trained=True, versions=10)
+    given = 1, Meeting("127.0.0.1", store.port), "127.0.0.1", pipes, TorchTrain(ranks=2), start
+    Thread(target=rank_process.serve_rank, args=given, daemon=True).start()
+    until(lambda: store.check([rank_process.ready(1)]))
+    assert not met.wait(1.0)
+    store.set(rank_process.MEET, "")
+    assert met.wait(ENDS_SECONDS)
+    until(lambda: store.check([rank_process.failed(1)]))
+    assert store.get(rank_process.failed(1)).startswith(b"Met")
 
 
 def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
