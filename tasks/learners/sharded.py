@@ -30,7 +30,7 @@ from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import check_fit
 from rollflow.tasks.learners.randomness import random_state
 from rollflow.tasks.learners.reference import named_tensors
-from rollflow.tasks.learners.shards import Named, file_of, index_of, layout
+from rollflow.tasks.learners.shards import Files, Named, file_of, index_of, layout
 from rollflow.tasks.learners.torch_learner import CRITIC, REFERENCE, STATE, WEIGHTS, TorchLearner
 from rollflow.tasks.learners.trained_policy import TrainedPolicy
 from rollflow.tasks.learners.updates import Updates
@@ -147,6 +147,11 @@ class ShardedLearner(TorchLearner):
         if self.reference is not None:
             self.reference.now = self.policy.everywhere
         self.critic, self.updates, self.sharded = critic, ShardedUpdates, True
+
+    def take(self, weights: Files, state: Files) -> None:
+        """See `TorchLearner`."""
+        super().take(weights, state)
+        give_back(self.model.parameters())
 
     @torch.no_grad()
     def try_model(self) -> None:
