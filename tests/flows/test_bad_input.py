@@ -317,6 +317,7 @@ def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "store.uri = 's3://bucket/runs'" in refused(capsys, "run", RECIPE, "--set", "store.uri=s3://bucket/runs")
     monkeypatch.setenv("PREFECT_API_URL", f"{uri}/api")
     assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "run", RECIPE)
+    assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "serve")
 
 
 def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:
