@@ -95,6 +95,13 @@ def test_what_a_person_changed_stays_and_the_rest_follows_the_code(server: Prefe
     assert page.read(name)["parameters"] == {"version": 5}
 
 
+def test_a_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None:
+    """The server's own scheduler does: it fails under an SQLAlchemy that Prefect was not made for."""
+    register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
+    with api() as client:
+        until(lambda: {run.deployment_id for run in going(client, SERVED) if run.auto_scheduled})
+
+
 def test_where_nothing_differs_nothing_is_sent(server: PrefectServer, offer: Offer) -> None:
     """An update would drop the flow runs that a schedule has planned."""
     page, name = Page(server), f"evaluate/{offer.name}"
