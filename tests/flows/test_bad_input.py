@@ -320,6 +320,13 @@ def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "serve")
 
 
+def test_a_database_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}/prefect"
+    sentence = refused(capsys, "serve", "--database", f"postgresql+asyncpg://me@{address}")
+    assert f"--database 'postgresql+asyncpg://{address}': " in sentence
+    assert "PGPASSWORD" in sentence
+
+
 def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     sentence = refused(capsys, "run", RECIPE, "--set", "prompts.0.family=no_such_family")
     assert "prompts.family = 'no_such_family'" in sentence
