@@ -123,11 +123,11 @@ def nightly(plan: Nightly) -> Any:
 
 
 @nightly.on_crashed
-def tell_crash(_: Any, night: Any, state: Any) -> None:
+def tell_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner calls it by these names
     """A night whose own process died has no report: the runner that saw it tells. The next night stops what it left."""
-    plan = Nightly.model_validate(night.parameters["plan"])
+    plan = Nightly.model_validate(flow_run.parameters["plan"])
     if plan.notify:
-        _send(plan.notify, f"# {plan.name}: a night crashed\n\n{night.name}: {state.message}\n")
+        _send(plan.notify, f"# {plan.name}: a night crashed\n\n{flow_run.name}: {state.message}\n")
 
 
 def one_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:

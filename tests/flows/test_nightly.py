@@ -258,7 +258,7 @@ class TestOnAServer:
         with api() as client:
             night = client.read_flow_run(start(client, "nightly", "crashing", {}))
         [hook] = nightly.on_crashed_hooks
-        hook(nightly, night, Crashed(message="Process exited with status code: -9."))
+        hook(flow=nightly, flow_run=night, state=Crashed(message="Process exited with status code: -9."))
         assert told.read_text().startswith("crashing: a night crashed\n")
         assert f"{night.name}: Process exited with status code: -9." in told.read_text()
 
