@@ -42,10 +42,10 @@ LIMIT = 40  # flow runs at a time; one run has four, and Prefect's default is 5
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
-def deployments() -> list[Offer]:
-    """The six flows under the name of this runner."""
-    name = deployment()
-    tags = (INTERNAL,) if name == SERVED else (INTERNAL, OF_SESSION)
+def deployments(name: str | None = None) -> list[Offer]:
+    """The six flows under a name that stays, or else under that of this runner."""
+    tags = (INTERNAL, OF_SESSION) if name is None and deployment() != SERVED else (INTERNAL,)
+    name = name or deployment()
     return [Offer(flow, name, description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
 
 

@@ -33,6 +33,7 @@ from pydantic import Field, ValidationError, field_validator
 from rollflow.flows.config import load_recipe, read_toml, sentences
 from rollflow.flows.export import export
 from rollflow.flows.keepalive.crashed import line
+from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
 from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start, supervisors
 from rollflow.flows.views.mlflow_run import TrackingPlace
@@ -119,6 +120,14 @@ def nightly(plan: Nightly) -> Any:
         notify(plan.notify, text, return_state=True)  # one that fails is seen on the page: the night itself is over
     failed = [report for report in reports if not report.ok]
     return Failed(message="; ".join(f"{one.recipe}: {one.result}" for one in failed)) if failed else None
+
+
+@nightly.on_crashed
+def tell_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner calls it by these names
+    """A night whose own process died has no report: the runner that saw it tells. The next night stops what it left."""
+    plan = Nightly.model_validate(flow_run.parameters["plan"])
+    if plan.notify:
+        _send(plan.notify, f"# {plan.name}: a night crashed\n\n{flow_run.name}: {state.message}\n")
 
 
 def one_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
@@ -218,6 +227,10 @@ def page(plan: Nightly, when: datetime, reports: list[Report]) -> str:
 @task(name="notify")
 def notify(block: str, text: str) -> None:
     """Send the report by a block of the person's."""
+    _send(block, text)
+
+
+def _send(block: str, text: str) -> None:
     from prefect.blocks.core import Block
 
     found: Any = Block.load(block)
@@ -266,7 +279,7 @@ def _ended(made: UUID, context: RunContext) -> str:
         return ""
     if state is None or not state.is_final() or state.is_crashed():
         return ""
-    return str(state.message or state.name)
+    return reason_of(state.message) if state.message else str(state.name)
 
 
 def _state_of(made: UUID) -> Any:

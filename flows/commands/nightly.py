@@ -14,6 +14,7 @@ def command(options: argparse.Namespace) -> int:
     """Check the file, and have it served by `rollflow up`, now or when it starts."""
     plan = read_nightly(options.file)
     deploy(home(), options.file.absolute())
-    print(f"nightly/{plan.name}  {plan.cron} ({plan.timezone}), {len(plan.recipes)} recipes, one after the other")
+    recipes = f"{len(plan.recipes)} recipes, one after the other" if len(plan.recipes) > 1 else "1 recipe"
+    print(f"nightly/{plan.name}  {plan.cron} ({plan.timezone}), {recipes}")
     print("`rollflow up` in this home serves it: one that is up within seconds, else from its next start on")
     return OK

@@ -15,7 +15,8 @@ from rollflow.flows.services.home_server import addresses, is_free, remember, st
 from rollflow.flows.services.locks import is_held
 from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
-from rollflow.flows.services.reachability import redact
+from rollflow.flows.services.profile import prefect_url
+from rollflow.flows.services.reachability import check_prefect, check_prefect_database, redact
 from rollflow.flows.services.told import Told
 from rollflow.flows.session import open_session
 from rollflow.flows.views.tracking import VIEW
@@ -29,6 +30,10 @@ def command(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with stack.only_one(place):
         remember(place, **asked(options))
+        if given := prefect_url():
+            check_prefect(given)
+        elif database := addresses(place).get("database"):
+            check_prefect_database(database)
         mlflow = MlflowServer(place, port=stable_port(place, "mlflow"))
         with open_session(SERVED, "auto", mlflow, ray_port=stable_port(place, "ray")) as session:
             page = f"{mlflow.url}/#/experiments{VIEW}"

@@ -202,7 +202,8 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
 
     every = scheduled and deployment != SERVED  # of one run, which begins anew
     with api() as client:
-        ended = [run for run in going(client, deployment) if every or not _waits(run, due=not scheduled)]
+        here = (run for run in going(client, deployment) if not run.work_pool_name)  # else a worker has it
+        ended = [run for run in here if every or not _waits(run, due=not scheduled)]
         for run in ended:
             client.set_flow_run_state(run.id, Crashed(message=why), force=True)
     return [run.name for run in ended]

@@ -40,6 +40,25 @@ def check_prefect(api_url: str) -> None:
     _check_http("PREFECT_API_URL", api_url, b"true", "a Prefect API (its address ends in /api)", PREFECT_CURE)
 
 
+def check_prefect_database(url: str) -> None:
+    """The database that a private Prefect server is to use lets it in; SQLite is a file, and made."""
+    if not url.startswith("postgresql+asyncpg://"):
+        return
+    import asyncio
+
+    from asyncpg import InterfaceError, PostgresError, connect
+
+    async def enter() -> None:
+        await (await connect(url.replace("+asyncpg", "", 1), timeout=CHECK_SECONDS)).close()
+
+    try:
+        asyncio.run(enter())
+    except (OSError, TimeoutError, ValueError, InterfaceError, PostgresError) as error:
+        reason = f"{error}".partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"--database {redact(url)!r}: {reason}; {DATABASE_CURE}") from None
+
+
+DATABASE_CURE = "start that database, correct the address, or set PGPASSWORD to the password"
 PREFECT_CURE = "start that server, correct the address, or unset PREFECT_API_URL for a private server"
 MLFLOW_CURE = "start that server, correct the address, or leave it out for SQLite in the run home"
 RAY_CURE = 'start it (ray start --head), correct the address, or leave it "auto" for a private cluster'

@@ -317,6 +317,14 @@ def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "store.uri = 's3://bucket/runs'" in refused(capsys, "run", RECIPE, "--set", "store.uri=s3://bucket/runs")
     monkeypatch.setenv("PREFECT_API_URL", f"{uri}/api")
     assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "run", RECIPE)
+    assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "serve")
+
+
+def test_a_database_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_port()}/prefect"
+    sentence = refused(capsys, "serve", "--database", f"postgresql+asyncpg://me@{address}")
+    assert f"--database 'postgresql+asyncpg://{address}': " in sentence
+    assert "PGPASSWORD" in sentence
 
 
 def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,13 @@ def test_what_a_person_changed_stays_and_the_rest_follows_the_code(server: Prefe
     assert page.read(name)["parameters"] == {"version": 5}
 
 
+def test_a_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None:
+    """The server's own scheduler does: it fails under an SQLAlchemy that Prefect was not made for."""
+    register(replace(offer, cron=("0 2 * * *", "Europe/Berlin"), tags=("nightly",)))
+    with api() as client:
+        until(lambda: {run.deployment_id for run in going(client, SERVED) if run.auto_scheduled})
+
+
 def test_where_nothing_differs_nothing_is_sent(server: PrefectServer, offer: Offer) -> None:
     """An update would drop the flow runs that a schedule has planned."""
     page, name = Page(server), f"evaluate/{offer.name}"
@@ -208,8 +215,17 @@ def test_a_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: 
     page.ask("POST", "/work_pools/", {"name": "gpus", "type": "process"})
     prefect = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
     subprocess.run(prefect, env=environment, check=True, cwd=tmp_path, timeout=RUN_SECONDS)
-    for name in ("post-training/pooled", "rollout/rollflow", "train/rollflow"):
-        assert page.read(name)["work_pool_name"] == "gpus"
-        assert page.read(name)["entrypoint"].startswith("rollflow.flows.")
-    config = RunConfig.model_validate(page.read("post-training/pooled")["parameters"]["config"])
+    for name in ("post-training/pooled@gpus", "rollout/rollflow@gpus", "train/rollflow@gpus"):
+        there = page.read(name)
+        assert there["work_pool_name"] == "gpus"
+        assert there["entrypoint"].startswith("rollflow.flows.")
+        assert there["job_variables"] == {"env": {"ROLLFLOW_DEPLOYMENT": "rollflow@gpus"}}  # its stages go there, too
+        assert OF_SESSION not in there["tags"]  # or the next command would sweep it
+    config = RunConfig.model_validate(page.read("post-training/pooled@gpus")["parameters"]["config"])
     assert config == load_recipe(recipes / "a.toml")
+    with api() as client:
+        theirs = start(client, "post-training", "pooled@gpus", {"config": config.model_dump(mode="json")})
+        for state in (Pending(), Running()):
+            client.set_flow_run_state(theirs, state)
+        crash_orphans(SERVED, "its session died", scheduled=True)  # a stack starts: the workers' live
+        assert client.read_flow_run(theirs).state_type == "RUNNING"

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from prefect.blocks.abstract import NotificationBlock
-from prefect.states import Pending, Running
+from prefect.states import Crashed, Failed, Pending, Running
 
 from rollflow.flows import nightly as nightly_module
 from rollflow.flows.commands.cli import main
@@ -107,6 +108,13 @@ def test_nights_with_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     assert again.ok
     left = [one.tags["run"] for one in registry.search_model_versions("name='math'")]
     assert sorted(left) == [ids[1], ids[3]]  # what has no files is not registered
+
+
+def test_why_a_run_failed_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failed = Failed(message="Flow run encountered an exception: ConfigError: versions = 0: write a number from 1 on")
+    monkeypatch.setattr(nightly_module, "_state_of", lambda _: failed)
+    said = nightly_module._ended(UUID(int=1), RunContext(f"{tmp_path}/store/runs/a", tmp_path / "cache"))
+    assert said == "ConfigError: versions = 0: write a number from 1 on"
 
 
 def test_what_others_use_is_not_deleted(plan: Nightly, tmp_path: Path) -> None:
@@ -239,6 +247,20 @@ class TestOnAServer:
         assert "| math | `math-night-" in told.read_text()
         with api() as client:
             assert "nightly-nightly" in {one.key for one in client.read_artifacts()}
+
+    def test_a_night_that_crashed_is_told(self, plan: Nightly, tmp_path: Path) -> None:
+        """By its runner, which saw its process die; which is how a runner calls it."""
+        told = tmp_path / "crash"
+        saved: Any = Told(file=str(told)).save("crash")
+        assert saved
+        offer = of_nightly(plan.model_copy(update={"name": "crashing", "notify": "told/crash"}))
+        register(offer)
+        with api() as client:
+            night = client.read_flow_run(start(client, "nightly", "crashing", {}))
+        [hook] = nightly.on_crashed_hooks
+        hook(flow=nightly, flow_run=night, state=Crashed(message="Process exited with status code: -9."))
+        assert told.read_text().startswith("crashing: a night crashed\n")
+        assert f"{night.name}: Process exited with status code: -9." in told.read_text()
 
     def test_a_run_over_its_time_is_stopped(self, plan: Nightly, monkeypatch: pytest.MonkeyPatch) -> None:
         with api() as client:
