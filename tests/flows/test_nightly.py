@@ -233,6 +233,19 @@ class TestOnAServer:
             states = [client.read_flow_run(one).state_type for one in (first, second)]
         assert states == ["RUNNING", "CANCELLED"]
 
+    def test_a_night_outlives_a_server_that_is_started_again(self, plan: Nightly, server: PrefectServer) -> None:
+        """Its place is leased: of a lease that the server has forgotten Prefect ends the flow run."""
+        register(of_nightly(plan.model_copy(update={"name": "leased"})))
+        with api() as client:
+            night = start(client, "nightly", "leased", {})
+            client.set_flow_run_state(night, Pending())
+            details = client.read_flow_run_states(night)[-1].state_details
+        lease = details.deployment_concurrency_lease_id
+        assert lease
+        server.restart()
+        with api() as client:
+            client.renew_concurrency_lease(lease, lease_duration=60)
+
     def test_a_failed_night_is_told_and_shown(
         self, plan: Nightly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
