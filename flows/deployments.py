@@ -30,6 +30,7 @@ from rollflow.flows.reward import reward
 from rollflow.flows.rollout import rollout
 from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
 from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
+from rollflow.flows.services.flow_process import fork_flows
 from rollflow.flows.services.form import values
 from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist
 from rollflow.flows.services.registering import Offer
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--ready", type=Path, help="a file to make once the deployments are registered")
     parser.add_argument("--no-automations", action="store_true", help="somebody else starts crashed runs again")
     given = parser.parse_args()
+    fork_flows(__spec__.name)
     recipes = deployment() == SERVED
     asyncio.run(serve(deployments(), given.ready, automations=not given.no_automations, recipes=recipes))
 
