@@ -25,8 +25,10 @@ _server: Any = forkserver._forkserver
 ARGUMENTS = 45  # where in /proc/self/stat, behind the name, the begin and end of the command line's memory stand
 
 
-def fork_server(otherwise: Sequence[str]) -> None:
+def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> None:
     """Start it; `otherwise` names the modules that one would import that takes its place.
+
+    `shown_as` is its command line, else this process's.
 
     Raises:
         RuntimeError: there is one, or this process has begun threads.
@@ -45,6 +47,8 @@ def fork_server(otherwise: Sequence[str]) -> None:
         pid = os.fork()
         if pid == 0:
             os.close(ours)
+            if shown_as:
+                be_named(*shown_as)
             _serve(listener.detach(), alive)
         os.close(alive)
     _server._forkserver_address, _server._forkserver_alive_fd, _server._forkserver_pid = address, ours, pid
@@ -53,7 +57,6 @@ def fork_server(otherwise: Sequence[str]) -> None:
 def _serve(listener: int, alive: int) -> NoReturn:
     """Fork whenever asked to, until nobody is left to ask."""
     try:
-        be_named(sys.executable, "-m", "multiprocessing.forkserver")  # nobody is to take it for its owner
         with contextlib.suppress(SystemExit):  # how it ends
             forkserver.main(listener, alive, ())
     finally:

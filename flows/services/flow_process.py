@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def fork_flows(module: str) -> None:
     """Have this process, which runs `module`, fork the flow runs that a Prefect runner in it will start."""
     if not sys.platform.startswith("linux"):
         return
-    fork_server([module, __name__])
+    shown_as = (sys.executable, "-m", forkserver.__name__)  # nobody is to take it for the runner
+    fork_server([module, __name__], shown_as=shown_as)
     setattr(_starter_engine, "run_process", _run_process)  # noqa: B010 - as it says itself: patch the module to override
 
 
