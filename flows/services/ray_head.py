@@ -86,6 +86,8 @@ class RayHead(Service):
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
         inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))  # actors have no orders to give to it
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
+        # Workers that start at a time: those for actors, as many as by Ray itself, do not wait for the spares.
+        own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares))
         return inherited | self.env | orphans | NOTICE | own
 
     def launch(self) -> None:

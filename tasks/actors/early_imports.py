@@ -10,9 +10,12 @@ With GPUs nothing is imported early: which of them an actor has is told to it wh
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import logging
 import os
+import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +27,11 @@ from rollflow.tasks.policies.quick_imports import quick_imports
 Kind = Literal["engine", "learner", "rollout", "reward"]
 KIND = "ROLLFLOW_IMPORTS"  # in the environment of a worker: the kind of its actor
 WANTED = "ROLLFLOW_SPARES"  # in that of a private cluster: the folder where spares are asked for, a file for each kind
+IMPORTING = ".importing"  # a lock beside that file, held by who imports
+POLL_SECONDS = 0.1
+LONGEST_SECONDS = 300.0  # that a worker waits for the imports of another one, for an engine
+SHORT_SECONDS = 15.0  # and for the others, whom somebody asks for their status
+REGISTER_SECONDS = 1.0  # from the end of the imports until Ray knows the worker
 MODULES: dict[Kind, tuple[str, ...]] = {
     "engine": ("rollflow.tasks.actors.rollout",),
     "learner": (
@@ -47,10 +55,8 @@ def early(kind: Kind, config: RunConfig, gpus: float = 0.0) -> dict[str, Any]:
 
 
 def kinds_of(config: RunConfig) -> tuple[Kind, ...]:
-    """The kinds of workers that a run begins with, where there are no GPUs."""
-    return (
-        ("engine", "learner", "rollout", "reward") if imports_vllm(config.engine) else ("learner", "rollout", "reward")
-    )
+    """The kinds of workers that a run waits for, where there are no GPUs; the one that has most to do first."""
+    return ("learner", "engine") if imports_vllm(config.engine) else ("learner",)
 
 
 def imports_vllm(engine: EngineConfig) -> bool:
@@ -73,16 +79,48 @@ def import_early() -> None:
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
         return
+    file = wanted(kind, Path(folder))
     try:
-        wanted(kind, Path(folder)).unlink()
+        file.unlink()
     except FileNotFoundError:  # a worker for an actor that waits
-        if kind != "engine":
+        if _left_to_spare(kind, file.with_suffix(IMPORTING)) or kind != "engine":
             return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as Ray says to an actor that asks for no CPUs; torch reads it once
+    with _told(file.with_suffix(IMPORTING)):
+        try:
+            import_all(kind)
+        except Exception:
+            logging.getLogger(__name__).exception("early imports of %s", kind)
+
+
+@contextlib.contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Let others of this kind know that one imports."""
+    held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_SH)
     try:
-        import_all(kind)
-    except Exception:
-        logging.getLogger(__name__).exception("early imports of %s", kind)
+        yield
+    finally:
+        fcntl.flock(held, fcntl.LOCK_UN)  # a copy of this process has the file, too, and closing would not free it
+        os.close(held)
+
+
+def _left_to_spare(kind: Kind, file: Path) -> bool:
+    """Wait where another of this kind imports: the actor is to be that one's, and this one needs no imports then."""
+    held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
+    try:
+        limit = time.monotonic() + (LONGEST_SECONDS if kind == "engine" else SHORT_SECONDS)
+        while time.monotonic() < limit:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            waited = True
+            time.sleep(POLL_SECONDS)
+    finally:
+        os.close(held)
+    if waited:
+        time.sleep(REGISTER_SECONDS)
+    return waited
 
 
 def import_all(kind: Kind) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,31 @@ def test_a_worker_that_an_actor_waits_for_imports_for_engines_only(
     import_early()
     import_early()  # one file, one spare
     assert imported == ["engine", "learner"]
+
+
+def test_a_worker_leaves_its_actor_to_a_spare_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[Kind] = []
+    monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
+    monkeypatch.setattr(early_imports, "REGISTER_SECONDS", 0.0)
+    monkeypatch.setenv(WANTED, str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(KIND, "engine")
+    others: list[threading.Thread] = []
+
+    def slowly(kind: Kind) -> None:
+        """A worker for an actor begins while the spare imports."""
+        imported.append(kind)
+        others.append(threading.Thread(target=import_early))
+        others[0].start()
+        time.sleep(0.5)
+        assert others[0].is_alive()
+
+    monkeypatch.setattr(early_imports, "import_all", slowly)
+    wanted("engine", tmp_path).touch()
+    import_early()
+    others[0].join(30)
+    assert not others[0].is_alive()
+    assert imported == ["engine"]
 
 
 def test_actors_on_gpus_and_on_other_peoples_clusters_begin_as_they_are() -> None:
