@@ -36,6 +36,7 @@ from rollflow.flows.services.form import values
 from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist
 from rollflow.flows.services.registering import Offer
 from rollflow.flows.train import train
+from rollflow.flows.views.tracking import import_early
 from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--ready", type=Path, help="a file to make once the deployments are registered")
     parser.add_argument("--no-automations", action="store_true", help="somebody else starts crashed runs again")
     given = parser.parse_args()
+    import_early()
     fork_flows(__spec__.name)
     while given.begin and not given.begin.exists():  # its owner waits for the server, and ends this process if in vain
         time.sleep(BEGIN_SECONDS)

@@ -22,7 +22,7 @@ import psutil
 from rollflow.tasks.actors.early_imports import KIND, Kind, environment, wanted
 
 AGAIN_SECONDS = 45.0  # after one was taken: its run is to begin first
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 5.0
 CALL_SECONDS = 5.0
 KEEP_SECONDS = 10 * 365 * 86400  # else Ray ends idle workers as it likes
 LEAST_MEMORY = 4 << 30  # that must be available
