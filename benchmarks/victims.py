@@ -9,11 +9,13 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from rollflow.flows.services.flow_line import flow_run_of
 
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
 MODULES = {"reward worker": "rollflow.tasks.verifiers.worker", "runner": "rollflow.flows.deployments"}
@@ -66,7 +68,7 @@ def works(home: Path, role: str, process: psutil.Process) -> bool:
     if role == "runner":
         return any(home.glob("cache/*/runner-ready"))
     if role == "supervisor" or role in STAGES:
-        return (_flow_run(process.environ()) or {}).get("state_type") == "RUNNING"
+        return (_flow_run(process) or {}).get("state_type") == "RUNNING"
     return True
 
 
@@ -79,9 +81,10 @@ def _apis(home: Path) -> set[str]:
     return found - {""}
 
 
-def _flow_run(environment: Mapping[str, str]) -> Any:
-    """The flow run that a process with this environment executes, as its server knows it."""
-    url = f"{environment['PREFECT_API_URL']}/flow_runs/{environment['PREFECT__FLOW_RUN_ID']}"
+def _flow_run(process: psutil.Process) -> Any:
+    """The flow run that a process executes, as its server knows it."""
+    environment = process.environ()
+    url = f"{environment['PREFECT_API_URL']}/flow_runs/{flow_run_of(process)}"
     return _get(url, environment.get("PREFECT_API_AUTH_STRING", ""))
 
 
@@ -160,12 +163,11 @@ def _is(process: psutil.Process, role: str) -> bool:
 
 def _flow_role(process: psutil.Process) -> str | None:
     """The tag of the flow run that this process executes, if it is one; a supervisor gives itself its own, later."""
-    environment = process.environ()
-    flow_run, api = environment.get("PREFECT__FLOW_RUN_ID"), environment.get("PREFECT_API_URL")
-    if not flow_run or not api or "-m prefect.engine" not in _line(process):
+    flow_run = flow_run_of(process)
+    if not flow_run or not process.environ().get("PREFECT_API_URL"):
         return None
     if flow_run not in _roles:
-        found = _flow_run(environment)
+        found = _flow_run(process)
         if found is None:
             return None
         _roles[flow_run] = next((tag for tag in found["tags"] if tag.startswith("role:")), SUPERVISOR)

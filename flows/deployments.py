@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -30,13 +31,16 @@ from rollflow.flows.reward import reward
 from rollflow.flows.rollout import rollout
 from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_files, served_recipes
 from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
+from rollflow.flows.services.flow_process import fork_flows
 from rollflow.flows.services.form import values
 from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist
 from rollflow.flows.services.registering import Offer
 from rollflow.flows.train import train
+from rollflow.flows.views.tracking import import_early
 from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1
+BEGIN_SECONDS = 0.05
 LOOK_SECONDS = 2.0  # for recipes that are new
 LIMIT = 40  # flow runs at a time; one run has four, and Prefect's default is 5
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
@@ -128,9 +132,14 @@ def _written() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="serve rollflow's flows as Prefect deployments")
+    parser.add_argument("--begin", type=Path, help="wait for this file, with the imports done")
     parser.add_argument("--ready", type=Path, help="a file to make once the deployments are registered")
     parser.add_argument("--no-automations", action="store_true", help="somebody else starts crashed runs again")
     given = parser.parse_args()
+    import_early()
+    fork_flows(__spec__.name)
+    while given.begin and not given.begin.exists():  # its owner waits for the server, and ends this process if in vain
+        time.sleep(BEGIN_SECONDS)
     recipes = deployment() == SERVED
     asyncio.run(serve(deployments(), given.ready, automations=not given.no_automations, recipes=recipes))
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
+from rollflow.tasks.actors.early_imports import Kind, kinds_of
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 
@@ -163,7 +164,8 @@ def session_of(context: RunContext) -> Iterator[Session]:
     """The services for one run: a stack that is up in this home, or a session of its own."""
     up, given = stack.find(home()), prefect_url()
     if up is None or given not in ("", up.environment["PREFECT_API_URL"]):
-        with open_session(context.key, context.config.cluster.address) as session:
+        config = context.config
+        with open_session(context.key, config.cluster.address, spares=kinds_of(config)) as session:
             yield session
         return
     os.environ.update(up.environment)
@@ -171,11 +173,16 @@ def session_of(context: RunContext) -> Iterator[Session]:
 
 
 @contextmanager
-def open_session(name: str, ray_address: str, *extra: Service, ray_port: int | None = None) -> Iterator[Session]:
-    """Start what is not given, serve the deployments as `name`, and end all of it with the block."""
+def open_session(
+    name: str, ray_address: str, *extra: Service, ray_port: int | None = None, spares: Sequence[Kind] = ()
+) -> Iterator[Session]:
+    """Start what is not given, serve the deployments as `name`, and end all of it with the block.
+
+    `spares` are for Ray to have, again and again where the session is a stack.
+    """
     place, given = home(), prefect_url()
     server = None if given else HomeServer(place)
-    ray = RayHead(place, port=ray_port) if ray_address == "auto" else None
+    ray = RayHead(place, port=ray_port, spares=spares, keep_spares=name == SERVED) if ray_address == "auto" else None
     page = server.ui_url if server else given.removesuffix("/api")
     environment = {
         **(server.env if server else {"PREFECT_API_URL": given}),
@@ -188,30 +195,33 @@ def open_session(name: str, ray_address: str, *extra: Service, ray_port: int | N
     }
     held = {SERVER: server, RAY: ray, **{service.what: service for service in extra}}
     services = {role: service for role, service in held.items() if service is not None}
-    runner = _runner(place, name, environment, watched=name != SERVED or server is not None)
+    begin = place / "cache" / name / "runner-may-begin"
+    runner = _runner(place, name, environment, begin, watched=name != SERVED or server is not None)
     os.environ.update(environment)
     try:
-        start_together(*services.values(), meanwhile=_import_prefect)
+        start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))
         if server or name != SERVED:  # nobody else serves these deployments
             insist(lambda: crash_orphans(name, "its session died", scheduled=True))
             insist(sweep)
-        runner.start()
+        begin.touch()
+        runner.wait()
         yield Session(name, page, services | {RUNNER: runner}, _login(server), environment)
     finally:
         runner.stop()
-        if runner.pid > 0:  # it may have registered them
+        if begin.exists():  # it may have registered them
             with contextlib.suppress(Unreachable):
                 withdraw(name)
         stop_together(*services.values())
 
 
-def _runner(place: Path, name: str, environment: Mapping[str, str], *, watched: bool) -> Runner:
-    """The runner of a session; where no session watches its runs, automations do."""
-    log, ready = place / "logs" / name / "runner.log", place / "cache" / name / "runner-ready"
+def _runner(place: Path, name: str, environment: Mapping[str, str], begin: Path, *, watched: bool) -> Runner:
+    """The runner of a session, which serves once `begin` exists; where no session watches its runs, automations do."""
+    log, ready = place / "logs" / name / "runner.log", begin.with_name("runner-ready")
     ready.parent.mkdir(parents=True, exist_ok=True)
+    begin.unlink(missing_ok=True)
     level = {"PREFECT_LOGGING_LEVEL": "INFO"}  # for the flow runs' pages; the terminal has the live view
     told = {**environment, **settings(shared=name == SERVED), **level}
-    arguments = ["--ready", str(ready), *(["--no-automations"] if watched else [])]
+    arguments = ["--begin", str(begin), "--ready", str(ready), *(["--no-automations"] if watched else [])]
     return Runner(log, told, arguments=arguments, ready=ready)
 
 
@@ -219,5 +229,7 @@ def _login(server: PrefectServer | None) -> str:
     return f" (asks for what this prints: cat {shlex.quote(str(server.auth_file))})" if server else ""
 
 
-def _import_prefect() -> None:
+def _import_prefect(runner: Runner) -> None:
+    """Here and in the runner, which then waits until it may begin."""
+    runner.launch()
     import prefect.deployments  # noqa: F401 - takes seconds

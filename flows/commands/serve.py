@@ -21,6 +21,7 @@ from rollflow.flows.services.told import Told
 from rollflow.flows.session import open_session
 from rollflow.flows.views.tracking import VIEW
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.actors.early_imports import MODULES
 
 
 def command(options: argparse.Namespace) -> int:
@@ -35,7 +36,8 @@ def command(options: argparse.Namespace) -> int:
         elif database := addresses(place).get("database"):
             check_prefect_database(database)
         mlflow = MlflowServer(place, port=stable_port(place, "mlflow"))
-        with open_session(SERVED, "auto", mlflow, ray_port=stable_port(place, "ray")) as session:
+        port, kinds = stable_port(place, "ray"), tuple(MODULES)
+        with open_session(SERVED, "auto", mlflow, ray_port=port, spares=kinds) as session:
             page = f"{mlflow.url}/#/experiments{VIEW}"
             up = stack.Stack(os.getpid(), session.page, session.login, page, dict(session.environment))
             stack.announce(place, up)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import psutil
 
 from rollflow.flows.keepalive.services import RAY, RUNNER
+from rollflow.flows.services.flow_line import flow_run_of
 from rollflow.flows.services.process import Service
 from rollflow.storage.journal.usage import Cost
 from rollflow.tasks.cpu import below_cost, own_cost
@@ -39,7 +40,7 @@ def _flows(guard: psutil.Process, supervisor: str) -> Iterator[Cost]:
     """The runner and its flows, each for itself: what ended is no cost of the runner's."""
     for process in guard.children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            flow_run = process.environ().get("PREFECT__FLOW_RUN_ID")
+            flow_run = flow_run_of(process)
             role = RUNNER if flow_run is None else SUPERVISOR if flow_run == supervisor else STAGES
             yield own_cost(role, process)
 

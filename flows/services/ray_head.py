@@ -19,12 +19,18 @@ import psutil
 
 from rollflow.flows.services.process import Service, free_port, without, write_secret
 from rollflow.flows.services.reachability import speaks_http2
+from rollflow.tasks.actors.early_imports import WANTED, Kind
 
 NOTICE = {  # the head asks every node for its health: four refused answers in a row and it is dead
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",
     "RAY_health_check_timeout_ms": "5000",  # for one answer: a machine that is short of CPU is slow, not dead
+}
+IMPORTING = {
+    "RAY_worker_register_timeout_seconds": "600",  # a worker imports before it registers; 60 by Ray itself
+    "RAY_prestart_worker_first_driver": "0",  # workers of no kind, of which a run needs one
+    "RAY_enable_worker_prestart": "0",
 }
 
 
@@ -42,8 +48,11 @@ class RayHead(Service):
         gpus: int | None = None,
         object_store_bytes: int = 256 * 2**20,
         port: int | None = None,
+        spares: Sequence[Kind] = (),
+        keep_spares: bool = False,
         start_seconds: float = 90.0,
     ) -> None:
+        """`spares`: have workers that make an actor's imports before a run needs them (`services.spares`)."""
         RayHead._count += 1
         self.folder = home.absolute() / "ray" / f"{os.getpid()}-{RayHead._count}"
         super().__init__(self.folder / "head.log", start_seconds=start_seconds)
@@ -53,6 +62,7 @@ class RayHead(Service):
         self.temp = short_folder(self.folder)
         self._port = port or free_port()
         self.address = f"127.0.0.1:{self._port}"
+        self._spares, self._keep_spares = tuple(spares), keep_spares
 
     @property
     def what(self) -> str:
@@ -75,7 +85,10 @@ class RayHead(Service):
         # When an actor is killed, so is what it started (an engine's core process holds gigabytes).
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
         inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))  # actors have no orders to give to it
-        return inherited | self.env | orphans | NOTICE | {"RAY_enable_metrics_collection": "0"}
+        own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
+        # Workers that start at a time: those for actors, as many as by Ray itself, do not wait for the spares.
+        own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares))
+        return inherited | self.env | orphans | NOTICE | own
 
     def launch(self) -> None:
         """Start the head without waiting for it."""
@@ -99,6 +112,9 @@ class RayHead(Service):
         size = ["--cpus", str(self._cpus), "--object-store-bytes", str(self._object_store_bytes)]
         if self._gpus is not None:
             size += ["--gpus", str(self._gpus)]
+        if self._spares:
+            size += ["--spares", str(self._wanted), "--kinds", ",".join(self._spares)]
+            size += ["--keep-spares"] if self._keep_spares else []
         place = ["--port", str(self._port), "--temp", str(self.temp), "--ready", str(self._ready_file)]
         return [sys.executable, "-m", "rollflow.flows.services.ray_process", *place, *size]
 
@@ -108,6 +124,10 @@ class RayHead(Service):
     @property
     def _ready_file(self) -> Path:
         return self.folder / "ready"
+
+    @property
+    def _wanted(self) -> Path:
+        return self.folder / "spares"
 
     def _ready(self) -> bool:
         return self._ready_file.exists() and speaks_http2("127.0.0.1", self._port, seconds=1.0)

@@ -22,10 +22,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rollflow.flows.services.process import free_port
+from rollflow.flows.services.spares import Spares
 
 WATCH_SECONDS = 0.2
+WORKER = Path(__file__).with_name("ray_worker.py")
 
 
 def serve(given: argparse.Namespace) -> str:
@@ -47,15 +50,28 @@ def serve(given: argparse.Namespace) -> str:
         include_dashboard=False,
         include_log_monitor=False,
         no_monitor=True,
+        worker_path=str(WORKER),
         dashboard_agent_listen_port=free_port(),  # Ray's default (52365) is one for all clusters of a machine
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
     # On Linux a reaper is none: the kernel ends the node's processes with this one, whoever killed it.
     node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
+    spares = _spares(node, given) if given.spares else None
     while node.remaining_processes_alive():
+        if spares:
+            spares.look()
         time.sleep(WATCH_SECONDS)
     return ", ".join(f"{kind} (exit code {process.returncode})" for kind, process in node.dead_processes())
+
+
+def _spares(node: Any, given: argparse.Namespace) -> Spares:
+    """Kept for this node."""
+    from ray._private import ray_constants
+
+    raylet = node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
+    address = f"{node.node_ip_address}:{node.node_manager_port}"
+    return Spares(address, raylet, given.spares, given.kinds.split(","), kept=given.keep_spares)
 
 
 def main() -> None:
@@ -69,6 +85,9 @@ def main() -> None:
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--resources", default="{}")
     parser.add_argument("--object-store-bytes", type=int, required=True)
+    parser.add_argument("--spares", type=Path, help="have spare workers; the folder where they are asked for")
+    parser.add_argument("--kinds", help="of the spare workers, with commas")
+    parser.add_argument("--keep-spares", action="store_true", help="make up for those that were taken")
     parser.add_argument("--ready", type=Path, required=True)
     raise SystemExit(f"ended: {serve(parser.parse_args())}")
 

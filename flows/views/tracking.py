@@ -22,6 +22,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -217,6 +218,13 @@ class Tracker:
         self.failures += 1
         if text not in self.warnings[-5:]:
             self.warnings.append(text)
+
+
+def import_early() -> None:
+    """What a tracker with a store on this machine imports, in a process that others are copies of."""
+    with contextlib.suppress(ImportError):  # the tracker says so
+        for module in ("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"):
+            import_module(module)
 
 
 def _tracking_errors() -> tuple[type[Exception], ...]:

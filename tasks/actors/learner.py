@@ -39,6 +39,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard
 from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.actors.early_imports import early
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.ranks import rank_hosts
@@ -81,6 +82,7 @@ def start_learner(context: RunContext, gpus: float, address: str) -> Any:
         "num_cpus": 0,
         "num_gpus": gpus,
         "max_concurrency": CALLS,
+        **early("learner", context.config, gpus),
     }
     return ray.remote(LearnerActor).options(**options).remote(context, address)
 

@@ -22,6 +22,7 @@ import ray
 
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.flat import Int32s
+from rollflow.tasks.actors.early_imports import early
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.coalesce import Coalescer
@@ -127,6 +128,7 @@ class RewardActor:
 def start_reward(context: RunContext) -> Any:
     """Start the run's reward actor (or find it, after a restart of its flow)."""
     options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 256}
+    options |= early("reward", context.config)
     return ray.remote(RewardActor).options(**options).remote(context)
 
 

@@ -26,6 +26,7 @@ from rollflow.storage.journal.updates import Update, store_update
 from rollflow.storage.log.log import Writer
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
+from rollflow.tasks.actors.early_imports import early, early_engine
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.gauges import Gauges, collected
@@ -117,7 +118,7 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
     # Over the nodes in turn: one that is lost takes few engines with it. Ray draws a node at random for an actor that
     # asks for nothing, whatever the strategy.
-    spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001}
+    spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001} | early_engine(config, engine, gpus)
     remote = ray.remote(EngineActor).options(name=engine_name(number), **spread, **options)
     return remote.remote(functools.partial(build_engine_of, context, engine))
 
@@ -137,7 +138,7 @@ def engine_name(number: int) -> str:
 def start_rollout(context: RunContext, address: str) -> Any:
     """Start the run's rollout actor (or find it, after a restart of its flow), on the cluster at `address`."""
     options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 256}
-    return ray.remote(RolloutActor).options(**options).remote(context, address)
+    return ray.remote(RolloutActor).options(**options, **early("rollout", context.config)).remote(context, address)
 
 
 class RolloutActor:

@@ -35,6 +35,7 @@ from rollflow.storage.flat import Int32s
 from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
+from rollflow.tasks.fork_server import fork_server
 from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
 
@@ -296,6 +297,19 @@ def _gathering(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
     from rollflow.tasks.engines.vllm_responses import Responses
 
     return Responses(llm, stop_ids)
+
+
+def import_early() -> None:
+    """On a CPU: import all that an engine of one thread needs, and fork the process that its cores are forked from.
+
+    Then no second process imports vLLM. This one must have begun no threads.
+    """
+    with _environment(1):
+        import_module(CORE_IMPORTS)
+        with quick_imports():
+            import_module("vllm.engine.arg_utils")
+            import_module("vllm.v1.engine.async_llm")
+        fork_server([CORE_IMPORTS])
 
 
 def _fork_cores() -> None:

@@ -42,7 +42,7 @@ class PolicyTokenizer:
         """Text of response tokens, without special tokens."""
         return str(self._fast.decode(list(tokens)))
 
-    @property
+    @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """The end-of-sequence ids."""
         return stop_tokens(self.folder)

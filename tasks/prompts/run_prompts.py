@@ -46,6 +46,7 @@ class RunPrompts:
         self._assigned: list[tuple[int, int]] = []  # demonstration -> (source, position in that source)
         self._counts = [0] * len(configs)
         self._credit = [0.0] * len(configs)
+        self._shares = sum(c.share for c in configs)
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at `index`."""
@@ -91,7 +92,7 @@ class RunPrompts:
 
     def _place(self, index: int) -> tuple[int, int]:
         """Smooth weighted round-robin: always the source that is owed most."""
-        total = sum(c.share for c in self.configs)
+        total = self._shares
         while len(self._assigned) <= index:
             for which, config in enumerate(self.configs):
                 self._credit[which] += config.share / total

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 PARAMETERS = {
     "node_ip_address", "num_cpus", "num_gpus", "resources", "object_store_memory", "temp_dir", "include_dashboard",
-    "include_log_monitor", "no_monitor", "dashboard_agent_listen_port", "gcs_address", "gcs_server_port",
+    "include_log_monitor", "no_monitor", "worker_path", "dashboard_agent_listen_port", "gcs_address", "gcs_server_port",
 }  # fmt: skip
 
 

@@ -1,0 +1,164 @@
+"""A flow run that is a copy of its runner is what a new interpreter would be, and ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollflow.flows.services.flow_line import flow_run_of
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="only there are flow runs forked")]
+
+# Stands for Prefect's, which needs a server: tells what it sees, then waits or ends as it is told.
+ENGINE = """
+import atexit, json, os, pathlib, signal, sys, time
+import heavy
+atexit.register(lambda: print("at its end", os.environ["PREFECT__FLOW_RUN_ID"], flush=True))
+seen = {"pid": os.getpid(), "server": os.getppid(), "main": __name__, "arguments": sys.argv, "folder": os.getcwd(),
+        "imported_by": heavy.PID, "secret": os.environ.get("ONLY_OF_THE_RUNNER"),
+        "ends": [signal.getsignal(one) == signal.default_int_handler for one in (signal.SIGTERM, signal.SIGINT)]}
+pathlib.Path(os.environ["TELL"]).write_text(json.dumps(seen))
+time.sleep(float(os.environ["SLEEP"]))
+sys.exit(7)
+"""
+RUNNER = """
+import json, os, sys
+from rollflow.flows.services import flow_process
+flow_process.ENGINE = "their_engine"  # before it is copied
+import anyio
+from prefect.runner import _starter_engine
+import heavy
+flow_process.fork_flows("heavy")
+
+class Told:
+    def started(self, process):
+        print("started", process.pid, flush=True)
+
+async def one(given):
+    how = {"command": [sys.executable, "-m", "their_engine"], "stream_output": True}
+    ended = await _starter_engine.run_process(**how, task_status=Told(), task_status_handler=lambda one: one, **given)
+    print("ended", ended.pid, ended.exitcode, flush=True)
+
+async def all():
+    async with anyio.create_task_group() as group:
+        async for line in anyio.wrap_file(sys.stdin):
+            group.start_soon(one, json.loads(line))
+
+anyio.run(all)
+"""
+
+
+class Forking:
+    """A runner that forks a flow run for each line that it gets, and tells of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "heavy.py").write_text("import os\nPID = os.getpid()\n")
+        (folder / "their_engine.py").write_text(ENGINE)
+        path = os.pathsep.join([str(folder), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUNNER, "its arguments leave room for another command line: " + "x" * 200],
+            env=os.environ | {"PYTHONPATH": path, "PREFECT_HOME": str(folder), "ONLY_OF_THE_RUNNER": "yes"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, name: str, seconds: float) -> None:
+        environment = {
+            "PREFECT__FLOW_RUN_ID": name, "TELL": str(self.folder / name), "SLEEP": str(seconds),
+            "PATH": os.environ["PATH"], "PREFECT_HOME": str(self.folder), "PYTHONPATH": os.pathsep.join(sys.path),
+        }  # fmt: skip
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"env": environment, "cwd": str(self.folder)}) + "\n")
+        self.process.stdin.flush()
+
+    def seen(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
+        until(lambda: file.exists() and file.read_text())
+        return dict(json.loads(file.read_text()))
+
+    def line(self) -> list[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().split()
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Forking]:
+    forking = Forking(tmp_path)
+    yield forking
+    forking.process.kill()
+    forking.process.communicate()
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_is_what_a_new_interpreter_would_be(runner: Forking, tmp_path: Path) -> None:
+    runner.ask("first", 0.5)
+    seen = runner.seen("first")
+    assert seen["imported_by"] == runner.process.pid  # it did not import anew
+    assert seen["main"] == "__main__"
+    assert len(seen["arguments"]) == 1  # Prefect takes a second one for a flow run's id
+    assert seen["folder"] == str(tmp_path)
+    assert seen["secret"] is None  # the environment is its own alone
+    assert seen["ends"] == [False, True]  # as Python has them, and not as the fork server
+    told = [runner.line() for _ in range(3)]
+    assert told == [
+        ["started", str(seen["pid"])],
+        ["at", "its", "end", "first"],
+        ["ended", str(seen["pid"]), "7"],
+    ]
+
+
+def test_who_looks_sees_which_flow_run_it_is(runner: Forking) -> None:
+    runner.ask("an-id", 600)
+    process = psutil.Process(runner.seen("an-id")["pid"])
+    assert process.cmdline()[:4] == [sys.executable, "-m", "their_engine", "an-id"]
+    assert flow_run_of(process) is None  # not Prefect's
+    assert process.environ()["ONLY_OF_THE_RUNNER"] == "yes"  # by which the processes of a home are found
+    assert "-m multiprocessing.forkserver" in " ".join(process.parent().cmdline())
+
+
+def test_one_that_is_killed_is_told_as_killed(runner: Forking) -> None:
+    runner.ask("killed", 600)
+    pid = runner.seen("killed")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    assert [runner.line() for _ in range(2)] == [["started", str(pid)], ["ended", str(pid), "-9"]]
+
+
+def test_it_ends_with_the_fork_server_and_the_next_one_has_another(runner: Forking) -> None:
+    runner.ask("orphan", 600)
+    seen = runner.seen("orphan")
+    assert runner.line()[0] == "started"
+    os.kill(seen["server"], signal.SIGKILL)
+    ended = runner.line()
+    assert ended[:2] == ["ended", str(seen["pid"])]
+    assert ended[2] != "0"
+    until(lambda: gone(seen["pid"]))
+    (runner.folder / "sitecustomize.py").write_text(  # the other server is a new interpreter
+        'import sys\nif "-c" in sys.orig_argv:\n'
+        '    from rollflow.flows.services import flow_process\n    flow_process.ENGINE = "their_engine"\n'
+    )
+    runner.ask("next", 0)
+    after = runner.seen("next")
+    assert after["server"] not in (seen["server"], runner.process.pid)
+    assert runner.line() == ["started", str(after["pid"])]
+
+
+def test_it_ends_with_its_runner(runner: Forking) -> None:
+    runner.ask("left", 600)
+    seen = runner.seen("left")
+    runner.process.kill()
+    until(lambda: gone(seen["pid"]) and gone(seen["server"]))
