@@ -33,7 +33,9 @@ def imported_function(key: str, part: Imported, returns: type) -> Callable[..., 
     """
     found = _attribute(key, part)
     if not (isinstance(found, FunctionType) and _returned(found) is returns):
-        raise _refused(key, part, f"it is no function that is annotated to return rollflow's {returns.__name__}")
+        name = returns.__name__
+        cure = f"write `-> {name}`, with `from {returns.__module__} import {name}`"
+        raise _refused(key, part, f"it is no function that is annotated to return rollflow's {name}; {cure}")
     if _is_later(found):
         raise _refused(key, part, f"it is asynchronous, or yields; write one that returns its {returns.__name__}")
     return found

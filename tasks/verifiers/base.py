@@ -6,6 +6,7 @@ score. It runs in a worker process that is killed at the deadline, and what it r
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import time
@@ -77,8 +78,10 @@ def sound(who: str, score: Score) -> Score:
 
 
 def failed(who: str, error: BaseException) -> Score:
-    """The score of a response that foreign code raised something for."""
-    return Score(0.0, _storable(f"{who} failed: {type(error).__name__}: {error}", LONGEST_FAILURE))
+    """The score of a response that foreign code raised something for; it is warned of, or nobody would look for it."""
+    reason = _storable(f"{who} failed: {type(error).__name__}: {error}", LONGEST_FAILURE)
+    logging.getLogger(__name__).warning("a response gets a reward of 0, as its %s", reason)
+    return Score(0.0, reason)
 
 
 def _storable(reason: str, longest: int) -> str:

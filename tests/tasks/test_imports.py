@@ -79,7 +79,11 @@ def test_a_function_that_says_it_returns_a_score_is_taken_with_its_options() -> 
         ("own.parts:missing", "the module own.parts has no missing; name something that it has"),
         ("own.broken:good", "importing own.broken failed with ZeroDivisionError: division by zero; correct it"),
         ("own.needy:good", "No module named 'a_library_that_is_not_there'; install that"),
-        ("own.parts:bare", "it is no function that is annotated to return rollflow's Score"),
+        (
+            "own.parts:bare",
+            "it is no function that is annotated to return rollflow's Score; write `-> Score`, with "
+            "`from rollflow.tasks.verifiers.base import Score`",
+        ),
         ("own.parts:Thing", "it is no function that is annotated"),
         ("own.parts:unreadable", "it is no function that is annotated"),
         ("own.parts:later", "it is asynchronous, or yields; write one that returns its Score"),

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import parse
+from rollflow.flows.config import load_recipe, parse
 from rollflow.flows.prepare import prepare
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
@@ -28,6 +28,7 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.engines.vllm import CPU_HEAD_SIZES
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
 from rollflow.tasks.policies.vocabulary import vocabulary_of
@@ -36,7 +37,7 @@ from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.verifiers.base import Score
+from rollflow.tasks.verifiers.base import Score, judge
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.own_parts import FOLDER, put_in_reach
 from tests.support.small_run import StoreFeed, make_policy
@@ -137,6 +138,27 @@ def test_a_part_that_is_not_there_is_found_before_a_run_begins(
     assert main(["check", str(RECIPE), "--set", override]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"rollflow: {words}")
+
+
+def test_its_policy_is_one_that_the_engine_has_kernels_for() -> None:
+    """On a CPU; a run finds it out minutes later."""
+    cold = load_recipe(RECIPE, []).policy.cold_start
+    assert cold is not None
+    assert cold.hidden_size // cold.heads in CPU_HEAD_SIZES
+
+
+def test_the_docs_whole_verifier_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Its code, out of the page; and what it raises is warned of."""
+    page = (FOLDER.parent / "own_parts.md").read_text()
+    made: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], made)
+    closeness = made["closeness"]
+    assert judge(closeness, "all", " 41", {"answer": "42"}).reward == 0.5
+    assert judge(closeness, "all", "no", {"answer": "42"}).reason == "not a number"
+    assert not caplog.records
+    assert judge(closeness, "all", "41", {}).reward == 0.0
+    said = "a response gets a reward of 0, as its verifier failed: KeyError: 'answer'"
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 def test_a_run_goes_through_each_of_its_parts(tmp_path: Path) -> None:
