@@ -83,7 +83,10 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _label(group: Sequence[ComparedRun]) -> str:
-    others = f" and {len(group) - 1} other seed{'s' * (len(group) > 2)}" if len(group) > 1 else ""
+    """A run that was made twice is no second seed."""
+    own = {run.config.get("seed") for run in group}
+    what = "seed" if len(own) == len(group) else "run"
+    others = f" and {len(group) - 1} other {what}{'s' * (len(group) > 2)}" if len(group) > 1 else ""
     return f"{group[0].name}{others}"
 
 
