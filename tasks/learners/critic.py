@@ -98,6 +98,7 @@ class Critic:
                 self._take(name.removeprefix(WEIGHT), tensor)
             else:
                 yield name, tensor
+            del tensor  # its file, before the next one is read
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.model.get_parameter(name).copy_(weight)

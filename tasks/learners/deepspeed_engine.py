@@ -166,6 +166,7 @@ class DeepSpeedOptimized(Engine):
                 self._put_master(name, self.part_of(name, value))
             else:
                 self.own(name, key).copy_(self.part_of(name, value))
+            del value  # its file, before the next one is read
         for flat, of_flat in kept.items():
             of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
 

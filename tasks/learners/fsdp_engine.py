@@ -128,6 +128,7 @@ class FsdpOptimized(Engine):
                 masters[name] = self.part_of(name, value).clone()  # else the whole file would stay
             else:
                 yield saved, value if key == "step" else self.part_of(name, value)
+            del value  # its file, before the next one is read
 
     def _in_parts(self) -> Any:
         """The model, from here on in parts: its modules of another type than most, its layers, and the rest of it."""

@@ -89,6 +89,7 @@ class Optimized:
                 continue
             device = "cpu" if key == "step" and not self.fused else trained.device
             self.adamw.state[trained][key] = value.to(device, copy=True)
+            del value  # its file, before the next one is read
         self.trained.begin(mastered)
 
 

@@ -69,6 +69,7 @@ class ShardedPolicy(TrainedPolicy, Engine):
                 self.rest[name].copy_(tensor)
             else:
                 self.put(name, tensor)
+            del tensor  # its file, before the next one is read
 
 
 class ShardedCritic(Critic):

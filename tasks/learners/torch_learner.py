@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +37,7 @@ from rollflow.tasks.learners.randomness import (
 )
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.roles import Roles
-from rollflow.tasks.learners.shards import Files, Named, shapes_of, tensors_of, to_files
+from rollflow.tasks.learners.shards import Files, Named, by_stem, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.rows import Rows
 
@@ -173,8 +172,7 @@ class TorchLearner(Roles):
         self.policy.take(tensors_of(weights))
         loads: dict[str, Callable[[Named], None]] = {stem: role.load for stem, role in self._roles()}
         loads[STATE] = lambda saved: self.policy.load(self._of_policy(saved, drawn))
-        stems = tuple(loads)
-        for stem, files in groupby(state, lambda file: next(stem for stem in stems if file[0].startswith(stem))):
+        for stem, files in by_stem(tuple(loads), state):
             loads.pop(stem)(tensors_of(files))
         for load in loads.values():
             load(())

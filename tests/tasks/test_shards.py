@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,7 +23,7 @@ from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.restore import name_of
-from rollflow.tasks.learners.shards import NAMES, from_files, shapes_of, tensors_of, to_files
+from rollflow.tasks.learners.shards import NAMES, by_stem, from_files, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
@@ -133,3 +134,30 @@ def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> No
     again, other = learner(0, trained=True), learner(1)
     other.load(*({name_of(stored): store.read(stored) for stored in part} for part in (version.weights, version.state)))
     assert again.logprobs([3, 4, 5, 6]) == other.logprobs([3, 4, 5, 6]) == made.logprobs([3, 4, 5, 6])
+
+
+def test_files_of_a_stem_are_let_go_before_the_next_is_read() -> None:
+    """As a learner does that goes on from storage: of large files one is in memory at a time."""
+
+    class Held:
+        """A file."""
+
+    living, read, taken = list[weakref.ref[Held]](), [], []
+
+    def files() -> Iterator[tuple[str, Any]]:
+        for name in ("a-1", "a-2", "a-3", "b-1", "c-1", "c-2"):
+            assert not any(file() for file in living), name
+            file = Held()
+            living.append(weakref.ref(file))
+            read.append(name)
+            given = [(name, file)]
+            del file
+            yield given.pop()
+
+    for stem, of in by_stem(("c", "b", "a"), files()):
+        for name, file in of:
+            assert file is living[-1]()
+            taken.append((stem, name))
+            del file
+    assert taken == [("a", "a-1"), ("a", "a-2"), ("a", "a-3"), ("b", "b-1"), ("c", "c-1"), ("c", "c-2")]
+    assert list(by_stem(("a",), [])) == []
