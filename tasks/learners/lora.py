@@ -100,6 +100,7 @@ class LoraPolicy(TrainedPolicy):
                 own[name].copy_(tensor)
             else:
                 yield name, tensor
+            del tensor  # its file, before the next one is read
 
     def _find_base(self) -> None:
         first = self._first()

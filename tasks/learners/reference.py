@@ -57,6 +57,7 @@ class Reference:
                 self.version = int(tensor)
             else:
                 own[name].copy_(tensor)
+            del tensor  # its file, before the next one is read
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:

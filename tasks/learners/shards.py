@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -76,22 +75,6 @@ def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
         if not file.endswith(INDEX):
             yield from _tensors(file, _whole(data))
         del data  # before the next one is read
-
-
-def by_stem(stems: Sequence[str], files: Files) -> Iterator[tuple[str, Files]]:
-    """The files of each stem, which are one after the other. Unlike `groupby`, it holds none that has been taken."""
-    source, next_stem = iter(files), list[tuple[str, Data]]()
-
-    def of(stem: str) -> Iterator[tuple[str, Data]]:
-        while found := [next_stem.pop()] if next_stem else [*islice(source, 1)]:
-            if not found[0][0].startswith(stem):
-                next_stem.append(found.pop())
-                return
-            yield found.pop()
-
-    while next_stem or (next_stem := [*islice(source, 1)]):
-        stem = next(stem for stem in stems if next_stem[0][0].startswith(stem))
-        yield stem, of(stem)
 
 
 def shapes_of(files: Files) -> dict[str, Tensor]:

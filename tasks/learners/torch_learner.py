@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +38,7 @@ from rollflow.tasks.learners.randomness import (
 )
 from rollflow.tasks.learners.reference import Reference, named_tensors
 from rollflow.tasks.learners.roles import Roles
-from rollflow.tasks.learners.shards import Files, Named, by_stem, shapes_of, tensors_of, to_files
+from rollflow.tasks.learners.shards import Files, Named, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.rows import Rows
 
@@ -172,7 +173,8 @@ class TorchLearner(Roles):
         self.policy.take(tensors_of(weights))
         loads: dict[str, Callable[[Named], None]] = {stem: role.load for stem, role in self._roles()}
         loads[STATE] = lambda saved: self.policy.load(self._of_policy(saved, drawn))
-        for stem, files in by_stem(tuple(loads), state):
+        stems = tuple(loads)
+        for stem, files in groupby(state, lambda file: next(stem for stem in stems if file[0].startswith(stem))):
             loads.pop(stem)(tensors_of(files))
         for load in loads.values():
             load(())
@@ -187,6 +189,7 @@ class TorchLearner(Roles):
                 self.kl_weight = float(tensor)
             else:
                 yield name, tensor
+            del tensor  # its file, before the next one is read
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
         """What has a state of its own, each with the stem of its files."""

@@ -48,6 +48,7 @@ class TrainedPolicy(Optimized):
         left = self._named()
         for name, tensor in weights:
             left.pop(name).copy_(tensor)
+            del tensor  # its file, before the next one is read
         check_fit("weights do", {}, left)
 
     def _named(self) -> dict[str, Tensor]:

@@ -21,13 +21,17 @@ from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
-from rollflow.tasks.learners.config import TorchTrain
+from rollflow.tasks.learners.base import LearnerStart
+from rollflow.tasks.learners.config import Critic, TorchTrain
 from rollflow.tasks.learners.restore import name_of
-from rollflow.tasks.learners.shards import NAMES, by_stem, from_files, shapes_of, tensors_of, to_files
+from rollflow.tasks.learners.shards import NAMES, from_files, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
+from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from tests.contracts.test_learners import batch
 from tests.support.described import describe
+from tests.support.tiny_policy import make_policy, make_weights
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 
@@ -136,28 +140,29 @@ def test_a_sharded_version_is_an_ordinary_folder(uri: str, tmp_path: Path) -> No
     assert again.logprobs([3, 4, 5, 6]) == other.logprobs([3, 4, 5, 6]) == made.logprobs([3, 4, 5, 6])
 
 
-def test_files_of_a_stem_are_let_go_before_the_next_is_read() -> None:
-    """As a learner does that goes on from storage: of large files one is in memory at a time."""
+class Held(bytearray):
+    """A file, of which one can tell whether anybody has it."""
 
-    class Held:
-        """A file."""
 
-    living, read, taken = list[weakref.ref[Held]](), [], []
+@pytest.mark.long
+def test_a_file_is_let_go_before_the_next_is_read(tmp_path: Path) -> None:
+    """By a learner that goes on from storage: of large files one is in memory at a time."""
+    folder = make_weights(make_policy(tmp_path), seed=1)
+    config = TorchTrain(objective=PartsObjective(kind="ppo"), critic=Critic())
+    made = TorchLearner.begun(config, LearnerStart(folder, trained=True, versions=9, shard_bytes=2**14))
+    made.step(batch(0), 0)
+    weights, state = joined(made.weights()), joined(made.state())
+    living: list[weakref.ref[Held]] = []
 
-    def files() -> Iterator[tuple[str, Any]]:
-        for name in ("a-1", "a-2", "a-3", "b-1", "c-1", "c-2"):
-            assert not any(file() for file in living), name
-            file = Held()
+    def read(part: dict[str, bytes]) -> Iterator[tuple[str, Any]]:
+        for name, data in part.items():
+            assert not any(file() is not None for file in living), name
+            file = Held(data)
             living.append(weakref.ref(file))
-            read.append(name)
-            given = [(name, file)]
+            given = [(name, memoryview(file))]
             del file
             yield given.pop()
 
-    for stem, of in by_stem(("c", "b", "a"), files()):
-        for name, file in of:
-            assert file is living[-1]()
-            taken.append((stem, name))
-            del file
-    assert taken == [("a", "a-1"), ("a", "a-2"), ("a", "a-3"), ("b", "b-1"), ("c", "c-1"), ("c", "c-2")]
-    assert list(by_stem(("a",), [])) == []
+    made.take(read(weights), read(state))
+    assert len(living) == len(weights) + len(state) > 9
+    assert joined(made.state()) == state
