@@ -62,10 +62,11 @@ def rows_of(size: str, setting: Setting, folder: Path) -> Iterator[Row]:
     """Of one policy on so many ranks."""
     policy = described(size, folder)
     made, again = side("publish", policy, setting), side("restore", policy, setting)
-    share, ranks = made["share"], setting.ranks
+    ranks = setting.ranks
+    share = made["share"] / (ranks if setting.learner == "sharded" else 1)  # that a rank is to hold
     masters = "" if setting.masters == "float32" else " without masters"
     case = f"{made['parameters'] / 1e6:,.0f}M in {setting.dtype}{masters}, {setting.learner}, ranks {ranks}"
-    yield Row(case, "weights and state, MB", share / 1e6)
+    yield Row(case, "weights and state of a rank, MB", share / 1e6)
     yield Row(case, "imports, MB", made["level"] / 1e6)
     for what, found in (("publish", made), ("restore", again)):
         yield at_most(case, f"{what}, first rank: memory over its share", found["peaks"][0] / share, MOST_MEMORY)
