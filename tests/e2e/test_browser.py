@@ -92,11 +92,23 @@ class Browser:
     def submit(self) -> None:
         self.page.get_by_role("button", name="Submit", exact=True).last.click()
 
+    def begin(self) -> None:
+        """Submit the form and open the run's page. A form that is still being drawn can lose a click."""
+        from playwright.sync_api import TimeoutError as Late
+
+        view, late = self.page.get_by_role("button", name="View run").last, time.monotonic() + HANG_SECONDS
+        while True:
+            self.submit()
+            try:
+                return view.click(timeout=20_000)
+            except Late:
+                if time.monotonic() > late:
+                    raise
+
     def start(self, recipe: str) -> None:
         """Start a run of a recipe and open its page."""
         self.form_of(recipe)
-        self.submit()
-        self.page.get_by_role("button", name="View run").last.click()
+        self.begin()
         self.page.get_by_role("button", name="Suspend", exact=True).wait_for()
 
     def press(self, name: str) -> None:
@@ -150,8 +162,7 @@ def test_a_run_from_the_form(browser: Browser, home: Path) -> None:
     refused.first.wait_for()
     browser.shot("refused")
     browser.field("Async Ratio").fill("1")
-    browser.submit()
-    page.get_by_role("button", name="View run").last.click()
+    browser.begin()
     browser.wait("Completed")
     browser.tab("Task Runs")
     page.get_by_text(BLOCK).first.wait_for()
