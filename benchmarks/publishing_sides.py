@@ -191,7 +191,7 @@ def checked(learner: Learner) -> None:
 
 
 def restored(folder: Path, setting: Setting) -> dict[str, Any]:
-    """A blank learner becomes version 0; its other ranks are told before the first step, here one of no gradient."""
+    """A blank learner becomes version 0. Other whole ranks are told before the first step, here one of no gradient."""
     memory = Memory()
     began = time.monotonic()
     start = LearnerStart(folder, trained=False, blank=True, dtype=setting.dtype, versions=9)
@@ -201,7 +201,9 @@ def restored(folder: Path, setting: Setting) -> dict[str, Any]:
     restore(PolicyStore(log), TrajectoryStore(log), learner, 0)
     seconds = time.monotonic() - began
     peaks = memory.whole_peaks()[:1]
-    if setting.ranks > 1:
+    if setting.learner != "torch":
+        checked(learner)  # all ranks have theirs behind it
+    elif setting.ranks > 1:
         learner.step(batch(3, 4, still=True), 0)
     everyone = memory.whole_peaks()
     return {"build": built, "seconds": seconds, "level": memory.level, "first": peaks[0], "peaks": everyone}

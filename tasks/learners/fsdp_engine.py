@@ -3,7 +3,7 @@
     a layer: gathered --> forward --> parts
              gathered --> backward --> parts, and its gradient, added up over ranks, in parts
 
-- At most two layers are whole at a time, beside what is in none: embeddings, the last norm and the head.
+- At most two layers are whole at a time, beside the head, which may be the embeddings.
 - AdamW changes the parts where FSDP has them. With masters the parts are these, in float32; what is gathered is rounded
   to the policy's type.
 - Gradients are added up in float32, behind each pass.
@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.engine import Engine, Whole
+from rollflow.tasks.learners.gathered_once import gathered_once
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.optimized import MASTER, Optimized
 from rollflow.tasks.learners.rank_gpus import begin_backend
@@ -136,22 +138,23 @@ class FsdpOptimized(Engine):
         device = next(self._model.parameters()).device
         mesh = init_device_mesh(device.type, (self.ranks.count,))
         layers = layers_of(self._model, "train.sharded")
-        for module in [*_of_another_type(self._model), *layers, root]:
+        for module in dict.fromkeys([*_of_another_type(self._model), *layers, *_apart(self._model, layers), root]):
             self._cut(module, mesh)
         return root
 
     def _cut(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Each rank keeps its part of what is not in parts yet."""
         given = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
-        if len({parameter.dtype for parameter in given}) != 1:
-            why = f"a {type(module).__name__} has parameters of several types, or none"
+        if len(types := {parameter.dtype for parameter in given}) > 1:
+            why = f"a {type(module).__name__} has parameters of several types"
             raise ConfigError(f"train.sharded = true: {why}; set it to false")
-        policy = MixedPrecisionPolicy(given[0].dtype, torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(next(iter(types), None), torch.float32, cast_forward_inputs=False)
         for parameter in given if self.wide else ():
             parameter.data = parameter.data.float()
         cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
         cut.set_gradient_divide_factor(1.0)  # the sum: a loss here is weighed over the whole minibatch
         cut.set_force_sum_reduction_for_comms(True)
+        gathered_once(cut)
 
     def _parts(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         """This rank's, by name, where FSDP has them; none of a parameter without a gradient."""
@@ -159,6 +162,20 @@ class FsdpOptimized(Engine):
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:
                 yield name, found.to_local()
+
+
+def _apart(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Modules outside of the layers that can be gathered for themselves: norms, and embeddings that are no head too.
+
+    What is left is mostly one tensor, whose weights `policies/head.py` reads outside of its module.
+    """
+    inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner]
+    return [
+        module
+        for module, own in outer
+        if own and all(p.dim() == 1 or (isinstance(module, nn.Embedding) and owners[id(p)] == 1) for p in own)
+    ]
 
 
 def _of_another_type(model: nn.Module) -> list[nn.Module]:
