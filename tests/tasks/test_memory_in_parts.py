@@ -1,4 +1,4 @@
-"""A learner in parts: while a version is stored, or loaded, no process holds the whole of it."""
+"""A learner in parts: while a version is stored, loaded or looked at, no process holds more of it than it has to."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ if __name__ == "__main__":
 """
 
 
+def described(folder: Path, *, tied: bool = True, **shape: int) -> Path:
+    Qwen2Config(
+        **{"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, **shape},
+        tie_word_embeddings=tied,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """17 million parameters, no tensor of more than a million."""
     found = tmp_path_factory.mktemp("policy")
-    Qwen2Config(
-        vocab_size=400,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=16,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        tie_word_embeddings=True,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(found)
-    return found
+    return described(found, vocab_size=400, intermediate_size=1024, num_hidden_layers=16)
 
 
 def begun(folder: Path, *, blank: bool) -> RankedLearner:
@@ -110,7 +109,16 @@ def loads(policy: Path, folder: Path) -> list[int]:
     return most.found()
 
 
-SIDES = {"stores": stores, "loads": loads}
+def looks(policy: Path, _: Path) -> list[int]:
+    """Log-probs, after a step."""
+    made = begun(policy, blank=False)
+    made.step(batch(0), 0)  # before it the first rank has all
+    most = Most(pids(made))
+    made.logprobs(range(3, 19))
+    return most.found()
+
+
+SIDES = {"stores": stores, "loads": loads, "looks": looks}
 
 
 def side(name: str, policy: Path, folder: Path) -> list[int]:
@@ -126,3 +134,11 @@ def test_no_process_holds_the_whole(folder: Path, tmp_path: Path) -> None:
     whole = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert max(most) < 5 * FILE < whole / 8
     assert max(side("loads", folder, tmp_path)) < 0.75 * whole
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_gathered_once(tied: bool, tmp_path: Path) -> None:
+    """FSDP's own way holds one of them twice. Those that are no head, too, are beside the head."""
+    policy = described(tmp_path, tied=tied, vocab_size=40_000, intermediate_size=256, num_hidden_layers=2)
+    whole = 40_000 * 256 * 4 * (1 if tied else 2)
+    assert 0.9 * whole < max(side("looks", policy, tmp_path)) < 1.25 * whole
