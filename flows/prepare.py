@@ -22,7 +22,7 @@ from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.runnable import hindrance_of
-from rollflow.tasks.own_parts import check_own_parts
+from rollflow.tasks.own_parts import check_own_parts, own_code
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
@@ -61,6 +61,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
         probe_tokens=tuple(probe),
         code_version=package_version("rollflow"),
         format=FORMAT,
+        own_code=own_code(config),
     )
     try:
         Log(context.store).create(created)

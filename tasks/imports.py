@@ -15,6 +15,7 @@ import inspect
 import os
 import typing
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -95,6 +96,14 @@ def made(key: str, part: Imported, make: Callable[[], T]) -> T:
         raise ConfigError(
             f"{key}.options = {part.options!r}: {part.path} failed with {_said(error)}; give it options that it takes"
         ) from error
+
+
+def code_of(key: str, part: Imported) -> str:
+    """SHA-256 of the file that what `part` names is written in; empty where it is in none."""
+    try:
+        return sha256(Path(inspect.getsourcefile(_attribute(key, part)) or "").read_bytes()).hexdigest()
+    except (OSError, TypeError):  # made by a program, or in an archive
+        return ""
 
 
 def _attribute(key: str, part: Imported) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.imports import code_of
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
 from rollflow.tasks.prompts.config import ImportPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.sections import Imported
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.config import ImportReward
 
@@ -30,6 +34,18 @@ def check_own_parts(config: RunConfig) -> None:
     for source in config.prompts:
         if isinstance(source, ImportPrompts):
             _check_source(source, config)
+
+
+def own_code(config: RunConfig) -> dict[str, str]:
+    """Section of each part of a person's own -> SHA-256 of the file it is written in, not of what that imports."""
+    sections = {"reward": config.reward, "train.objective": config.train.objective, "environment": config.environment}
+    sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
+    return {key: code_of(key, part) for key, part in {**sections, **sources}.items() if isinstance(part, Imported)}
+
+
+def changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
+    """The sections whose own part was written otherwise when `own_code` gave `before`."""
+    return [key for key, found in own_code(config).items() if before.get(key, found) != found]
 
 
 def _check_source(source: ImportPrompts, config: RunConfig) -> None:

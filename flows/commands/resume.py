@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from rollflow.flows.commands import run
 from rollflow.flows.locations import find_run
 from rollflow.flows.session import check_addresses
-from rollflow.tasks.own_parts import check_own_parts
+from rollflow.tasks.own_parts import changed_code, check_own_parts
 
 
 def command(options: argparse.Namespace) -> int:
@@ -15,5 +16,10 @@ def command(options: argparse.Namespace) -> int:
     context = find_run(options.run, options.store)
     check_addresses(context.config, context.uri)
     check_own_parts(context.config)
+    for key in changed_code(context.config, context.created.own_code):
+        print(
+            f"{key}.path: its file is another one than when the run began; what comes now is made by it",
+            file=sys.stderr,
+        )
     context.prompts()  # what it asks must be what it asked
     return run.drive(context)

@@ -82,7 +82,8 @@ def _read(context: RunContext, name: str) -> ComparedRun:
     stages = status.stages if status else {}
     return ComparedRun(
         name,
-        {key: TOML.get(text, text) for key, text in flatten(context.config.model_dump(mode="json")).items()},
+        {key: TOML.get(text, text) for key, text in flatten(context.config.model_dump(mode="json")).items()}
+        | {f"{key}.path, its file": code[:12] for key, code in context.created.own_code.items()},
         {"version": f"{len(versions) - 1 if versions else 'none'} of {context.config.versions}", **_result(curves)}
         | {"audit": _audit(summary), "state": status.phase if status else "not started"},
         _cost(context, versions, curves),

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe, parse
+from rollflow.flows.locations import context_of, store_uri
 from rollflow.flows.prepare import prepare
+from rollflow.flows.views.compare import differences, read_compared
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.flat import ANY_TOKEN
@@ -31,6 +34,7 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.engines.vllm import CPU_HEAD_SIZES
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
+from rollflow.tasks.own_parts import changed_code
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.rollout import build_scheduler
 from rollflow.tasks.rollout.limits import limits_of
@@ -44,6 +48,12 @@ from tests.support.small_run import StoreFeed, make_policy
 
 RECIPE = FOLDER / "letters.toml"
 VERSIONS = 3
+PRIZE = """
+from rollflow.tasks.verifiers.base import Score
+
+def prize(response, reference) -> Score:
+    return Score({prize}, "a prize")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -211,3 +221,21 @@ def test_a_policy_says_how_many_tokens_an_environment_may_choose_from(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vocabulary_of(tmp_path) == size
+
+
+def test_the_code_of_own_parts_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "prizes.py"
+    module.write_text(PRIZE.format(prize=1.0))
+    put_in_reach(monkeypatch, tmp_path)
+    config = parse(small(tmp_path) | {"reward": {"kind": "import", "path": "prizes:prize"}})
+    created = prepare(config, "first").created
+    assert set(created.own_code) == {"reward", "train.objective", "environment", "prompts.0"}
+    assert created.own_code["reward"] == sha256(module.read_bytes()).hexdigest()
+    assert changed_code(config, created.own_code) == []
+    assert changed_code(config, {}) == []  # of an older run nothing is known
+
+    module.write_text(PRIZE.format(prize=2.0))
+    assert changed_code(config, created.own_code) == ["reward"]
+    contexts = [context_of(store_uri(config), "first"), prepare(config, "second")]
+    differs = differences(read_compared(contexts))["reward.path, its file"]
+    assert [len(set(differs)), len(differs[0])] == [2, 12]
