@@ -27,7 +27,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 def command(options: argparse.Namespace) -> int:
     """`rollflow check RECIPE`."""
     config = load_recipe(options.recipe, options.set)
-    check_files(config)
+    held_out = check_files(config)
     if options.json:
         print(json.dumps(config.model_dump(mode="json")))
         return OK
@@ -38,21 +38,27 @@ def command(options: argparse.Namespace) -> int:
         f"{options.recipe}: good. {config.versions} versions of {config.groups} groups x {config.group_size} "
         f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"
     )
+    if held_out < config.evaluation.prompts:
+        cure = "raise prompts.held_out or give more lines"
+        print(
+            f"evaluation.prompts = {config.evaluation.prompts}: only {held_out} are held out to evaluate with; {cure}"
+        )
     return OK
 
 
-def check_files(config: RunConfig) -> None:
-    """Open what can be opened cheaply.
+def check_files(config: RunConfig) -> int:
+    """Open what can be opened cheaply. Returns how many prompts an evaluation will have.
 
     Raises:
         ConfigError: with one sentence for the first thing a person must change.
     """
     check_own_parts(config)
+    held_out = config.evaluation.prompts  # a family always has as many
     light = [source for source in config.prompts if not isinstance(source, ReasoningGymPrompts)]
     if light:
         prompts = RunPrompts(light, config.seed, config.evaluation.prompts, None, 0, read_file)
-        if len(light) == len(config.prompts):  # a family always has some to hold out
-            prompts.check_held_out()
+        if len(light) == len(config.prompts):
+            held_out = prompts.count_held_out()
     if config.policy.path is not None:
         local_policy(config.policy.path)
     store = store_uri(config)
@@ -60,3 +66,4 @@ def check_files(config: RunConfig) -> None:
         check_folder("store.uri", store, Path(store).expanduser().absolute())
     if config.tracking.uri and config.tracking.uri.startswith(("sqlite:", "file:", "/", ".")):
         check_mlflow(config.tracking.uri)
+    return held_out

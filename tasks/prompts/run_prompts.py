@@ -64,9 +64,9 @@ class RunPrompts:
         found = self._held()
         return [self._prompt(which, f"held-{i:06d}", i, q) for i, (which, q) in enumerate(found)]
 
-    def check_held_out(self) -> None:
-        """Raise `ConfigError` if there is nothing to evaluate with."""
-        self._held()
+    def count_held_out(self) -> int:
+        """How many there are; `ConfigError` if there is nothing to evaluate with."""
+        return len(self._held())
 
     def _held(self) -> list[tuple[int, Question]]:
         share = -(-self._held_out // len(self.sources))

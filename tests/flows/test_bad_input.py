@@ -246,6 +246,7 @@ def test_check_opens_files_of_prompts(
     assert words in refused(capsys, "check", str(recipe))
     file.write_text("".join(f'{{"question": "{i}+1", "answer": {i + 1}}}\n' for i in range(30)))
     assert main(["check", str(recipe)]) == 0
+    assert "evaluation.prompts = 256: only 3 are held out" in capsys.readouterr().out
 
 
 def test_check_opens_the_policys_folder_and_the_places_to_write(
