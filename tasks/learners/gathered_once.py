@@ -1,4 +1,4 @@
-"""How FSDP2 gathers parameters here: with no more beside them than has to be.
+"""How FSDP2 gathers parameters on a CPU: with no more beside them than has to be.
 
 FSDP2 gathers a group of parameters into one buffer and copies each out of it, for ranks' parts of several parameters
 lie there side by side.
@@ -7,6 +7,8 @@ lie there side by side.
   a group, and the largest: 100,000 tokens of 2,048 numbers in bfloat16 are 0.4 GB.
 - gloo gathers into a buffer of its own, too; its broadcasts need none, so embeddings are broadcast.
 - FSDP keeps a layer's buffer until the next layer's is there, for work on a GPU may still read it; on a CPU none does.
+
+On a GPU all is FSDP's: which of its streams may take memory that another one has freed is its to know.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 def gathered_once(cut: FSDPModule) -> None:
     """From here on."""
     for group in cut._get_fsdp_state()._fsdp_param_groups:
-        cut.set_custom_all_gather(_Gathering(group))
+        if group.device.type == "cpu":
+            cut.set_custom_all_gather(_Gathering(group))
 
 
 class _Gathering(DefaultAllGather):
@@ -36,8 +39,7 @@ class _Gathering(DefaultAllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The buffer. Of one parameter, what FSDP copies out of it afterwards is the same memory."""
-        if device.type == "cpu":
-            self._group.comm_ctx.all_gather_state = None  # the layer's before
+        self._group.comm_ctx.all_gather_state = None  # the layer's before
         if not self._is_one:
             return super().allocate(size, dtype=dtype, device=device)
         (parameter,) = self._group.fsdp_params
@@ -50,7 +52,7 @@ class _Gathering(DefaultAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
         """All ranks' parts; this rank's is in its place."""
-        if output_tensor.device.type != "cpu" or not self._is_one:
+        if not self._is_one:
             return super().__call__(output_tensor, input_tensor, group, async_op)
         for rank, part in enumerate(output_tensor.chunk(group.size())):
             torch.distributed.broadcast(part, group=group, group_src=rank)
