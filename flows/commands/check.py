@@ -39,10 +39,8 @@ def command(options: argparse.Namespace) -> int:
         f"responses, async_ratio {config.async_ratio:g}, engine {config.engine.kind}, learner {config.train.learner}"
     )
     if held_out < config.evaluation.prompts:
-        cure = "raise prompts.held_out or give more lines"
-        print(
-            f"evaluation.prompts = {config.evaluation.prompts}: only {held_out} are held out to evaluate with; {cure}"
-        )
+        few = f"only {held_out} are held out to evaluate with; raise prompts.held_out or give more lines"
+        print(f"evaluation.prompts = {config.evaluation.prompts}: {few}")
     return OK
 
 

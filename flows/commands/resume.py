@@ -17,9 +17,6 @@ def command(options: argparse.Namespace) -> int:
     check_addresses(context.config, context.uri)
     check_own_parts(context.config)
     for key in changed_code(context.config, context.created.own_code):
-        print(
-            f"{key}.path: its file is another one than when the run began; what comes now is made by it",
-            file=sys.stderr,
-        )
+        print(f"{key}.path: its file is not what it was when the run began; the next versions use it", file=sys.stderr)
     context.prompts()  # what it asks must be what it asked
     return run.drive(context)

@@ -341,7 +341,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         style = "green" if summary["audit"] == "clean" else "bold red"
         rows.append(("audit", Text(str(summary["audit"]), style=style)))
     for key in ("storage", "prefect", "mlflow"):
-        if place := str(summary.get(key, "")):
+        if place := str(summary.get(key) or ""):
             command = "" if key == "storage" or "://" in place else "shown by "
             rows.append((key, Text.assemble(command, (place, "cyan"))))
     return rows

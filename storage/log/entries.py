@@ -59,9 +59,7 @@ class RunCreated:
     probe_tokens: tuple[int, ...] = ()  # the fixed tokens of the weight-update probe
     code_version: str = ""
     format: int = 0  # of the run's records
-    own_code: Mapping[str, str] = field(
-        default_factory=dict
-    )  # section of a part of a person's own: SHA-256 of its file
+    own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files of a person's own parts
     kind: Literal["run-created"] = "run-created"
 
 

@@ -221,3 +221,12 @@ def test_the_doctor_reports_no_secret_and_names_what_is_missing(
     assert found["Prefect server"].outcome == "missing"
     assert found["prefect"].outcome == "ok"
     assert "hidden" not in stream.getvalue()
+
+
+def test_a_page_that_nobody_serves_yet_is_no_address() -> None:
+    print_summary(
+        {"storage": "/a/run", "prefect": "rollflow serve", "mlflow": "http://127.0.0.1/#/x"}, out := io.StringIO()
+    )
+    storage, prefect, mlflow = (line for line in out.getvalue().splitlines() if "│" in line)
+    assert "shown by rollflow serve" in prefect
+    assert "shown by" not in storage + mlflow

@@ -20,10 +20,12 @@ def make_policy(folder: Path) -> Path:
     return folder
 
 
-def make_weights(folder: Path, seed: int) -> Path:
-    """Weights for that policy, far from those of another seed."""
+def make_weights(folder: Path, seed: int, *, tied: bool = True) -> Path:
+    """Weights for that policy, or for one with a head of its own, far from those of another seed."""
     torch.manual_seed(seed)
-    Qwen2ForCausalLM(_config()).save_pretrained(folder)
+    config = _config()
+    config.tie_word_embeddings = tied
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -111,6 +111,20 @@ def test_it_trains_what_one_rank_trains_and_each_goes_on_from_the_other(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_train_as_on_one_rank_whatever_they_are_gathered_with(tied: bool, tmp_path: Path) -> None:
+    """Of 320 tokens the last of three ranks has fewer; a head of its own is gathered beside them."""
+    policy = make_weights(tmp_path, seed=1, tied=tied)
+    made, one = in_parts(policy, ranks=3), whole(policy)
+    for version in range(4):
+        told, expected = (learner.step(batch(version), version) for learner in (made, one))
+        assert told["loss"] == pytest.approx(expected["loss"], abs=NEAR, rel=1e-4)
+        assert made.logprobs((3, 4, 5)) == pytest.approx(one.logprobs((3, 4, 5)), abs=NEAR * 10)
+    assert farthest(tensors(made), tensors(one)) < NEAR
+    made._others.end()
+
+
+@pytest.mark.long
 def test_each_rank_has_its_part_and_what_four_stored_goes_on_on_any_number(folder: Path) -> None:
     """Three of four have nothing of what has a single row: the critic's head."""
     kind = KINDS["PPO with a critic"]

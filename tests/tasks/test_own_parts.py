@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from rollflow.flows.commands import run
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe, parse
 from rollflow.flows.locations import context_of, store_uri
@@ -223,7 +224,9 @@ def test_a_policy_says_how_many_tokens_an_environment_may_choose_from(
     assert vocabulary_of(tmp_path) == size
 
 
-def test_the_code_of_own_parts_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_own_parts_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = tmp_path / "prizes.py"
     module.write_text(PRIZE.format(prize=1.0))
     put_in_reach(monkeypatch, tmp_path)
@@ -236,6 +239,9 @@ def test_the_code_of_own_parts_is_on_record(tmp_path: Path, monkeypatch: pytest.
 
     module.write_text(PRIZE.format(prize=2.0))
     assert changed_code(config, created.own_code) == ["reward"]
+    monkeypatch.setattr(run, "drive", lambda context: 0)
+    assert main(["resume", context_of(store_uri(config), "first").uri]) == 0
+    assert "reward.path: its file is not what it was" in capsys.readouterr().err
     contexts = [context_of(store_uri(config), "first"), prepare(config, "second")]
     differs = differences(read_compared(contexts))["reward.path, its file"]
     assert [len(set(differs)), len(differs[0])] == [2, 12]
