@@ -129,14 +129,16 @@ def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
             return None
         crashes = [run for run in attempts if run.state and run.state.is_crashed()]
         counted = {run.id for run in line_before(attempts, crashed)}
-        pause = _pause(client, crashed, [ended_at(run) for run in crashes if run.id in counted])
+        begin = _scheduled(_pause(client, crashed, [ended_at(run) for run in crashes if run.id in counted]))
         made = client.create_flow_run_from_deployment(
             crashed.deployment_id,
             parameters=crashed.parameters | {"run_id": context.uri.rpartition("/")[2]},
-            state=_scheduled(pause),
+            state=begin,
             name=crashed.name,
             idempotency_key=f"after:{crashed.id}",
         )
+    if made.state is None or made.state.state_details.scheduled_time != begin.state_details.scheduled_time:
+        return Successor(context, made.id)  # somebody else made it since, and writes the recovery down
     return Successor(context, made.id, Pending("supervisor", crash_reason(crashed), len(crashes), REDONE))
 
 

@@ -104,8 +104,10 @@ def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) 
     first = crashed(deployment, given(run))
     with ThreadPoolExecutor(4) as pool:  # a session, an automation, persons
         asked = [pool.submit(copy_context().run, insist, lambda: start_again(first, run)) for _ in range(4)]
-        second = {found.flow_run for one in asked if (found := one.result())}
+        successors = [found for one in asked if (found := one.result())]
+    second = {found.flow_run for found in successors}
     assert len(second) == 1
+    assert sum(found.pending is not None for found in successors) == 1  # who writes the recovery down
     assert of(run) == [*second, first]
     assert [follows_another(one) for one in (first, *second)] == [False, True]
     with api() as client:
