@@ -58,7 +58,9 @@ async def _run_process(
     if command != [get_sys_executable(), "-m", ENGINE]:
         raise NotImplementedError(f"only flow runs of this runner are forked, not {command}")
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_be_flow_run, args=(dict(env), None if cwd is None else str(cwd)))
+    forkserver.ensure_running()
+    given = (forkserver._forkserver._forkserver_pid, dict(env), None if cwd is None else str(cwd))  # type: ignore[attr-defined]
+    process = context.Process(target=_be_flow_run, args=given)
     process.start()  # here, and not in a thread: of two that look for what has ended, one would be told wrong
     try:
         task_status.started(task_status_handler(process))
@@ -72,9 +74,9 @@ async def _run_process(
     return process
 
 
-def _be_flow_run(environment: dict[str, str], folder: str | None) -> None:
+def _be_flow_run(server: int, environment: dict[str, str], folder: str | None) -> None:
     """What `python -m prefect.engine` does, in a copy of the runner."""
-    _end_with_server()
+    _end_with(server)
     os.environ.clear()
     os.environ.update(environment)
     if folder:
@@ -90,10 +92,9 @@ def _be_flow_run(environment: dict[str, str], folder: str | None) -> None:
         atexit._run_exitfuncs()
 
 
-def _end_with_server() -> None:
+def _end_with(server: int) -> None:
     """Nobody would hear of the end of a flow run whose fork server is gone, and it would be started a second time."""
-    server = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:
+    if os.getppid() != server:  # it died before
         os._exit(1)
     leave_alive_to_owner()

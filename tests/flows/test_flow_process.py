@@ -32,12 +32,18 @@ time.sleep(float(os.environ["SLEEP"]))
 sys.exit(7)
 """
 RUNNER = """
-import json, os, sys
+import json, os, sys, time
+from multiprocessing import spawn
 from rollflow.flows.services import flow_process
 flow_process.ENGINE = "their_engine"  # before it is copied
 import anyio
 from prefect.runner import _starter_engine
 import heavy
+prepare = spawn.prepare
+def slowly(data):
+    time.sleep(float(os.environ.get("SLOW", 0)))
+    prepare(data)
+spawn.prepare = slowly
 flow_process.fork_flows("heavy")
 
 class Told:
@@ -155,6 +161,19 @@ def test_it_ends_with_the_fork_server_and_the_next_one_has_another(runner: Forki
     after = runner.seen("next")
     assert after["server"] not in (seen["server"], runner.process.pid)
     assert runner.line() == ["started", str(after["pid"])]
+
+
+def test_it_ends_where_the_fork_server_died_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW", "1")
+    runner = Forking(tmp_path)
+    runner.ask("late", 3)
+    pid = int(runner.line()[1])
+    os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
+    assert runner.line()[0] == "ended"  # so it would be started a second time
+    until(lambda: gone(pid))
+    assert not (tmp_path / "late").exists()
+    runner.process.kill()
+    runner.process.communicate()
 
 
 def test_it_ends_with_its_runner(runner: Forking) -> None:
