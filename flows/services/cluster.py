@@ -139,7 +139,8 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
     import ray
 
     try:
-        return ray.get(reference, timeout=deadline_seconds)
+        with _as_raised():
+            return ray.get(reference, timeout=deadline_seconds)
     except ray.exceptions.RayError as error:
         _translate(error, deadline_seconds, what, died)
 
@@ -148,7 +149,20 @@ def done(reference: Any, seconds: float) -> bool:
     """Whether a call has ended (with a value or an error), waited for at most `seconds`."""
     import ray
 
-    return bool(ray.wait([reference], timeout=seconds)[0])
+    with _as_raised():
+        return bool(ray.wait([reference], timeout=seconds)[0])
+
+
+@contextlib.contextmanager
+def _as_raised() -> Iterator[None]:
+    """What the handler of a signal raises within Ray's compiled code, by which a flow run is cancelled, say.
+
+    It comes from there as the cause of a `SystemError`, which would be taken for the end of an actor.
+    """
+    try:
+        yield
+    except SystemError as error:
+        raise error.__cause__ or error from None
 
 
 def nodes() -> list[str]:

@@ -68,6 +68,17 @@ try:
     cluster.call(actor.hang.remote(), 0.2, "an answer, from the actor")
 except Unreachable as error:
     print(error)
+class Cancelled(BaseException):  # as Prefect's of a flow run
+    pass
+def cancel(*_):
+    raise Cancelled("told to end")
+signal.signal(signal.SIGALRM, cancel)
+for wait in (cluster.done, lambda hangs, seconds: cluster.call(hangs, seconds, "an answer")):
+    signal.alarm(1)
+    try:
+        wait(actor.hang.remote(), 2)
+    except Cancelled as error:
+        print(error)
 try:
     cluster.actor("nobody")
 except Unreachable as error:
@@ -137,13 +148,15 @@ def test_prefect_and_ray_start_answer_and_leave_nothing(tmp_path: Path, mark: st
             command, env=os.environ | ray.env, capture_output=True, text=True, timeout=RUN_SECONDS, check=False
         )
         assert client.returncode == 0, client.stderr
-        assert client.stdout.splitlines()[:4] == [
+        assert client.stdout.splitlines()[:6] == [
             "wrong weights",
             "waited 0.2 s for an answer, from the actor",
+            "told to end",
+            "told to end",
             "no actor 'nobody' lives in the namespace 'test' of the Ray cluster",
             "['other']",
         ]
-        assert client.stdout.splitlines()[4].startswith(
+        assert client.stdout.splitlines()[6].startswith(
             "dead: waited for an answer, from the other, but its process is gone"
         )
         assert client.stderr == ""
