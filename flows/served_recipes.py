@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import home
+from rollflow.flows.services.locks import one_at_a_time
 from rollflow.flows.services.prefect_api import SERVED
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
@@ -46,11 +47,11 @@ def served_files() -> list[Path]:
 
 def deploy(place: Path, what: Path) -> None:
     """Serve the recipes of a folder, or a nightly file, from now on. To do so again makes a runner read it again."""
-    kept = [str(one) for one in _deployed(place) if one != what]
-    place.mkdir(parents=True, exist_ok=True)
-    new = recipes_file(place).with_suffix(".new")
-    new.write_text(json.dumps([*kept, str(what)]))
-    new.replace(recipes_file(place))
+    with one_at_a_time(place / "deploying"):
+        kept = [str(one) for one in _deployed(place) if one != what]
+        new = recipes_file(place).with_suffix(".new")
+        new.write_text(json.dumps([*kept, str(what)]))
+        new.replace(recipes_file(place))
 
 
 def _deployed(place: Path) -> list[Path]:

@@ -47,6 +47,8 @@ def command(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         serving.terminate()
         raise
+    if serving.poll() is not None and _begun(place):  # another one, which began at the same time
+        return command(options)
     serving.terminate()
     said = log.read_bytes()[begun:].decode(errors="replace").strip()
     print(f"rollflow: it did not come up; see {log}\n{said[-2000:]}", file=sys.stderr)

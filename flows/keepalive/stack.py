@@ -23,6 +23,7 @@ from rollflow.flows.locations import home
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import addresses, is_free
 from rollflow.flows.services.told import Told
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
@@ -81,6 +82,9 @@ def main() -> int:
     except GaveUp as error:
         print(f"rollflow: {error}", file=sys.stderr, flush=True)
         return 1
+    except ConfigError as error:
+        print(f"rollflow: {error}", file=sys.stderr, flush=True)
+        return 2
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rollflow.storage.errors import ConfigError
+
 POLL_SECONDS = 0.05
 
 
@@ -16,9 +18,18 @@ PROBE_SECONDS = 0.2  # longer than somebody holds a lock who only looks whether 
 
 
 def take(file: Path, *, shared: bool = False) -> int | None:
-    """Take the lock without waiting: the open file that holds it, or None where another has it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    """Take the lock without waiting: the open file that holds it, or None where another has it.
+
+    Raises:
+        ConfigError: the file cannot be made.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be written ({error.strerror}); set ROLLFLOW_HOME to a folder that can be"
+        ) from error
     try:
         fcntl.flock(held, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

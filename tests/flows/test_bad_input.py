@@ -267,6 +267,16 @@ def test_check_opens_the_policys_folder_and_the_places_to_write(
         assert f"{key} = '{value}' cannot be written" in refused(capsys, "check", RECIPE, "--set", f"{key}={value}")
 
 
+@pytest.mark.parametrize("command", [["up"], ["serve"], ["down"], ["deploy", "flows/recipes"]], ids=lambda one: one[0])
+def test_a_home_that_cannot_be_written(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ROLLFLOW_HOME", f"{tmp_path}/file")
+    assert "set ROLLFLOW_HOME to a folder that can be" in refused(capsys, *command)
+
+
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\0b"])
 def test_a_path_that_is_none(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     (recipe := Path(os.environ["ROLLFLOW_HOME"]).with_suffix(".toml")).write_text(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.flows.commands import up
+from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.stack import keep
 from rollflow.flows.services import stack
@@ -95,6 +97,28 @@ def test_one_that_fails_once_it_was_up_comes_back(tmp_path: Path) -> None:
 def test_one_that_is_done_is_left(tmp_path: Path) -> None:
     done = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3)"), str(tmp_path)]
     assert keep(tmp_path, done, RecoveryConfig(), Told()) == 0
+
+
+def test_of_two_that_begin_at_once_one_finds_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    keeper = subprocess.Popen([sys.executable, "-c", KEEPS, str(tmp_path), *command(tmp_path)])
+    pid_of(tmp_path)
+    looks, find = 0, stack.find
+
+    def begun(_: Path) -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 1  # it began after the first look
+
+    monkeypatch.setattr(up, "_begun", begun)
+    monkeypatch.setattr(stack, "find", lambda place: find(place) if looks > 1 else None)  # and was starting until then
+    assert main(["up"]) == 0
+    assert capsys.readouterr().out.startswith("up already\n")
+    assert "Traceback" not in (tmp_path / "logs" / "up.log").read_text()
+    assert stack.end(tmp_path)
+    keeper.wait(HANG_SECONDS)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
