@@ -167,10 +167,11 @@ class FsdpOptimized(Engine):
 def _apart(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
     """Modules outside of the layers that can be gathered for themselves: norms, and embeddings that are no head too.
 
-    What is left is mostly one tensor, whose weights `policies/head.py` reads outside of its module.
+    What is left is mostly one tensor, whose weights `policies/head.py` reads outside of its module. So is what has
+    modules in it: they would be gathered with it, and once more for themselves.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner]
+    outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]
     return [
         module
         for module, own in outer

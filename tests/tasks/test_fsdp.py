@@ -13,13 +13,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from transformers import RobertaConfig, RobertaForCausalLM
 
 from rollflow.storage.errors import NotFinite, RankFailed
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.ranked import RankedLearner
 from rollflow.tasks.learners.updates import Updates
 from tests.contracts.test_learners import batch, changed, saved
-from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.tiny_policy import VOCABULARY, make_policy, make_weights
 from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_ranks import one_with_signal
 from tests.tasks.test_sharded import (
@@ -120,6 +121,20 @@ def test_embeddings_train_as_on_one_rank_whatever_they_are_gathered_with(tied: b
         told, expected = (learner.step(batch(version), version) for learner in (made, one))
         assert told["loss"] == pytest.approx(expected["loss"], abs=NEAR, rel=1e-4)
         assert made.logprobs((3, 4, 5)) == pytest.approx(one.logprobs((3, 4, 5)), abs=NEAR * 10)
+    assert farthest(tensors(made), tensors(one)) < NEAR
+    made._others.end()
+
+
+@pytest.mark.long
+def test_what_has_modules_in_it_is_not_gathered_for_itself(tmp_path: Path) -> None:
+    """RoBERTa's head has a bias of its own, beside a norm and the embeddings."""
+    torch.manual_seed(1)
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "is_decoder": True}
+    RobertaForCausalLM(RobertaConfig(vocab_size=VOCABULARY, hidden_size=32, **layers)).save_pretrained(tmp_path)
+    made, one = in_parts(tmp_path), whole(tmp_path)
+    for version in range(2):
+        for learner in (made, one):
+            learner.step(batch(version), version)
     assert farthest(tensors(made), tensors(one)) < NEAR
     made._others.end()
 
