@@ -1,66 +1,110 @@
-"""How far a version that was trained again is from what was published: tensor by tensor, a file at a time."""
+"""How far a version that was trained again is from what was published: tensor by tensor, a file at a time.
+
+Rounding is short beside what the step changed, whatever the learning rate is. AdamW makes much of it in single numbers,
+whose gradients are nearly zero; so lengths are compared, of all tensors of a kind together:
+
+    |made - published| <= share * |published - parent|
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data
-from rollflow.storage.policies import PolicyStore
+from rollflow.storage.policies import PolicyStore, PolicyVersion
+from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.restore import Replayed, files, name_of
 from rollflow.tasks.learners.shards import tensors_of
 
-NEAR = 1e-5  # that sums in another order are apart after a step
-STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # from one number of a type to the next, over the number
+SHARE = 0.1  # of what a step changed; gradients in bfloat16 take 0.02 of it
+SHORT = 0.5  # the same, of what is rounded to a short type, where most weights stay and chance moves others a step
+ALIKE = 2.0**-23  # of what is there: a step of float32, which rounding may always be
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Of what was made and what was published."""
+    """Of what was made and what was published: by kind of tensor, squares of lengths."""
 
     most: float = 0.0  # the largest difference of two numbers
-    near: bool = True  # whether all are within `NEAR`, and, of a short type, a step of that type
+    apart: Mapping[str, float] = field(default_factory=dict)
+    allowed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def near(self) -> bool:
+        """Whether it is rounding."""
+        return all(square <= self.allowed[kind] for kind, square in self.apart.items())
 
     def plus(self, other: Distance) -> Distance:
         """Of both together."""
-        return Distance(max(self.most, other.most), self.near and other.near)
+        most = max(self.most, other.most)
+        return Distance(most, _added(self.apart, other.apart), _added(self.allowed, other.allowed))
 
 
-FAR = Distance(float("inf"), near=False)  # of what has other tensors
+FAR = Distance(float("inf"), {"": 1.0}, {"": 0.0})  # of what has other tensors
 
 
 def distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance:
     """Of the files that differ; `Corrupt` where one is not in storage any more."""
     version, found = replayed.version, Distance()
-    made, published = files(learner, state=bool(version.state)), {name_of(o): o for o in version.objects}
+    made, published = files(learner, state=bool(version.state)), _by_name(version)
     if made.keys() != published.keys():
         return FAR
+    before = _by_name(policies.find(version.number - 1))
     for name in replayed.differences:
-        found = found.plus(distance_of_files(name, made[name], policies.read(published[name])))
+        given = made[name], policies.read(published[name]), _read(policies, before.get(name))
+        found = found.plus(distance_of_files(name, *given))
     return found
 
 
-def distance_of_files(name: str, made: Data, published: Data) -> Distance:
-    """Of two safetensors files of one name."""
-    ours, theirs = dict(tensors_of([(name, made)])), dict(tensors_of([(name, published)]))
+def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> Distance:
+    """Of two safetensors files of one name; what the parent's has not was zero there, as moments are at first."""
+    ours, theirs = (dict(tensors_of([(name, data)])) for data in (made, published))
+    before = dict(tensors_of([(name, parent)])) if parent is not None else {}
     if ours.keys() != theirs.keys():
         return FAR
-    found = Distance()
+    found, stem = Distance(), name.partition(".")[0].partition("-")[0]
     for key, tensor in ours.items():
-        found = found.plus(_of_tensor(tensor, theirs[key]))
+        kind = f"{stem}/{key.rpartition('/')[0]} {tensor.dtype}"
+        found = found.plus(_of_tensor(kind, tensor, theirs[key], before.get(key)))
     return found
 
 
-def _of_tensor(ours: Tensor, theirs: Tensor) -> Distance:
+def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -> Distance:
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return FAR
     if not ours.numel():
         return Distance()
     if not ours.is_floating_point():
         return Distance() if torch.equal(ours, theirs) else FAR
-    apart = (ours.double() - theirs.double()).abs()
-    within = NEAR + STEPS.get(ours.dtype, 0.0) * theirs.double().abs()
-    return Distance(float(apart.max()), bool((apart <= within).all()))
+    share, published = SHARE if ours.element_size() > 2 else SHORT, theirs.double()
+    apart = ours.double() - published
+    changed = published if before is None else published - before.double()
+    allowed = share**2 * _square(changed) + ALIKE**2 * _square(published)
+    return Distance(float(apart.abs().max()), {kind: _square(apart)}, {kind: allowed})
+
+
+def _square(tensor: Tensor) -> float:
+    """Of its length."""
+    return float(tensor.square().sum())
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {kind: one.get(kind, 0.0) + other.get(kind, 0.0) for kind in one.keys() | other.keys()}
+
+
+def _by_name(version: PolicyVersion) -> dict[str, StoredObject]:
+    return {name_of(stored): stored for stored in version.objects}
+
+
+def _read(policies: PolicyStore, stored: StoredObject | None) -> Data | None:
+    """Of the parent; None where it is not in storage."""
+    try:
+        return None if stored is None else policies.read(stored)
+    except Corrupt:
+        return None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -65,6 +66,15 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
     return re.sub(r"[ \n]+", " ", captured.out if code < 2 else captured.err)
 
 
+def published_again(run: RunContext, version: int) -> None:
+    """The weights of a version are those of the next one, too, whose entry vouches for them."""
+    published, other = run.policies.find(version + 1), run.policies.find(version)
+    data = run.store.get(other.weights[0].path)
+    run.store.put(published.weights[0].path, data)
+    said = replace(published.weights[0], sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+    changed(run.store, published.entry, lambda body: replace(body, weights=(said,)))
+
+
 def test_replay_says_what_was_trained_again(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     sha256 = trained.policies.find(5).weights[0].sha256[:12]
     sentence = f"version 5: parent 4, batch 4 (2 groups, 8 trajectories): weights identical (sha256 {sha256})"
@@ -97,15 +107,28 @@ def test_replay_by_another_number_of_ranks(trained: RunContext, capsys: pytest.C
 def test_replay_by_another_number_of_ranks_fails_where_it_is_no_rounding(
     copy: RunContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The published weights of version 4 are those of version 3 with its own name, which its entry vouches for."""
-    published, other = copy.policies.find(4), copy.policies.find(3)
-    data = copy.store.get(other.weights[0].path)
-    copy.store.put(published.weights[0].path, data)
-    said = replace(published.weights[0], sha256=hashlib.sha256(data).hexdigest(), size=len(data))
-    changed(copy.store, published.entry, lambda body: replace(body, weights=(said,)))
+    published_again(copy, 3)
     out = shown(capsys, "replay", copy.uri, "4", "--ranks", "2", code=1)
     assert "DIFFERENT in" in out
     assert "weights/model.safetensors by up to" in out
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("rate", [1e-3, 1e-6])
+def test_replay_by_another_number_of_ranks_goes_by_what_a_step_changes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: dict[str, Any],
+    rate: float,
+) -> None:
+    """At a small learning rate nothing is far from anything; in bfloat16 rounding moves numbers by all of one."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    run = prepare_small(tmp_path, versions=2, train={"learning_rate": rate}, keep_last=3, **given)
+    train_small(run)
+    assert shown(capsys, "replay", "small", "--all", "--ranks", "2").count("which is rounding") == 2
+    published_again(run, 1)
+    assert "DIFFERENT in" in shown(capsys, "replay", "small", "--ranks", "2", code=1)
 
 
 def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:

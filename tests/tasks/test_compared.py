@@ -14,29 +14,55 @@ from rollflow.tasks.learners.shards import file_of
 from rollflow.tasks.objectives.config import PartsObjective
 
 
-def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Distance:
-    return distance_of_files("file.safetensors", file_of(ours), file_of(theirs))
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[str, Tensor] | None = None) -> Distance:
+    return distance_of_files(
+        "file.safetensors", file_of(ours), file_of(theirs), file_of(before) if before is not None else None
+    )
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "most", "near"),
+    ("ours", "most", "near"),
     [
-        ([1.0, 2.0], [1.0, 2.0], 0.0, True),
-        ([1.0, 2.0], [1.0, 2.0 + 2**-17], 2**-17, True),  # 7.6e-6
-        ([1.0, 2.0], [1.0, 2.0 + 2**-16], 2**-16, False),  # 1.5e-5
-        ([], [], 0.0, True),
+        ([1.3, 2.4], 0.0, True),
+        ([1.3, 2.44], 0.04, True),
+        ([1.34, 2.44], 0.04, False),  # together 0.057
+        ([1.3, 2.46], 0.06, False),
     ],
 )
-def test_of_float32(ours: list[float], theirs: list[float], most: float, near: bool) -> None:
-    assert apart({"a": torch.tensor(ours)}, {"a": torch.tensor(theirs)}) == Distance(most, near)
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_what_is_shorter_than_a_tenth_of_what_the_step_changed_is_near(
+    ours: list[float], most: float, near: bool, scale: float
+) -> None:
+    """It changed 0.3 and 0.4, which is 0.5 together; however small the step is."""
+    made, published, parent = ({"a": torch.tensor(v).double() * scale} for v in (ours, [1.3, 2.4], [1.0, 2.0]))
+    found = apart(made, published, parent)
+    assert found.most == pytest.approx(most * scale, abs=1e-6 * scale)
+    assert found.near == near
 
 
-def test_a_short_type_may_be_a_step_of_it_away() -> None:
+def test_kinds_of_tensors_are_compared_for_themselves() -> None:
+    """Those of a kind together: `b` alone is too far. What the parent has not was zero there."""
+    parent = {"a": torch.zeros(2), "b": torch.zeros(1)}
+    published = {"a": torch.full((2,), 3.0), "b": torch.ones(1), "exp_avg/a": torch.full((2,), 0.1)}
+    made = {**published, "b": torch.tensor([1.3])}
+    assert apart(made, published, parent).near
+    assert not apart({"b": made["b"]}, {"b": published["b"]}, parent).near
+    assert apart({**made, "exp_avg/a": torch.full((2,), 0.109)}, published, parent).near
+    assert not apart({**made, "exp_avg/a": torch.full((2,), 0.111)}, published, parent).near
+
+
+def test_a_short_type_may_be_half_of_it_away() -> None:
     def of(value: float) -> dict[str, Tensor]:
         return {"a": torch.tensor([value], dtype=torch.bfloat16)}
 
-    assert apart(of(1.0), of(1.0 + 2**-7)) == Distance(2**-7, near=True)
-    assert apart(of(1.0), of(1.0 + 2**-5)) == Distance(2**-5, near=False)
+    assert apart(of(1.0 + 2**-7), of(1.0 + 2**-6), of(1.0)).near
+    assert not apart(of(1.0), of(1.0 + 2**-6), of(1.0)).near
+
+
+def test_what_was_not_changed_may_be_no_further_than_its_own_rounding() -> None:
+    one = {"a": torch.ones(1)}
+    assert apart({"a": torch.tensor([1.0 + 2**-23])}, one, one).near
+    assert not apart({"a": torch.tensor([1.0 + 2**-21])}, one, one).near
 
 
 @pytest.mark.parametrize(
