@@ -4,7 +4,8 @@ Needs neither Ray nor Prefect nor an engine, and writes nothing. A version is re
 batch its entry names, and compared file by file with what was published.
 
 As many ranks as the run has give the same bits. Another number adds up in another order: then each version is trained
-from its published parent, and has to be near (`compared`) what was published.
+from its published parent, and has to be near (`compared`) what was published. Where not both are in storage any more, a
+version is passed over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,13 +88,16 @@ def replay(
     policies, batches, recorded = context.policies, context.batches, context.config.train.ranks
     first, last = _span(context, version, policies.newest(), every)
     used = recorded if ranks is None else ranks
+    numbers: Sequence[int] = range(first, last + 1)
+    if used != recorded:
+        numbers = _comparable(policies, numbers, say)
     learner = new_learner(context, blank=True, count=used)
-    restored = restore(policies, batches, learner, first - 1, note=say)
+    restored = restore(policies, batches, learner, numbers[0] - 1, note=say)
     if restored.differed and used == recorded:
         say(f"{restored.sentence()}; {CAUSE}")
         return False
-    for number in range(first, last + 1):
-        if used != recorded and number > first:
+    for number in numbers:
+        if used != recorded and number > numbers[0]:
             restore(policies, batches, learner, number - 1, note=say)
         replayed = train_again(policies, batches, learner, number)
         outcome = Outcome(replayed, used, recorded, _distance(policies, learner, replayed))
@@ -104,6 +108,24 @@ def replay(
                 say(f"versions {number + 1} to {last} follow from it and were not trained again")
             return False
     return True
+
+
+def _comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[str], None]) -> Sequence[int]:
+    """Those of which all weights are kept, from the newest state before them on; `ConfigError` where there are none."""
+    newest, retention = policies.newest(), policies.retention
+
+    def kept(number: int) -> bool:
+        base = next(before for before in range(number - 1, -1, -1) if retention.stores_state(before))
+        weights = all(retention.needed("weights", version, newest) for version in range(base, number + 1))
+        return weights and retention.needed("state", base, newest)
+
+    found = [number for number in numbers if kept(number)]
+    why = "their weights, or some that they are trained from, were pruned, and by other ranks the bits are others"
+    if not found:
+        raise ConfigError(f"versions {numbers[0]} to {numbers[-1]}: {why}; leave --ranks out")
+    if passed := len(numbers) - len(found):
+        say(f"{passed} versions are passed over: {why}")
+    return found
 
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance | None:

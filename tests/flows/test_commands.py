@@ -131,6 +131,19 @@ def test_replay_by_another_number_of_ranks_goes_by_what_a_step_changes(
     assert "DIFFERENT in" in shown(capsys, "replay", "small", "--ranks", "2", code=1)
 
 
+def test_replay_by_another_number_of_ranks_passes_over_what_was_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Version 4 is kept, and its parent is not; the two behind it are trained from what it is."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    train_small(prepare_small(tmp_path, versions=6, keep_last=2, state_every=2, keep_every=4))
+    assert shown(capsys, "replay", "small", "--all").count("identical") == 6
+    out = shown(capsys, "replay", "small", "--all", "--ranks", "2")
+    assert re.findall(r"version (\d): parent", out) == ["5", "6"]
+    assert "4 versions are passed over: their weights, or some that they are trained from, were pruned" in out
+    assert "versions 2 to 2: their weights" in shown(capsys, "replay", "small", "2", "--ranks", "2", code=2)
+
+
 def test_inspect_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "inspect", "small")
     for words in (
