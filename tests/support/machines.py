@@ -196,8 +196,9 @@ def hub() -> None:
         files = s3fs.S3FileSystem(key="test", secret="test", endpoint_url=endpoint, use_listings_cache=False)
         _say({"endpoint": endpoint})
         for line in sys.stdin:
-            keys = (key.partition("/")[2] for key in files.find(f"{BUCKET}/{line.strip()}"))
-            _say({key: reads[key] for key in keys})
+            below = f"{line.strip()}/"  # `find` names the folder itself where its first object comes as it looks
+            keys = (key.partition("/")[2] for key in files.find(f"{BUCKET}/{below}"))
+            _say({key: reads[key] for key in keys if key.startswith(below)})
 
 
 def machine(name: str) -> None:
