@@ -2,7 +2,7 @@
 
 A recipe's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a seed.
 TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two threads.
-So do rollflow's engine and learner at alpha 0, where they take turns; at alpha 2 each has a thread of its own.
+Rollflow's engine and learner have a thread each; at alpha 0, where they take turns, `--threads` gives them more.
 Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from when its engines are ready to
 the version that has the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy
 is that of greedy answers to the held-out prompts, by one function for both, and costs neither of them time.
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="versions between two looks")
     parser.add_argument("--rows", type=int, default=128, help="of a micro-batch of TRL's")
     parser.add_argument("--micro-tokens", type=int, default=1024, help="of a micro-batch of ours")
-    parser.add_argument("--threads", type=int, default=2, help="of our engine, then our learner, at alpha 0")
+    parser.add_argument("--threads", type=int, default=1, help="of our engine, then our learner, at alpha 0")
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="ours")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
