@@ -4,6 +4,9 @@ Rounding is short beside what the step changed, whatever the learning rate is. A
 whose gradients are nearly zero; so lengths are compared, of all tensors of a kind together:
 
     |made - published| <= share * |published - parent|
+
+A single number is short beside all others. It may be no further away than the step moved any of its kind, there and
+back, beyond the step of its type.
 """
 
 from __future__ import annotations
@@ -25,28 +28,50 @@ from rollflow.tasks.learners.shards import tensors_of
 SHARE = 0.1  # of what a step changed; gradients in bfloat16 take 0.02 of it
 SHORT = 0.5  # the same, of what is rounded to a short type, where most weights stay and chance moves others a step
 ALIKE = 2.0**-23  # of what is there: a step of float32, which rounding may always be
+STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # likewise, of shorter types
+TURNED = 2.0  # of the most that a step moved a number: the other sign, where a gradient is nearly zero
 
 
 @dataclass(frozen=True, slots=True)
-class Distance:
-    """Of what was made and what was published: by kind of tensor, squares of lengths."""
+class Kind:
+    """Of all tensors of a kind: squares of lengths, and the most of single numbers."""
 
-    most: float = 0.0  # the largest difference of two numbers
-    apart: Mapping[str, float] = field(default_factory=dict)
-    allowed: Mapping[str, float] = field(default_factory=dict)
+    apart: float
+    allowed: float
+    furthest: float  # beyond the step of the type
+    moved: float  # by the step
 
     @property
     def near(self) -> bool:
         """Whether it is rounding."""
-        return all(square <= self.allowed[kind] for kind, square in self.apart.items())
+        return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
+
+    def plus(self, other: Kind) -> Kind:
+        """Of both together."""
+        most = max(self.furthest, other.furthest), max(self.moved, other.moved)
+        return Kind(self.apart + other.apart, self.allowed + other.allowed, *most)
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Of what was made and what was published, by kind of tensor."""
+
+    most: float = 0.0  # the largest difference of two numbers
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+
+    @property
+    def near(self) -> bool:
+        """Whether it is rounding."""
+        return all(kind.near for kind in self.kinds.values())
 
     def plus(self, other: Distance) -> Distance:
         """Of both together."""
-        most = max(self.most, other.most)
-        return Distance(most, _added(self.apart, other.apart), _added(self.allowed, other.allowed))
+        kinds = {**self.kinds, **other.kinds}
+        kinds |= {name: self.kinds[name].plus(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
+        return Distance(max(self.most, other.most), kinds)
 
 
-FAR = Distance(float("inf"), {"": 1.0}, {"": 0.0})  # of what has other tensors
+FAR = Distance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # of what has other tensors
 
 
 def distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance:
@@ -85,17 +110,15 @@ def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -
     share, published = SHARE if ours.element_size() > 2 else SHORT, theirs.double()
     apart = ours.double() - published
     changed = published if before is None else published - before.double()
+    beyond = apart.abs() - STEPS.get(ours.dtype, ALIKE) * published.abs()
     allowed = share**2 * _square(changed) + ALIKE**2 * _square(published)
-    return Distance(float(apart.abs().max()), {kind: _square(apart)}, {kind: allowed})
+    found = Kind(_square(apart), allowed, float(beyond.max()), float(changed.abs().max()))
+    return Distance(float(apart.abs().max()), {kind: found})
 
 
 def _square(tensor: Tensor) -> float:
     """Of its length."""
     return float(tensor.square().sum())
-
-
-def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    return {kind: one.get(kind, 0.0) + other.get(kind, 0.0) for kind in one.keys() | other.keys()}
 
 
 def _by_name(version: PolicyVersion) -> dict[str, StoredObject]:

@@ -51,6 +51,17 @@ def test_kinds_of_tensors_are_compared_for_themselves() -> None:
     assert not apart({**made, "exp_avg/a": torch.full((2,), 0.111)}, published, parent).near
 
 
+def test_no_single_number_is_further_away_than_the_step_moved_any() -> None:
+    """Of 10,000 numbers that the step moved by 0.01 each, which is 1 together, one is wrong by less than a tenth."""
+    parent = {"a": torch.zeros(10_000)}
+    published = {"a": torch.full((10_000,), 0.01)}
+    turned, wrong = published["a"].clone(), published["a"].clone()
+    turned[7], wrong[7] = -0.01, 0.05
+    assert apart({"a": turned}, published, parent).near
+    assert not (found := apart({"a": wrong}, published, parent)).near
+    assert found.most == pytest.approx(0.04)
+
+
 def test_a_short_type_may_be_half_of_it_away() -> None:
     def of(value: float) -> dict[str, Tensor]:
         return {"a": torch.tensor([value], dtype=torch.bfloat16)}
