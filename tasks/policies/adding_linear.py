@@ -60,14 +60,13 @@ class _Adding(torch.autograd.Function):
 
 
 def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
-    """Add the weight's gradient to its `grad`."""
+    """Add the weight's gradient to its `grad`; S: rows of a piece."""
     first = weight_VH.grad is None
     if first:
         weight_VH.grad = torch.empty_like(weight_VH)
     grad_VH = weight_VH.grad
     assert grad_VH is not None
-    rows = max(1, PIECE_BYTES // grad_VH[:1].nbytes)
-    for begin in range(0, len(grad_VH), rows):
-        some = slice(begin, begin + rows)
-        made = slope_MV[:, some].t() @ given_MH
-        grad_VH[some] = made if first else grad_VH[some] + made
+    pieces = max(1, grad_VH.nbytes // PIECE_BYTES)  # alike: of one row alone some processors have another kernel
+    for some_VH, slope_MS in zip(grad_VH.tensor_split(pieces), slope_MV.tensor_split(pieces, dim=1), strict=True):
+        made = slope_MS.t() @ given_MH
+        some_VH.copy_(made if first else some_VH + made)

@@ -150,7 +150,9 @@ def test_a_long_run_is_started_again_though_many_began_after_it(
     there = [supervisor(number) for number in reversed(range(450))]
     client = SimpleNamespace(
         read_flow_runs=lambda limit, offset=0, **_: there[offset : offset + limit],
-        create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(id=named["idempotency_key"]),
+        create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(
+            id=named["idempotency_key"], state=named["state"]
+        ),
     )
     monkeypatch.setattr(crashed_module, "api", lambda: contextlib.nullcontext(client))
     oldest = there[-1]
@@ -186,7 +188,9 @@ def test_who_starts_the_run_again_has_the_whole_budget_of_supervisors(
 
     client = SimpleNamespace(
         read_flow_runs=lambda limit, offset=0, **_: there[offset : offset + limit],
-        create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(id=named["idempotency_key"]),
+        create_flow_run_from_deployment=lambda *_, **named: SimpleNamespace(
+            id=named["idempotency_key"], state=named["state"]
+        ),
         set_flow_run_state=lambda *_, **__: None,
     )
     monkeypatch.setattr(crashed_module, "api", lambda: contextlib.nullcontext(client))
