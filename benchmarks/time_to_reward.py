@@ -2,7 +2,6 @@
 
 A recipe's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a seed.
 TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two threads.
-Rollflow's engine and learner have a thread each; at alpha 0, where they take turns, `--threads` gives them more.
 Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from when its engines are ready to
 the version that has the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy
 is that of greedy answers to the held-out prompts, by one function for both, and costs neither of them time.
@@ -57,7 +56,6 @@ class Plan:
     rows: int
     micro_tokens: int
     engine: str
-    threads: int
 
     def start(self, seed: int) -> Path:
         """The policy that runs of a seed begin with."""
@@ -93,7 +91,6 @@ class Plan:
             "async_ratio": system.removeprefix("alpha-"),
             "engine.kind": self.engine,
             "train.micro_tokens": self.micro_tokens,
-            **({"engine.threads": self.threads, "train.threads": self.threads} if system == "alpha-0" else {}),
             "store.keep_every": self.every,
             "evaluation.every": 0,
         }
@@ -164,11 +161,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="versions between two looks")
     parser.add_argument("--rows", type=int, default=128, help="of a micro-batch of TRL's")
     parser.add_argument("--micro-tokens", type=int, default=1024, help="of a micro-batch of ours")
-    parser.add_argument("--threads", type=int, default=1, help="of our engine, then our learner, at alpha 0")
     parser.add_argument("--engine", choices=["vllm", "transformers"], default="vllm", help="ours")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
-    settings = options.versions, options.every, options.rows, options.micro_tokens, options.engine, options.threads
+    settings = options.versions, options.every, options.rows, options.micro_tokens, options.engine
     plan = Plan(options.recipe, options.runs, *settings)
     here = importlib.util.find_spec("trl") is not None
     for seed in options.seeds:
