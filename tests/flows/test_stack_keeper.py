@@ -130,22 +130,22 @@ def test_a_process_is_told_to_end_while_it_is_being_told() -> None:
     """Two signals at once come to a process of `up`: `down` sends them to the keeper and to who serves."""
     told, before, within = Told(), signal.getsignal(signal.SIGALRM), 0
 
-    def again() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 1e-5)
+    def again(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def tell(*_: object) -> None:
         nonlocal within
         within += 1
         if within < 3:  # a slow machine is never done with all that come meanwhile
-            again()
+            again(1e-5)
         told.set()
         within -= 1
         if not within:
-            again()
+            again(1e-4)  # behind its return
 
     signal.signal(signal.SIGALRM, tell)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)  # then many, wherever the wait is
+        again(0.05)  # then many, wherever the wait is
         assert told.wait(HANG_SECONDS)
         assert all(told.wait(0.001) for _ in range(1000))
     finally:
