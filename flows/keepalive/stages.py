@@ -2,8 +2,9 @@
 
 A stage whose flow run crashed (its process was killed) or whose actor nobody looks after any more is started again;
 the new flow run finds the actors that live and goes on with them. A stage that *failed* has said why: that ends
-the run. A supervisor that takes over from a dead one adopts the flow runs that are under way. While the Prefect
-server does not answer, states are as they were last seen.
+the run. A supervisor that takes over from a dead one adopts the flow runs that are under way, but for those that were
+told to end: a run that is resumed at once comes before these have. While the Prefect server does not answer, states
+are as they were last seen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import State, StateType
 from prefect.runtime import flow_run
 from prefect.states import Running
 
@@ -112,7 +113,8 @@ class Stages:
                 time.sleep(STATE_SECONDS)
 
     def _adopt(self, client: SyncPrefectClient) -> None:
-        ours = (run for run in going(client, deployment()) if run.parameters.get("run") == self.context.uri)
+        there = (run for run in going(client, deployment()) if run.state_type != StateType.CANCELLING)
+        ours = (run for run in there if run.parameters.get("run") == self.context.uri)
         under_way = {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
         for stage in self.all.values():
             stage.run, stage.started = under_way.get(stage.role), time.monotonic()

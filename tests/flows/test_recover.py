@@ -22,7 +22,7 @@ from rollflow.flows.keepalive import crashed as crashed_module
 from rollflow.flows.keepalive.crashed import PickUp, follows_another, pause_before, run_uri, start_again
 from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
-from rollflow.flows.keepalive.stages import Stages
+from rollflow.flows.keepalive.stages import Stages, cancel
 from rollflow.flows.locations import attach_run, context_of
 from rollflow.flows.services.automations import install
 from rollflow.flows.services.prefect_api import (
@@ -196,6 +196,27 @@ def test_a_stage_that_dies_once_a_day_gets_a_new_flow_run_each_time(
             stages._see_state(stage, client, states_of(client, [stage.run]))
             now[0] += 24 * 3600.0
     assert len(set(seen)) == 8
+
+
+def test_a_stage_that_was_told_to_end_is_not_adopted(
+    server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed at once comes before its runner has seen the stages end that its pause cancelled."""
+    monkeypatch.setenv("ROLLFLOW_DEPLOYMENT", name := f"d-{uuid.uuid4().hex[:6]}")
+    before, after = Stages(run, "127.0.0.1:1", print), Stages(run, "127.0.0.1:1", print)
+    with api() as client:
+        for role in before.all:
+            client.create_deployment(flow_id=client.create_flow_from_name(role), name=name)
+        before._adopt(client)
+        for stage in before.all.values():
+            assert stage.run is not None
+            client.set_flow_run_state(stage.run, Running(), force=True)
+        assert before.all["train"].run is not None
+        cancel(client, before.all["train"].run)
+        after._adopt(client)
+    same = {role for role, stage in after.all.items() if stage.run == before.all[role].run}
+    assert same == {"rollout", "reward"}
+    assert after.all["train"].run is not None
 
 
 def test_the_pause_doubles_and_only_what_is_recent_counts() -> None:
