@@ -2,9 +2,11 @@
 
 A recipe's prompts, reward and hyperparameters, for both. The policy comes out of the recipe's cold start once a seed.
 TRL generates by transformers, which is its way on a CPU (its releases support other versions of vLLM), on two threads.
+At alpha 0, engine and learner take turns: all of a version's responses run at once, and the learner has both cores.
 Seconds are those of training (TRL: of `train()`, less its evaluations; rollflow: from when its engines are ready to
 the version that has the accuracy). What comes before, imports, servers and engines, is told beside them. The accuracy
-is that of greedy answers to the held-out prompts, by one function for both, and costs neither of them time.
+is that of greedy answers to the held-out prompts, by one function for both, and costs neither of them time: a run's own
+evaluation, which is beside its training, is of one prompt.
 
 Each run is kept as a file in `--runs`; one that is there is not made again, so a campaign can be made in parts:
 `python -m benchmarks.time_to_reward --runs FOLDER --systems trl --seeds 0 1`. The table is over all runs in the folder.
@@ -25,7 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.report import Row, arguments, publish
+from benchmarks.reward_task import THREADS
 from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.config import load_recipe
 
 SYSTEMS = ("trl", "alpha-0", "alpha-2")
 NO_TRL = "TRL is not measured: install it beside rollflow with `pip install trl==1.16.*`."
@@ -93,6 +97,8 @@ class Plan:
             "train.micro_tokens": self.micro_tokens,
             "store.keep_every": self.every,
             "evaluation.every": 0,
+            "evaluation.prompts": 1,
+            **(self._in_turns() if system == "alpha-0" else {}),
         }
         options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         command = ("rollflow.flows.commands.cli", "run", str(recipe), "--run-id", run_id, *options)
@@ -102,6 +108,11 @@ class Plan:
         first, told = json.loads(_child("benchmarks.reward_task", "points", *words, home=home))
         looks = [(version, max(at - first, 0.0), found) for version, at, found in told if version % self.every == 0]
         return Run(system, seed, looks, first - began)
+
+    def _in_turns(self) -> dict[str, int]:
+        """What is best where engine and learner never run at the same time."""
+        config = load_recipe(self.recipe, [])
+        return {"engine.slots": config.groups * config.group_size, "train.threads": THREADS}
 
 
 def _child(module: str, *arguments: str, log: Path | None = None, home: Path | None = None) -> str:
