@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -140,11 +141,28 @@ def rows_of(runs: Sequence[Run], accuracies: Sequence[float]) -> Iterator[Row]:
         for accuracy in accuracies:
             yield from _to(own, system, accuracy)
     theirs = {run.seed: run for run in runs if run.system == "trl"}
-    for run in runs:
+    for system in SYSTEMS[1:]:
+        pairs = [(run, theirs[run.seed]) for run in runs if run.system == system and run.seed in theirs]
         for accuracy in accuracies:
-            mine, other = run.seconds(accuracy), theirs[run.seed].seconds(accuracy) if run.seed in theirs else None
-            if run.system != "trl" and mine and other:
-                yield Row(f"{run.system}, seed {run.seed}", f"TRL's seconds over ours to {accuracy:g}", other / mine)
+            yield from _over(pairs, system, accuracy)
+
+
+def _over(pairs: Sequence[tuple[Run, Run]], system: str, accuracy: float) -> Iterator[Row]:
+    """TRL's seconds over ours, seed by seed; where one never got there, the ratio to its last look is a bound.
+
+    The median counts such a seed as more, or less, than all others; one where neither got there is left out.
+    """
+    what, found = f"TRL's seconds over ours to {accuracy:g}", list[float]()
+    for mine, other in pairs:
+        ours, theirs = mine.seconds(accuracy), other.seconds(accuracy)
+        if ours is None and theirs is None:
+            continue
+        ratio = (theirs or other.points[-1][1]) / (ours or mine.points[-1][1])
+        bound = ", at least" if theirs is None else ", at most" if ours is None else ""
+        found.append(math.inf if theirs is None else 0.0 if ours is None else ratio)
+        yield Row(f"{system}, seed {mine.seed}", what + bound, ratio)
+    if found and statistics.median_low(found) > 0 and statistics.median_high(found) < math.inf:
+        yield Row(system, f"{what}: median of {len(found)}", statistics.median(found))
 
 
 def _to(own: Sequence[Run], system: str, accuracy: float) -> Iterator[Row]:

@@ -154,7 +154,7 @@ def _is(process: psutil.Process, role: str) -> bool:
         case "vllm core":
             return line.startswith("VLLM::EngineCore")
         case "prefect server":
-            return "prefect server start" in line or "-m prefect server" in line
+            return "prefect_server server start" in line or "-m prefect server start" in line
         case "supervisor":
             return _flow_role(process) == SUPERVISOR
         case _:

@@ -81,7 +81,9 @@ def post_training(
         writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
         following = Following(stages, writer, supervisor)
         try:
-            if not trained(context):
+            if trained(context):
+                step("end the stages", stages.clear)
+            else:
                 _train(step, stages, following, writer, page)
             accuracy = step(
                 "evaluate", lambda: _evaluate(context), lambda of: ", then ".join(f"{one:.3f}" for one in of)

@@ -133,7 +133,8 @@ class RunConfig(Section):
     def _batches(self) -> Refusals:
         baseline = self.train.objective.advantage.baseline
         if baseline in ("group", "leave-one-out") and self.group_size < 2:
-            cure = f'the baseline "{baseline}" needs 2 or more; or set train.objective.advantage.baseline = "none"'
+            both = 'baseline and scale of train.objective.advantage to "none"'
+            cure = f'the baseline "{baseline}" needs 2 or more; or set {both}'
             yield refusal("group_size", self.group_size, cure)
         if self.groups % self.train.minibatches:
             cure = f"it must divide groups = {self.groups}; choose a divisor"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _server: Any = forkserver._forkserver
+PR_SET_NAME = 15  # of prctl(2)
 ARGUMENTS = 45  # where in /proc/self/stat, behind the name, the begin and end of the command line's memory stand
 
 
@@ -69,9 +70,14 @@ def leave_alive_to_owner() -> None:
 
 
 def be_named(*line: str) -> None:
-    """Have this process, a copy, show a command line of its own, where that of its owner leaves room for it."""
+    """Have this process, a copy, show a command line of its own, where that of its owner leaves room for it.
+
+    And a name, that of the program in it: its first 15 bytes. setproctitle looks for the place beside the first
+    variable of the environment. Where that one was set anew since the start, it finds none and says nothing.
+    """
     if sys.platform.startswith("linux"):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = map(int, stat[ARGUMENTS : ARGUMENTS + 2])
         if len(text := "\0".join(line).encode()) < end - begin:
             ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, Path(line[0]).name.encode(), 0, 0, 0)

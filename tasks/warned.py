@@ -21,11 +21,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 
 KEPT = 20
 AGAIN_SECONDS = 600.0
 LOOK_SECONDS = 10.0  # between two looks for loggers that hand on nothing: some libraries have one
 LENGTH = 500  # characters of a text
+_making = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +123,13 @@ def send_to(ear: socket.socket, who: str, rank: int | None = None) -> None:
     Warnings(who, send).attach()
 
 
-@lru_cache
 def _pair() -> tuple[socket.socket, socket.socket]:
+    with _making:
+        return _made()
+
+
+@lru_cache
+def _made() -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for one in pair:
         atexit.register(one.close)

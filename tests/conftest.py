@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("calm", deadline=None)  # else a case of more than 0.2 s fails
+settings.load_profile("calm")
 
 # A forked child has none of its parent's threads: if it collected what belongs to them (gloo's groups, say), it would
 # wait for them for ever.

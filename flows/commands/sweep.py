@@ -77,11 +77,11 @@ def points_of(options: argparse.Namespace) -> list[Point]:
     Raises:
         ConfigError: a value, or the study's name, is not one.
     """
-    base = load_recipe(options.recipe, [])
-    study = checked(options.study or new_run_id(f"{base.name}-sweep"), "--study")
+    varied = list(combinations(options.set))
+    first = load_recipe(options.recipe, varied[0])  # alone, the recipe may lack what is varied
+    study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
         raise ConfigError(f"--study {study!r}: runs of it have longer names; give at most {LONGEST_RECIPE} letters")
-    varied = list(combinations(options.set))
     if len(varied) * options.seeds > MOST:
         count = len(varied) * options.seeds
         raise ConfigError(f"--seeds {options.seeds}: that is {count} runs; give fewer values or seeds, for {MOST}")

@@ -74,7 +74,9 @@ class ActorKeeper(Generic[Status]):
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running = actor.run.remote()
         changed, before, name = time.monotonic(), None, self.watched.name
-        while not cluster.done(running, POLL_SECONDS if self.restarts.outage(name) else self.watched.poll):
+        poll = 0.0  # the first look is at once: engines wait for it
+        while not cluster.done(running, poll):
+            poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
             status: Status = cluster.call(actor.status.remote(), self._answer, f"the status of {name}")
             self._last = status
             about(version=status.progress.get("version"))

@@ -1,4 +1,4 @@
-"""Engines and the learner begin before the flows of their stages do, which then find them.
+"""Actors begin before the flows of their stages do, which then find them.
 
 Most of their start is imports, as it is of a flow's process; so these go on side by side.
 """
@@ -9,7 +9,8 @@ from typing import Any
 
 from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.tasks.actors.learner import start_learner
-from rollflow.tasks.actors.rollout import start_engine
+from rollflow.tasks.actors.reward import start_reward
+from rollflow.tasks.actors.rollout import start_engine, start_rollout
 from rollflow.tasks.run_context import RunContext
 
 
@@ -24,4 +25,5 @@ def begin_actors(context: RunContext, address: str) -> list[Any]:
     shares = gpu_shares(context.config)
     engines = [start_engine(context, number, shares.engine) for number in range(context.config.engine.replicas)]
     learner = start_learner(context, shares.learner, address)
-    return [*(engine.start.remote() for engine in engines), learner.run.remote()]
+    begun = [*(engine.start.remote() for engine in engines), learner.run.remote()]
+    return [*begun, start_rollout(context, address).begin.remote(), start_reward(context).begin.remote()]

@@ -112,10 +112,14 @@ class Stages:
                     raise
                 time.sleep(STATE_SECONDS)
 
-    def _adopt(self, client: SyncPrefectClient) -> None:
+    def _under_way(self, client: SyncPrefectClient) -> dict[str, UUID]:
+        """The flow runs of the stages that have not ended, and were not told to, by their role."""
         there = (run for run in going(client, deployment()) if run.state_type != StateType.CANCELLING)
         ours = (run for run in there if run.parameters.get("run") == self.context.uri)
-        under_way = {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
+        return {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
+
+    def _adopt(self, client: SyncPrefectClient) -> None:
+        under_way = self._under_way(client)
         for stage in self.all.values():
             stage.run, stage.started = under_way.get(stage.role), time.monotonic()
             if stage.run is None:
@@ -218,7 +222,9 @@ class Stages:
         try:
             if asked is not None:
                 seen: ActorStatus = cluster.call(asked, STATUS_SECONDS, f"the status of {stage.role}")
-                stage.seen, stage.answered = seen, time.monotonic()
+                stage.seen = seen
+                if seen.attended:  # else it only began, and a flow that hangs may never come to it
+                    stage.answered = time.monotonic()
                 self.usage.note(seen.costs)
                 self._warn(seen.warned)
             stage.asked = cluster.actor(ACTORS[stage.role]).status.remote()
@@ -275,6 +281,25 @@ class Stages:
             self.look()
         kill_actors(self.context)
         self._reporter.notes.flush()
+
+    def clear(self) -> None:
+        """After the last version: end what is there of a supervisor that died before it did. Nothing is started."""
+        left: dict[str, UUID] = {}
+        with contextlib.suppress(Unreachable), api() as client:
+            left = self._under_way(client)
+            for role, run in left.items():
+                self.all[role].run = run
+            limit = time.monotonic() + END_SECONDS
+            while left and time.monotonic() < limit:
+                if "reward" in left:
+                    self._finish_reward()
+                time.sleep(STATE_SECONDS)
+                states = states_of(client, list(left.values()))
+                left = {role: run for role, run in left.items() if run in states and not states[run].is_final()}
+        self.abandon()
+        for stage in self.all.values():
+            stage.completed = stage.role not in left
+            stage.state = "Completed" if stage.completed else "Cancelled"
 
     def _finish_reward(self) -> None:
         try:

@@ -267,7 +267,9 @@ class PrefectServer(Service):
 
     def _command(self) -> Sequence[str]:
         start = ["server", "start", "--host", "127.0.0.1", "--port", str(self._port)]
-        return [sys.executable, "-m", "prefect", *start]
+        on_sqlite = not self._database or self._database.startswith("sqlite")
+        module = "rollflow.flows.services.prefect_server" if on_sqlite else "prefect"
+        return [sys.executable, "-m", module, *start]
 
     def _environment(self) -> Mapping[str, str]:
         # A setting meant for the person's own server (a database URL, an auth string) must not leak into this one.

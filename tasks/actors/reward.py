@@ -28,6 +28,7 @@ from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.coalesce import Coalescer
 from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.cpu import CpuClock
+from rollflow.tasks.once import Once
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
@@ -60,25 +61,24 @@ class RewardActor:
         self._tickets = itertools.count()
         self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> what is to come, and its place
         self._finished = asyncio.Event()
-        self._pool: asyncio.Task[RewardPool] | None = None
+        self._attended = False
+        self._pool = Once(self._start)
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
+
+    async def begin(self) -> None:
+        """Start the workers, before there is a flow that watches over them."""
+        await self._pool.get()
 
     async def run(self) -> int:
         """Keep the workers until the run is finished; returns how many responses they scored.
 
-        It may be called again, by a stage flow that took over from a dead one.
+        `ConfigError` where no worker gets ready. It may be called again, by a flow that took over from a dead one.
         """
-        pool = await self._started()
-        await self._finished.wait()
-        await pool.close()
+        self._attended = True
+        pool = await self._pool.get()
+        await pool.serve(self._finished)
         return pool.scored
-
-    async def _started(self) -> RewardPool:
-        """The pool; the first who asks has it started."""
-        if self._pool is None:
-            self._pool = asyncio.create_task(self._start())
-        return await asyncio.shield(self._pool)
 
     async def _start(self) -> RewardPool:
         pool = await asyncio.to_thread(self._build)
@@ -95,7 +95,7 @@ class RewardActor:
 
     async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
         """The first verdicts on these requests: the tokens' bytes (int32) and the reference of each."""
-        pool = await self._started()
+        pool = await self._pool.get()
         self._began = self._began or time.monotonic()
         ticket, to_come = next(self._tickets), pool.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
         self._open[ticket] = {future: place for place, future in enumerate(to_come)}
@@ -117,12 +117,13 @@ class RewardActor:
     async def status(self) -> RewardStatus:
         """What the stage's flow and the live view show."""
         waits, costs, warned = self.context.store.waits, self._cpu.read(), warnings_of(REWARD).read()
-        if not self._began or self._pool is None:
-            return RewardStatus(waits, costs, warned=warned)
-        pool = self._pool.result()
+        pool = self._pool.found
+        if not self._began or pool is None:
+            return RewardStatus(waits, costs, warned=warned, attended=self._attended)
         lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
         idle = max(0.0, 1.0 - pool.busy_seconds / lasted)
-        return self._gauges.told(RewardStatus(waits, costs, idle, warned, pool.scored, pool.timeouts))
+        done = pool.scored, pool.timeouts
+        return self._gauges.told(RewardStatus(waits, costs, idle, warned, *done, attended=self._attended))
 
 
 def start_reward(context: RunContext) -> Any:

@@ -39,6 +39,7 @@ from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
+from rollflow.tasks.once import Once
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout import build_limits, build_proxy, build_scheduler
@@ -167,15 +168,19 @@ class RolloutActor:
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._prepared = asyncio.Event()
+        self._read = Once[RunPrompts](lambda: asyncio.to_thread(context.prompts))
         self._committing: asyncio.Future[Any] | None = None
         self._cpu = CpuClock("scheduler")
+
+    async def begin(self) -> None:
+        """Read the prompts, which takes longest of what is to be read, before there is an engine."""
+        await self._read.get()
 
     def _prepare(self) -> None:
         """Read what the run is, and how far it has come."""
         self.config = self.context.config
         self.writer = claim(self.context, "scheduler", self._address)
         self.feed = StoreFeed(self.context, self.channel)
-        self.prompts = self.context.prompts()
         self.patience = self.config.rollout.patience_seconds
         self.reward = RewardClient(self.patience)
         # Engines join as they get ready: none is waited for while another could work.
@@ -224,6 +229,7 @@ class RolloutActor:
         await asyncio.shield(self._running)
 
     async def _run(self) -> None:
+        self.prompts = await self._read.get()
         await asyncio.to_thread(self._prepare)
         spare_collector()
         self._prepared.set()
@@ -281,7 +287,13 @@ class RolloutActor:
         """What the stage's flow and the live view show. It waits for nobody."""
         waits = self.context.store.waits
         if not self._prepared.is_set():
-            return RolloutStatus(waits_for=waits, costs=self._cpu.read(), warned=warnings_of(ROLLOUT).read())
+            attended = self._running is not None
+            return RolloutStatus(
+                waits_for=waits or ("" if attended else "the first engine"),
+                costs=self._cpu.read(),
+                warned=warnings_of(ROLLOUT).read(),
+                attended=attended,
+            )
         counts = self.counts
         lasted = max(time.monotonic() - self.began, 1e-9) if self.began else math.inf
         idle = await self._idle()  # asks the engines, which tell more than that

@@ -35,16 +35,18 @@ class LearnerPhase(Enum):
 class ActorStatus(ABC):
     """What each of them says. `waits_for`: whom it waits for by design, "" for nobody; `costs`: CPU seconds so far.
 
-    `idle` is the share (0 to 1) of its time in which it had nothing to do; `warned` the newest warnings of its process.
+    `idle` is the share (0 to 1) of its time in which it had nothing to do; `warned` the newest warnings of its process;
+    `attended`: whether its stage's flow has found it, which sees to it from then on.
     """
 
     waits_for: str = ""
     costs: Sequence[Cost] = ()
     idle: float = 0.0
     warned: Sequence[Warned] = ()
+    attended: bool = field(default=True, kw_only=True)
 
     # May change though nothing was done. What an actor waits for is no progress: who waits is not stuck meanwhile.
-    TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned"})
+    TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned", "attended"})
 
     @property
     @abstractmethod

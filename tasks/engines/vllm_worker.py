@@ -23,10 +23,12 @@ from typing import Any
 import psutil
 import torch
 import vllm.v1.sample.sampler as sampler
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from rollflow.tasks.fork_server import be_named
 
 POLL_SECONDS = 0.5
 OWNER = "rollflow_owner"  # key in vLLM's additional_config: the owner's process id
@@ -48,11 +50,17 @@ def end_with_owner(owner: int) -> None:
     threading.Thread(target=watch, name="owner-watchdog", daemon=True).start()
 
 
+def begin_core(owner: int) -> None:
+    """In EngineCore: end with the owner, and have the name that one looks for. vLLM's way of it may find no place."""
+    be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
+    end_with_owner(owner)
+
+
 class OwnedInlineExecutor(UniProcExecutor):  # type: ignore[misc]
     """One device, run inside EngineCore."""
 
     def _init_executor(self) -> None:
-        end_with_owner(self.vllm_config.additional_config[OWNER])
+        begin_core(self.vllm_config.additional_config[OWNER])
         super()._init_executor()
 
 
@@ -60,7 +68,7 @@ class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
     """Several devices, a worker process each; vLLM's workers end with EngineCore by themselves."""
 
     def _init_executor(self) -> None:
-        end_with_owner(self.vllm_config.additional_config[OWNER])
+        begin_core(self.vllm_config.additional_config[OWNER])
         super()._init_executor()
 
 

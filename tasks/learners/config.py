@@ -49,7 +49,7 @@ class TrainBase(Section):
     learning_rate: float = Field(5e-4, gt=0, description="of AdamW, after the warm-up")
     warmup_versions: int = Field(5, ge=0, description="versions over which the learning rate rises to its value")
     schedule: Literal["constant", "linear"] = Field(
-        "constant", description="linear decays to a tenth at the last version"
+        "constant", description="linear: in proportion to the versions left, but never below a tenth"
     )
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW: decay of the gradient's mean and square")

@@ -16,7 +16,13 @@ MANY = 2**28  # bytes of weights: with fewer, to take memory again costs more ti
 
 def give_back(weights: Iterable[Tensor]) -> None:
     """Give it back to the system, where the `weights` are many. Costs the next step some page faults."""
-    if sum(tensor.nbytes for tensor in weights) >= MANY and (trim := _trim()) is not None:
+    if sum(tensor.nbytes for tensor in weights) >= MANY:
+        give_back_all()
+
+
+def give_back_all() -> None:
+    """As `give_back`, whatever it costs."""
+    if (trim := _trim()) is not None:
         trim(0)
 
 

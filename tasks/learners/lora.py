@@ -183,7 +183,9 @@ def _adapted(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
     """
     decoder = model.get_decoder()
     chosen = _chosen([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
-    inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), decoder)
+    held = nn.Module()  # without the config by which peft would choose other layers, and experts, in the place of these
+    held.decoder = decoder
+    inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for layer in found.values():
         layer.lora_A.to(kind)

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from threading import Condition, Thread
+from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -32,6 +33,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite
 from rollflow.storage.objects.base import Data, pieces
+from rollflow.tasks.fork_server import PR_SET_NAME
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked, TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
@@ -47,8 +49,12 @@ from rollflow.tasks.warned import send_to
 MEET = "meet"  # where the first rank says that it is there, too
 POLL_SECONDS = 0.1
 LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_PDEATHSIG = 1
 CHUNK = 2**25  # bytes that are sent at a time
+
+
+class OwnerGone(Exception):
+    """There will be no more orders."""
 
 
 class Obeyed:
@@ -108,10 +114,18 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ran
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_give, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
         while True:
-            order = pipes.orders.recv()
+            order: Call | Load | Step = _next(pipes.orders)
             with lost():
                 _obey(learner, ranks, order)
             obeyed.one_more()
+
+
+def _next(pipe: Connection) -> Any:
+    """The next order, or question. (Work may raise what a closed pipe does.)"""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionError) as error:
+        raise OwnerGone from error
 
 
 def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: Obeyed) -> None:
@@ -120,7 +134,7 @@ def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: Obeyed
     assert isinstance(ranks, GlooRanks)
     with _ending(store, ranks.rank):
         while True:
-            ask: Ask = asked.recv()
+            ask: Ask = _next(asked)
             obeyed.wait_for(ask.after, ranks.seconds)
             assert isinstance(learner, ShardedLearner)
             data = learner.gather(ask.file, ask.to)
@@ -141,14 +155,15 @@ def _ending(store: Store, rank: int) -> Iterator[None]:
     """How the process ends, by what its work raises."""
     try:
         yield
-    except (EOFError, ConnectionError):  # the owner is gone
+    except OwnerGone:
         return
     except Lost:
         with contextlib.suppress(RuntimeError):
             store.set(gone(rank), "")
         os._exit(LOST)  # at once: whoever is to blame is looked for among those that do not end so
     except Exception as error:  # noqa: BLE001 - whatever it is, the first rank says it
-        store.set(failed(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
+        with contextlib.suppress(RuntimeError):  # nobody is there to read it
+            store.set(failed(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
 

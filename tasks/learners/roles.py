@@ -104,7 +104,7 @@ class Roles:
     # --- a version ----------------------------------------------------------------------------------------------
 
     def learning_rate(self, version: int, base: float | None = None) -> float:
-        """Linear warm-up to `base` (the policy's), then constant or decaying to a tenth at the last version."""
+        """Linear warm-up to `base` (the policy's), then constant, or as the versions left, but never below a tenth."""
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
         return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)

@@ -245,7 +245,7 @@ class ShardedLearner(TorchLearner):
         for micro, counts in self.together(data, rows):
             said = of(micro)
             if counts:
-                found_B[micro.among] = said.float()
+                found_B[micro.among] = said.float().cpu()
         self.ranks.add(found_B)
         return found_B
 
@@ -294,7 +294,7 @@ class ShardedUpdates(Updates):
         hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
         if counts:
             return self.loss_of(slice(None), hidden_MH, micro, weight_R)
-        return self.token_logprobs.of(hidden_MH, micro.targets)[0].sum() * 0.0
+        return self.token_logprobs.of(hidden_MH, micro.targets.to(self.device))[0].sum() * 0.0
 
     def _update_critic(self, part: list[int]) -> dict[str, float]:
         roles, critic, before = self.roles, self.roles.critic, self.before

@@ -16,7 +16,7 @@ import torch
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import Rows
-from rollflow.tasks.policies.head import HALF, NEAR
+from rollflow.tasks.policies.head import HALF, NEAR, distance
 
 PROMPT, RESPONSES = (3, 4, 5, 6), ((7, 8, 9), (8, 7))
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
@@ -29,6 +29,8 @@ def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
         return None
     try:
         off = _distance(model, logprobs)
+    except torch.OutOfMemoryError:
+        raise  # it says nothing of the model's code
     except REFUSALS:  # whatever a model's own code says of a mask or positions that it does not know
         return None
     return int(config.hidden_size) if off <= NEAR.get(model.dtype, HALF) else None
@@ -49,7 +51,7 @@ def _distance(model: Any, logprobs: TokenLogprobs) -> float:
         torch.cat([_of(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
         for width in (None, 10**6)  # as wide as that, sharing always saves
     ]
-    return float((found[0] - found[1]).abs().nan_to_num(0.0).max())  # of broken weights, both are NaN
+    return distance(found[0], found[1])
 
 
 def _of(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) -> torch.Tensor:

@@ -5,8 +5,8 @@
 Training, the pass before a version's first update and the probe all come this way.
 
 Logits are made for a chunk of tokens at a time: all of a batch of 16,384 tokens would be 10 GB at a vocabulary of
-151,936. What is made of them takes their place (`chosen_tokens`). A learner asks for parts of `whole_rows`, and goes
-backward through each before the next. A longer row's logits are made again in the backward pass.
+151,936. What is made of them takes their place (`chosen_tokens`). A learner asks for `parts`, and goes backward through
+each before the next. The logits of a part that is more than a chunk are made again in the backward pass.
 
 Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 """
@@ -14,8 +14,8 @@ Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -23,9 +23,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollflow.tasks.learners.chosen_tokens import chosen_tokens
+from rollflow.tasks.policies.adding_embedding import AddingEmbedding
 from rollflow.tasks.policies.head import OwnHead
 
-LOGITS_BYTES = 2**27  # of one chunk's logits in float32
+LOGITS_BYTES = 2**26  # of one chunk's logits in float32
+ON_GPU = 2  # as many, where the head of few tokens leaves most of the device idle
 Pass = Callable[..., tuple[Tensor, Tensor | None]]  # what a `TokenLogprobs` is when it is called
 
 
@@ -36,6 +38,8 @@ class TokenLogprobs:
         """See `OwnHead`."""
         self._head = OwnHead(model, judged=judged)
         self._decoder = model.get_decoder()
+        self._embedding = AddingEmbedding(model)
+        self._times = ON_GPU if model.device.type == "cuda" else 1
 
     def __call__(
         self,
@@ -69,24 +73,34 @@ class TokenLogprobs:
         logps, entropies = zip(*(self._chosen_again(*chunk, temperature, entropy) for chunk in chunks), strict=True)
         return torch.cat(logps), torch.cat(entropies) if entropy else None
 
-    def adding(self) -> AbstractContextManager[None]:
-        """See `OwnHead`."""
-        return self._head.adding()
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """For the length of a block, forward and backward: see `OwnHead` and `AddingEmbedding`."""
+        with self._head.adding(), self._embedding.adding():
+            yield
 
-    def whole_rows(self, row_M: Tensor) -> list[slice]:
-        """The M tokens in parts of whole rows, each of no more than a chunk where no row is more."""
+    def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
+        """The M tokens in parts: `by_token`, each of no more than a chunk; else of whole rows, where one that is more
+        is a part alone."""
+        return self._even(len(row_M)) if by_token else self._whole_rows(row_M)
+
+    def _even(self, count: int) -> list[slice]:
+        parts = max(1, math.ceil(count / self._chunk))
+        return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+    def _whole_rows(self, row_M: Tensor) -> list[slice]:
         ends = [*(row_M.diff().nonzero().squeeze(1) + 1).tolist(), len(row_M)]
         found, begin = list[slice](), 0
         for end, after in zip(ends, [*ends[1:], math.inf], strict=True):
             if after - begin > self._chunk and end > begin:
                 found.append(slice(begin, end))
                 begin = end
-        return found
+        return found or [slice(0, 0)]  # of rows without tokens there is still a loss
 
     @property
     def _chunk(self) -> int:
         """Tokens whose logits are made at a time."""
-        return max(1, LOGITS_BYTES // (4 * self._head.vocabulary))
+        return max(1, self._times * LOGITS_BYTES // (4 * self._head.vocabulary))
 
     def _chosen(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool

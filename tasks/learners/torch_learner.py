@@ -9,6 +9,7 @@ Rows of advantage zero have exactly zero gradient and are not run, unless the ob
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
@@ -61,6 +62,10 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False) 
     with no_init_weights() if blank else nullcontext():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
     model.tie_weights()  # a part of the initialisation
+    for pattern, its_kind in model._get_dtype_plan(kind).items():  # what stays in float32, as from_pretrained has it
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if re.search(pattern, name):
+                tensor.data = tensor.data.to(its_kind)
     return model
 
 

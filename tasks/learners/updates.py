@@ -1,6 +1,6 @@
 """The updates of a version: each is an optimizer step of the policy over its share of the batch, and one of the critic.
 
-Shapes: R rows, B masked tokens of the batch, M of some rows of a micro-batch, H hidden.
+Shapes: R rows, B masked tokens of the batch, M of a part of a micro-batch, H hidden.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rollflow.tasks.learners.base import Settle
 from rollflow.tasks.learners.before import Before
 from rollflow.tasks.learners.diagnostics import Diagnostics
 from rollflow.tasks.learners.finite import check_figures
+from rollflow.tasks.learners.freed import give_back_all
 from rollflow.tasks.learners.roles import Roles
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens
@@ -41,7 +42,8 @@ class Updates:
         roles.policy.clear()
         total = 0.0
         for micro in roles.micros(data, roles.to_run(part, self.before.signal_R)):
-            total += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
+            with self.token_logprobs.adding():
+                total += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
             roles.policy.trained.take_gradients()
         total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), total)
         found = {"loss": total, "grad_norm": roles.policy.clip()}
@@ -59,7 +61,7 @@ class Updates:
         return weight_R
 
     def loss_of(self, some: slice, hidden_MH: Tensor, micro: MicroBatch, weight_R: Tensor) -> Tensor:
-        """The loss of some rows of a micro-batch; `seen` takes in what they tell."""
+        """The loss of some tokens of a micro-batch; `seen` takes in what they tell."""
         tokens = self._masked_tokens(micro, some, hidden_MH)
         result = self.roles.objective.loss(tokens)
         versions_M = torch.from_numpy(self.data.versions)[micro.among[some]]
@@ -69,23 +71,24 @@ class Updates:
     def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> float:
         """Add up the gradient of a micro-batch's loss, and return the loss.
 
-        Of a large vocabulary the head and the loss are run forward and backward for some rows at a time, so that only
+        Of a large vocabulary the head and the loss are run forward and backward for some tokens at a time, so that only
         their logits are there at once; then the decoder is run backward for all of them.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
         hidden_MH = self.token_logprobs.hidden(inputs, (row.to(self.device), place.to(self.device)))
-        parts = self.token_logprobs.whole_rows(micro.row_M)
+        parts = self.token_logprobs.parts(micro.row_M, by_token=self.roles.objective.by_token)
         if len(parts) == 1:
             loss = loss_of(parts[0], hidden_MH)
             loss.backward()  # type: ignore[no-untyped-call]
             return float(loss.detach())
+        if self.device.type == "cpu":
+            give_back_all()  # what the last micro-batch has freed would lie beside the logits of this one
         given, total = hidden_MH.detach(), 0.0
         leaves = [given[some].requires_grad_() for some in parts]
-        with self.token_logprobs.adding():
-            for some, leaf in zip(parts, leaves, strict=True):
-                loss = loss_of(some, leaf)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += float(loss.detach())
+        for some, leaf in zip(parts, leaves, strict=True):
+            loss = loss_of(some, leaf)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
         hidden_MH.backward(torch.cat([cast(Tensor, leaf.grad) for leaf in leaves]))  # type: ignore[no-untyped-call]
         return total
 
@@ -104,7 +107,7 @@ class Updates:
         return found
 
     def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
-        """What the objective is given of some rows of a micro-batch, from the hidden states before their tokens."""
+        """What the objective is given of some tokens of a micro-batch, from the hidden states before their tokens."""
         roles, before, among = self.roles, self.before, micro.among[some]
         logp_M, entropy_M = self.token_logprobs.of(
             hidden_MH,
@@ -128,5 +131,5 @@ class Updates:
             entropy_M=entropy_M,
             kept_M=known(before.kept_B),
             reference_M=known(before.reference_B),
-            kl_weight=roles.kl_weight,
+            kl_weight=None if roles.penalties.kl_target is None else roles.kl_weight,
         )

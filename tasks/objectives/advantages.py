@@ -9,6 +9,7 @@ from rollflow.tasks.objectives.config import Advantage
 
 EPSILON = 1e-4  # keeps a group of all but equal rewards from dividing by next to nothing
 TINY = 1e-8  # the same, of a batch: in the square
+ROUNDING = 1e-12  # what is less is rounding, where nothing is meant
 
 
 def advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
@@ -17,8 +18,8 @@ def advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: T
     `groups_R` numbers each trajectory's group from 0; `tokens_R` counts the tokens that the policy chose; `longest` is
     the most that it may. Where all that is compared is equal, the advantage is exactly zero.
     """
-    centred_R = _centred(part, shaped(part, rewards_R, tokens_R, longest), groups_R, tokens_R)
-    return signed(part, _scaled(part, centred_R, groups_R, tokens_R))
+    shaped_R = shaped(part, rewards_R, tokens_R, longest)
+    return signed(part, _scaled(part, shaped_R, _centred(part, shaped_R, groups_R, tokens_R), groups_R, tokens_R))
 
 
 def shaped(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
@@ -33,7 +34,7 @@ def signed(part: Advantage, found: Tensor) -> Tensor:
 
 def whitened(found: Tensor, weight: Tensor) -> Tensor:
     """Less the weighted mean, over the weighted deviation; exactly zero where all are equal."""
-    if not len(found) or bool((found == found[0]).all()):
+    if _equal(found, weight):
         return torch.zeros_like(found)
     mean, deviation = _moments(found, weight)
     return (found - mean) / deviation
@@ -47,7 +48,8 @@ def overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
     span = share * longest
     if span == 0:
         return torch.zeros(len(tokens_R), dtype=torch.float64)
-    return ((tokens_R.double() - (longest - span)) / span).clamp(0, 1)
+    found_R = ((tokens_R.double() - (longest - span)) / span).clamp(0, 1)
+    return torch.where(found_R < ROUNDING, 0.0, found_R)
 
 
 def _centred(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
@@ -56,21 +58,27 @@ def _centred(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Ten
         case "none":
             return rewards_R
         case "batch":  # the mean over tokens, as REINFORCE++ whitens (Hu et al. 2025)
-            if not len(rewards_R) or bool((rewards_R == rewards_R[0]).all()):
-                return torch.zeros_like(rewards_R)
             weight_R = tokens_R.to(rewards_R.dtype)
+            if _equal(rewards_R, weight_R):
+                return torch.zeros_like(rewards_R)
             return rewards_R - (rewards_R * weight_R).sum() / weight_R.sum().clamp(min=1)
-    count_G = torch.bincount(groups_R).to(rewards_R.dtype)
-    mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, rewards_R) / count_G
-    centred_R = torch.where(_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
+    centred_R = _in_group(rewards_R, groups_R)
     if part.baseline == "group":  # GRPO (Shao et al. 2024, section 4.1)
         return centred_R
+    count_G = torch.bincount(groups_R).to(rewards_R.dtype)
     others_R = (count_G - 1).clamp(min=1)[groups_R]  # RLOO: less the mean of the others (Kool et al. 2019)
     return centred_R * count_G[groups_R] / others_R
 
 
-def _scaled(part: Advantage, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
-    """Over the sample standard deviation (over n - 1), if any."""
+def _in_group(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+    """Rewards less the mean of their group."""
+    count_G = torch.bincount(groups_R).to(rewards_R.dtype)
+    mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, rewards_R) / count_G
+    return torch.where(_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
+
+
+def _scaled(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
+    """Over the sample standard deviation (over n - 1), if any: that of the group is of its rewards."""
     match part.scale:
         case "none":
             return centred_R
@@ -79,11 +87,8 @@ def _scaled(part: Advantage, centred_R: Tensor, groups_R: Tensor, tokens_R: Tens
         case "whiten":
             return whitened(centred_R, tokens_R.to(centred_R.dtype))
     count_G = torch.bincount(groups_R).to(centred_R.dtype)
-    deviation_R = centred_R
-    if part.baseline in ("none", "batch"):  # else their mean is zero
-        mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, centred_R) / count_G
-        deviation_R = centred_R - mean_G[groups_R]
-    variance_G = torch.zeros_like(count_G).index_add_(0, groups_R, deviation_R**2) / (count_G - 1).clamp(min=1)
+    square_R = _in_group(rewards_R, groups_R) ** 2
+    variance_G = torch.zeros_like(count_G).index_add_(0, groups_R, square_R) / (count_G - 1).clamp(min=1)
     return centred_R / (variance_G.sqrt()[groups_R] + EPSILON)
 
 
@@ -92,6 +97,12 @@ def _moments(found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     mean = (found * weight).sum() / weight.sum().clamp(min=1)
     square = ((found - mean).square() * weight).sum() / (weight.sum() - 1).clamp(min=1)
     return mean, (square + TINY).sqrt()
+
+
+def _equal(found: Tensor, weight: Tensor) -> bool:
+    """Whether all are equal that have a weight."""
+    compared = found[weight > 0]
+    return not len(compared) or bool((compared == compared[0]).all())
 
 
 def _differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:

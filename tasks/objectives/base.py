@@ -5,7 +5,9 @@ behaviour policy (log-probs recorded at sampling), A the advantage, sg stop-grad
 loss-masked tokens of a micro-batch's rows, flattened, on the learner's device, in its precision.
 
 - A loss is per token, to be minimised, and not yet aggregated: `aggregation` and `minibatches` weigh it.
-- Rows do not see each other, but whole rows are in one micro-batch: their order and grouping changes nothing.
+- Rows do not see each other, but an objective is given whole rows: their order and grouping changes nothing. One that
+  is `by_token` may be given some tokens of a row at a time, so that fewer logits are there at once. It is not
+  inherited: a class that changes the loss says it again.
 - The same tokens give the same loss, bit for bit, so that any step can be replayed.
 - A row of advantage zero has no gradient, and is not run; an objective with `every_row` is given those rows, too.
 
@@ -56,6 +58,7 @@ class Objective(Protocol):
     uses_reference: ClassVar[bool] = False  # a frozen policy, which costs a forward pass over the batch
     uses_batch: ClassVar[bool] = False  # `keep` is asked, which costs that pass
     every_row: ClassVar[bool] = False  # it has a gradient where the advantage is zero, too
+    by_token: ClassVar[bool] = False  # a token's loss is made of what is given of that token alone
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         """The loss of each token."""

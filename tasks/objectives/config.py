@@ -15,7 +15,8 @@ from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
 from rollflow.tasks.sections import Imported, Section, refuse, with_kinds
 
 Level = Literal["token", "sequence", "geometric"]
-Range = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
+HEAVIEST = 1e6  # of a weight: what is above only overflows
+Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Field(ge=0, le=UNBOUNDED)]]
 
 
 class Ratio(Section):
@@ -32,8 +33,8 @@ class Clip(Section):
 
     kind: Literal["clip"] = Field("clip", description="PPO: the smaller one of A x ratio and A x clipped ratio")
     low: float = Field(0.2, gt=0, le=1, description="the ratio is held at 1 - low")
-    high: float = Field(0.28, gt=0, description="the ratio is held at 1 + high")
-    dual: float | None = Field(None, gt=1, description="largest ratio a negative advantage counts with")
+    high: float = Field(0.28, gt=0, le=UNBOUNDED, description="the ratio is held at 1 + high")
+    dual: float | None = Field(None, gt=1, le=UNBOUNDED, description="largest ratio a negative advantage counts with")
 
 
 class PolicyGradient(Section):
@@ -60,16 +61,18 @@ class PolicyGradient(Section):
 class BinaryTv(Section):
     """The ratio times the advantage, for tokens whose probability has not moved too far."""
 
-    kind: Literal["binary-tv"] = Field("binary-tv", description="the ratio times A, while pi - mu is within bounds")
-    low: float = Field(0.2, gt=0, description="a token with A < 0 counts while pi - mu >= -low")
-    high: float = Field(0.2, gt=0, description="a token with A > 0 counts while pi - mu <= high")
+    kind: Literal["binary-tv"] = Field(
+        "binary-tv", description="the ratio times A, while pi - mu is within bounds; mu: the policy of `ratio.to`"
+    )
+    low: float = Field(0.2, gt=0, le=UNBOUNDED, description="a token with A < 0 counts while pi - mu >= -low")
+    high: float = Field(0.2, gt=0, le=UNBOUNDED, description="a token with A > 0 counts while pi - mu <= high")
 
 
 class Kimi(Section):
     """The advantage times the log-prob, less a squared log-ratio."""
 
     kind: Literal["kimi"] = Field("kimi", description="A log pi - tau/2 (log ratio)^2")
-    tau: float = Field(0.1, gt=0, description="weight of the squared log-ratio")
+    tau: float = Field(0.1, gt=0, le=HEAVIEST, description="weight of the squared log-ratio")
 
 
 Surrogate = Annotated[Clip | PolicyGradient | BinaryTv | Kimi, Field(discriminator="kind")]
@@ -82,12 +85,12 @@ class Correction(Section):
         "none", description="what becomes of a ratio to the behaviour policy that is out of range; none: no correction"
     )
     level: Level = Field("token", description="of the ratio that weighs")
-    low: float = Field(0.0, ge=0, description="smallest ratio in range")
-    high: float = Field(UNBOUNDED, gt=0, description="largest ratio in range")
+    low: float = Field(0.0, ge=0, le=UNBOUNDED, description="smallest ratio in range")
+    high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="largest ratio in range")
     weigh: bool = Field(True, description="a mask weighs what is left by the ratio, too")
     judge: Level | None = Field(None, description="level of the ratio that a mask judges by; default: `level`")
     second_moment: float = Field(
-        0.04, gt=0, description="largest mean squared log-ratio of the tokens that second-moment keeps"
+        0.04, gt=0, le=UNBOUNDED, description="largest mean squared log-ratio of the tokens that second-moment keeps"
     )
 
     @model_validator(mode="after")
@@ -112,6 +115,12 @@ COUNTS_WITH = {  # what `outside` must be for a key of a correction to change an
 }
 
 
+SCALES = {  # that fit a baseline which leaves something of equal rewards; others fit all, or say more below
+    "none": ("none", "whiten"),
+    "batch": ("none", "batch", "whiten"),
+}
+
+
 class Advantage(Section):
     """What makes advantages of rewards. See `advantages.py`."""
 
@@ -130,33 +139,47 @@ class Advantage(Section):
     overlong: float = Field(
         0.0, ge=0, le=1, description="last share of engine.max_new_tokens in which the reward falls by up to 1"
     )
-    positive_weight: float = Field(1.0, ge=0, description="weight of positive advantages")
-    negative_weight: float = Field(1.0, ge=0, description="weight of negative ones; below 1 steadies stale batches")
+    positive_weight: float = Field(1.0, ge=0, le=HEAVIEST, description="weight of positive advantages")
+    negative_weight: float = Field(
+        1.0, ge=0, le=HEAVIEST, description="weight of negative ones; below 1 steadies stale batches"
+    )
 
     @model_validator(mode="after")
     def _compared_with_what_it_has(self) -> Self:
         if self.baseline == "critic" and self.scale in ("group", "batch"):
             cure = 'a critic\'s advantages are of tokens; choose "whiten" or "none"'
             refuse("train.objective.advantage.scale", self.scale, cure)
+        fitting = SCALES.get(self.baseline)
+        if fitting and self.scale not in fitting:
+            wanted = " or ".join(f'"{scale}"' for scale in fitting)
+            cure = f'with the baseline "{self.baseline}", equal rewards would be divided by nothing; choose {wanted}'
+            refuse("train.objective.advantage.scale", self.scale, cure)
+        for name in ("gamma", "gae_lambda") if self.baseline != "critic" else ():
+            if getattr(self, name) != 1.0:
+                cure = 'it changes nothing without a critic; leave it out, or set baseline = "critic"'
+                refuse(f"train.objective.advantage.{name}", getattr(self, name), cure)
         return self
+
+
+KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight", "kl_gain": "kl_target"}
 
 
 class Penalties(Section):
     """What every token pays, or its response. See `penalties.py`."""
 
-    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence")
+    kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence; k1 only in the reward")
     kl_to: Literal["behaviour", "reference"] = Field(
         "behaviour", description="the policy that it is the divergence from; reference: see train.reference"
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="added to the loss of each token, or taken from the reward of its response"
     )
-    kl_weight: float = Field(0.0, ge=0, description="weight of that divergence")
+    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of that divergence")
     kl_target: float | None = Field(
         None, gt=0, description="nats a token; the weight is adapted after each version so that it stays there"
     )
     kl_gain: float = Field(0.1, gt=0, le=1, description="how fast the weight is adapted")
-    entropy_weight: float = Field(0.0, ge=0, description="weight of the entropy, which is rewarded")
+    entropy_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the entropy, which is rewarded")
 
     @model_validator(mode="after")
     def _measures_something(self) -> Self:
@@ -166,6 +189,11 @@ class Penalties(Section):
         if self.kl_target is not None and not self.kl_weight:
             cure = "there is no weight to adapt; set kl_weight, 0.01 say"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
+        for name, counts_with in KL_COUNTS_WITH.items():
+            value, given = getattr(self, name), self.model_fields_set  # a weight of 0 that is given is one of a sweep
+            if value != type(self).model_fields[name].default and counts_with not in given:
+                cure = f"it changes nothing without {counts_with}; leave it out, or set that, too"
+                refuse(f"train.objective.penalties.{name}", value, cure)
         return self
 
     @property
@@ -203,20 +231,28 @@ class PartsObjective(ObjectiveBase):
             return made(tree)
         given = _as_parts(tree)
         found = made(with_kinds(cls, _merged(preset.parts, given)))
-        _check_counts(found.correction, given.get("correction"))
+        if not given.keys() >= RECORDED:
+            _check_counts(found.correction, given.get("correction"))
+            _check_ratio(found, given.get("ratio"))
+            _check_length(found, given)
+            _check_k1(found.penalties, given.get("penalties"))
         _set_only(found, given)
         return found
 
     @model_validator(mode="after")
     def _corrected_once(self) -> Self:
-        ratio_counts = not isinstance(self.surrogate, PolicyGradient) or self.surrogate.weighs
-        if self.correction.weighs and self.ratio.to == "behaviour" and ratio_counts:
+        if self.correction.weighs and self.ratio.to == "behaviour" and self.ratio_counts:
             cure = (
                 "the surrogate's ratio is to the behaviour policy, too, so samples would be corrected twice; "
                 'set ratio.to = "proximal", or correction.weigh = false with outside = "mask"'
             )
             refuse("train.objective.correction.outside", self.correction.outside, cure)
         return self
+
+    @property
+    def ratio_counts(self) -> bool:
+        """Whether the surrogate has a ratio."""
+        return not isinstance(self.surrogate, PolicyGradient) or self.surrogate.weighs
 
 
 class ImportObjective(ObjectiveBase, Imported):
@@ -239,9 +275,13 @@ def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return found
 
 
+# A run keeps every part with every key. What it has kept is not refused: it is to be replayed.
+RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
+
+
 def _check_counts(correction: Correction, given: Any) -> None:
-    """Refuse a key that changes nothing. A run keeps every key; what it has kept is not refused."""
-    if not isinstance(given, Mapping) or given.keys() >= COUNTS_WITH.keys():
+    """Refuse a key that changes nothing."""
+    if not isinstance(given, Mapping):
         return
     for name, kinds in COUNTS_WITH.items():
         value, default = getattr(correction, name), Correction.model_fields[name].default
@@ -249,6 +289,39 @@ def _check_counts(correction: Correction, given: Any) -> None:
             wanted = " or ".join(f'"{kind}"' for kind in kinds)
             here = f'it changes nothing while outside = "{correction.outside}"'
             refuse(f"train.objective.correction.{name}", value, f"{here}; leave it out, or set outside to {wanted}")
+    judged_alone = correction.outside == "mask" and not correction.weigh and correction.judge is not None
+    if judged_alone and given.get("level", "token") != "token":
+        cure = "it changes nothing where a mask only judges, by `judge`; leave it out, or set weigh = true"
+        refuse("train.objective.correction.level", correction.level, cure)
+
+
+def _check_ratio(objective: PartsObjective, given: Any) -> None:
+    """As `_check_counts`, of a surrogate without a ratio. A correction's ratio is to the policy of `to`, too."""
+    if objective.ratio_counts or not isinstance(given, Mapping):
+        return
+    for name in ("level",) if objective.correction.outside in ("clamp", "mask") else ("level", "to"):
+        if name in given and (value := getattr(objective.ratio, name)) != Ratio.model_fields[name].default:
+            cure = "it changes nothing while the surrogate has no ratio; leave it out, or set "
+            refuse(f"train.objective.ratio.{name}", value, cure + "train.objective.surrogate.positive, [0, 2] say")
+
+
+def _check_length(objective: PartsObjective, given: Mapping[str, Any]) -> None:
+    """Refuse a response's ratio in the loss of each of its n tokens, unless the mean over them is taken."""
+    once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
+    if once or not isinstance(objective.surrogate, Clip | BinaryTv) or not isinstance(given.get("ratio"), Mapping):
+        return
+    cure = (
+        f'with aggregation = "{objective.aggregation}" a response would count by the square of its length; set '
+        'aggregation = "sequence-mean", or level = "geometric"'
+    )
+    refuse("train.objective.ratio.level", "sequence", cure)
+
+
+def _check_k1(penalties: Penalties, given: Any) -> None:
+    """Refuse k1 in the loss: its gradient is that of log pi, which takes stale tokens further away."""
+    if isinstance(given, Mapping) and penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
+        cure = 'its gradient knows nothing of the other policy; choose "k2" or "k3", or a reference in the reward'
+        refuse("train.objective.penalties.kl", "k1", cure)
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:
@@ -274,5 +347,6 @@ def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]
-        found[part] = {key: tree[name], **found.get(part, {})}
+        if isinstance(now := found.get(part, {}), Mapping):
+            found[part] = {key: tree[name], **now}
     return found

@@ -22,6 +22,7 @@ class ImportedObjective(Objective):
         self._own = imported_object(KEY, config, Objective, optional="keep")  # type: ignore[type-abstract]
         for name in ("uses_proximal", "uses_entropy", "uses_reference", "uses_batch", "every_row"):
             setattr(self, name, getattr(self._own, name))
+        self.by_token = bool(vars(type(self._own)).get("by_token"))  # type: ignore[misc]  # of a loss of its own
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         """See `Objective`."""

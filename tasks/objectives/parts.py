@@ -26,6 +26,8 @@ class ObjectiveOfParts(Objective):
         self.uses_batch = config.correction.outside == "second-moment"  # type: ignore[misc]
         penalised = (config.penalties.kl_weight > 0 and in_loss) or self.uses_entropy
         self.every_row = penalised or isinstance(config.surrogate, Kimi)  # type: ignore[misc]
+        levels = {config.ratio.level, config.correction.level, config.correction.judge or "token"}
+        self.by_token = levels == {"token"}  # type: ignore[misc]
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         """See `Objective`."""

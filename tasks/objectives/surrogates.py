@@ -50,7 +50,8 @@ def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Te
     ratio_M = log_ratio(tokens.logp_M.detach(), old_M, tokens.row_M, ratio.level).exp()
     weight_M = torch.where(good_M, ratio_M.clamp(*part.positive), ratio_M.clamp(*part.negative))
     weighs_M = torch.where(good_M, part.positive[0] != part.positive[1], part.negative[0] != part.negative[1])
-    return TokenLoss(-weight_M * advantage_M * tokens.logp_M, weighs_M & (weight_M != ratio_M))
+    clipped_M = weighs_M & (weight_M != ratio_M) & (advantage_M != 0)
+    return TokenLoss(-weight_M * advantage_M * tokens.logp_M, clipped_M)
 
 
 def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:

@@ -28,6 +28,16 @@ class AddingLinear(nn.Module):
         super().__init__()
         self.linear, self._adds = linear, False
 
+    @property
+    def weight(self) -> Tensor:
+        """As `linear` has it: some models look at its type."""
+        return self.linear.weight
+
+    @property
+    def gains(self) -> bool:
+        """Whether the gradient is more than one piece."""
+        return self.linear.weight.nbytes > PIECE_BYTES
+
     @contextmanager
     def adding(self) -> Iterator[None]:
         """For the length of a block, forward and backward. Nobody else then hears of the weight's gradient."""

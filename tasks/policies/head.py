@@ -13,6 +13,7 @@ Shapes: M positions, T tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -55,6 +56,8 @@ class OwnHead:
             self._head = _with_module(model, decoder, self._given)
             self._linear = _adding(self._head, model.get_output_embeddings())
             off = self._distance(model, decoder)
+        except torch.OutOfMemoryError:
+            raise  # it says nothing of the model's code
         except Exception as error:  # whatever a model's own code says of being run so
             raise _refused(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
@@ -72,8 +75,8 @@ class OwnHead:
     @contextmanager
     def adding(self) -> Iterator[None]:
         """For the length of a block, a backward pass adds the gradient of the last layer's weight where it is, without
-        autograd: see `AddingLinear`. Where that layer is not only a weight, nothing is different."""
-        if self._linear is None:
+        autograd: see `AddingLinear`. Where that layer is small, or not only a weight, nothing is different."""
+        if self._linear is None or not self._linear.gains:
             yield
             return
         with self._linear.adding():
@@ -88,7 +91,13 @@ class OwnHead:
         output = decoder(input_ids=tokens_1T, use_cache=False)
         self._kind: type[Any] = type(output)
         ours_TV = torch.log_softmax(self(output.last_hidden_state[0]).float(), -1)
-        return float((ours_TV - theirs_TV).abs().nan_to_num(0.0).max())  # of broken weights, both are NaN
+        return distance(ours_TV, theirs_TV)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The most that two ways to the same numbers differ in; infinite where only one of them gives a number."""
+    same = (one == other) | (one.isnan() & other.isnan())  # of broken weights, both are NaN
+    return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())
 
 
 def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:

@@ -2,6 +2,7 @@
 
 A worker that does not answer in time is killed and replaced; its response scores 0 with the reason "deadline".
 A worker that dies is replaced, and its response is tried once more. Nothing a verifier does can hang the pool.
+A worker that dies before it is ready is no response's fault: after `START_TRIES` times `workers` in a row the run ends.
 
     queue --as many as take AHEAD_SECONDS--> worker --verdicts, in order--> their callers
       ^                                         |
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollflow.storage.errors import RollflowError
+from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.flat import Int32s
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, failed
@@ -35,7 +36,9 @@ CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each
 AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice
 SLOW_SECONDS = 1.0  # a verdict that takes longer holds up no other
 START_SECONDS = 120.0  # for a worker's imports
+START_TRIES = 5
 AGAIN_SECONDS = 0.5  # before another try to start one
+READY = b"ready\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,9 @@ class RewardPool:
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
         self._pace = SLOW_SECONDS  # what a verdict took lately, in seconds
         self._lanes: list[asyncio.Task[None]] = []
+        self._unready, self._tries = 0, START_TRIES * config.workers  # in a row; all may fail at one moment
+        self._hopeless = asyncio.Event()
+        self._error = ConfigError("no worker was tried")
         self.scored = 0
         self.timeouts = 0
         self.busy_seconds = 0.0
@@ -76,7 +82,8 @@ class RewardPool:
         """Start the workers; `ConfigError` where a verifier of a person's own is not to be had on this machine."""
         if isinstance(self._config, ImportReward):  # else the workers died of it, and every response scored 0
             await asyncio.to_thread(build_verifier, self._config)
-        self._lanes = [asyncio.create_task(self._lane()) for _ in range(2 * self._config.workers)]
+        count = self._config.workers
+        self._lanes = [asyncio.create_task(self._lane(first=number < count)) for number in range(2 * count)]
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
         """The scores to come, in the order of the requests."""
@@ -91,6 +98,18 @@ class RewardPool:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Scores in the order of the requests, once all are there."""
         return list(await asyncio.gather(*self.submit(requests)))
+
+    async def serve(self, finished: asyncio.Event) -> None:
+        """Return once that is set, and the workers are ended; `ConfigError` once none of them gets ready."""
+        ends = [asyncio.create_task(event.wait()) for event in (finished, self._hopeless)]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        if not finished.is_set():
+            raise self._error
+        await self.close()
 
     async def close(self) -> None:
         """End the workers."""
@@ -109,21 +128,26 @@ class RewardPool:
             jobs.append(self._queue.get_nowait()[1])
         return jobs
 
-    async def _lane(self) -> None:
-        """One worker after another, each fed until it dies or misses a deadline."""
+    async def _lane(self, *, first: bool) -> None:
+        """One worker after another, each fed until it dies or misses a deadline. One of the `first` lanes has its
+        worker before there is anything to score, so that it has made its imports by then."""
         worker: _Worker | None = None
         has_turn = False
         try:
             while True:
                 if not has_turn:
                     await self._turns.acquire()
-                jobs = await self._take()
-                try:
-                    worker = worker if worker and worker.alive else await _Worker.start(self._command)
-                except OSError:  # no process is to be had, or no pipe
+                has_turn = True
+                jobs = deque[_Job]() if first and worker is None else await self._take()
+                worker = await self._living(worker)
+                if worker is None or not await self._gets_ready(worker):
+                    worker = None
                     self._put(*jobs)
-                    has_turn = True
+                    if self._unready >= self._tries:
+                        self._give_up()
                     await asyncio.sleep(AGAIN_SECONDS)
+                    continue
+                if not jobs:
                     continue
                 handed_over = await self._serve(worker, jobs)
                 has_turn = handed_over is None
@@ -133,6 +157,35 @@ class RewardPool:
             if worker:
                 await worker.end()
 
+    async def _living(self, worker: _Worker | None) -> _Worker | None:
+        """This worker if it lives, or else a new one; None where no process is to be had, or no pipe."""
+        try:
+            return worker if worker and worker.alive else await _Worker.start(self._command)
+        except OSError:
+            return None
+
+    async def _gets_ready(self, worker: _Worker) -> bool:
+        """Whether it made its imports; if not, it has ended."""
+        try:
+            await worker.ready()
+        except NotReady as error:
+            self._unready += 1
+            config = self._config
+            key = f"path = {config.path!r}" if isinstance(config, ImportReward) else f"kind = {config.kind!r}"
+            tries = f"{self._tries} workers in a row did not get ready; the last one: {error}"
+            self._error = ConfigError(f"reward.{key}: {tries}")
+            return False
+        self._unready = 0
+        return True
+
+    def _give_up(self) -> None:
+        """Tell whoever waits for a score, and who watches over the pool."""
+        self._hopeless.set()
+        while not self._queue.empty():
+            _, job = self._queue.get_nowait()
+            if not job.future.done():
+                job.future.set_exception(self._error)
+
     async def _serve(self, worker: _Worker, jobs: deque[_Job]) -> int | None:
         """Send the jobs in one write, take verdicts one by one; what has none in the end goes back into the queue.
 
@@ -140,7 +193,6 @@ class RewardPool:
         """
         started, handed_over = time.monotonic(), None
         try:
-            await worker.ready()
             worker.send([job.line for job in jobs])
             while jobs:
                 try:
@@ -190,6 +242,10 @@ class WorkerDied(RollflowError):
     """A reward worker's process ended."""
 
 
+class NotReady(RollflowError):
+    """It ended before it could be asked anything."""
+
+
 class _Worker:
     """One process and its pipes."""
 
@@ -213,14 +269,19 @@ class _Worker:
         return self._process.returncode is None
 
     async def ready(self) -> None:
-        """Return when it has imported what it needs; `WorkerDied` if it ended, or takes too long for that."""
+        """Return when it has imported what it needs; `NotReady` if it ended, or takes too long for that."""
         if self._is_ready:
             return
         try:
-            await self._line(START_SECONDS)
+            line = await self._line(START_SECONDS)
         except TimeoutError:
             await self.end()
-            raise WorkerDied(f"it was not ready in {START_SECONDS:g} s") from None
+            raise NotReady(f"it took more than {START_SECONDS:g} s") from None
+        except WorkerDied:
+            raise NotReady(f"it ended with code {self._process.returncode}") from None
+        if line != READY:  # it says why not
+            await self.end()
+            raise NotReady(line.decode(errors="replace").strip())
         self._is_ready = True
 
     def send(self, lines: Sequence[bytes]) -> None:

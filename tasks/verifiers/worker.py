@@ -1,4 +1,6 @@
-"""A reward worker process: JSON lines in, JSON lines out: one when it is ready, then one per request and in order.
+"""A reward worker process: JSON lines in, JSON lines out.
+
+It says one line when it is ready, or why it can't be; then one per request and in order.
 
 It is run as `python -m rollflow.tasks.verifiers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]` section as
 JSON. What it warns of goes to the open socket of the number `EAR`.
@@ -31,7 +33,11 @@ def main() -> None:
     config, folder = REWARD.validate_json(sys.argv[1]), sys.argv[2]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a verifier prints must not be taken for an answer
-    verify, tokenizer = build_verifier(config), Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    try:
+        verify, tokenizer = build_verifier(config), Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    except Exception as error:  # its owner says it to whoever started the run
+        answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
+        raise
     send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")
     answers.write("ready\n")
     for line in sys.stdin:

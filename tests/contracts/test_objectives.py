@@ -29,7 +29,7 @@ from rollflow.tasks.objectives.config import (
     Penalties,
 )
 from rollflow.tasks.objectives.penalties import kl_estimate
-from rollflow.tasks.objectives.presets import PRESETS
+from rollflow.tasks.objectives.presets import PRESETS, PresetName
 from rollflow.tasks.objectives.ratios import log_ratio
 from rollflow.tasks.objectives.rows import Rows as PackedRows
 from tests.support import oracles
@@ -208,6 +208,25 @@ def test_loss_and_gradient_of_a_batch_are_those_of_the_formula(case: Case, stale
     assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # which may leave nothing of stale rows
 
 
+def test_only_an_objective_that_looks_at_rows_changes_where_they_are_cut(objective: Objective) -> None:
+    """`by_token` says which: too many would be run in parts that are wrong, too few in parts that cost more."""
+    given, some_M = tokens(), torch.arange(200) % 5 < 2
+    whole, cut = objective.loss(given), objective.loss(picked(given, some_M))
+    same = torch.equal(whole.loss_M[some_M], cut.loss_M) and torch.equal(whole.clipped_M[some_M], cut.clipped_M)
+    assert same is objective.by_token
+
+
+def test_every_level_of_a_part_counts() -> None:
+    """Each alone makes an objective look at rows."""
+    assert build_objective(PartsObjective()).by_token
+    for parts in (
+        {"ratio": {"level": "sequence"}, "aggregation": "sequence-mean"},
+        {"correction": {"outside": "mask", "weigh": False, "level": "geometric", "high": 2.0}},
+        {"correction": {"outside": "mask", "weigh": False, "judge": "sequence", "high": 2.0}},
+    ):
+        assert not build_objective(PartsObjective.model_validate(parts)).by_token
+
+
 def test_a_good_answer_becomes_likelier_and_a_bad_one_less(objective: Objective) -> None:
     given = tokens()
     found_M = gradient(objective.loss(given), given)
@@ -347,7 +366,7 @@ def test_decoupled_ppo_by_hand() -> None:
     ("part", "losses"),
     [
         # the surrogate alone is -r A = (-2.4, -0.8) for A = 2; d = log r = (0.18232, -0.91629)
-        ({"penalties": {"kl": "k1", "kl_weight": 0.5}}, [0.5 * math.log(1.2), 0.5 * math.log(0.4)]),
+        ({"penalties": Penalties(kl="k1", kl_weight=0.5)}, [0.5 * math.log(1.2), 0.5 * math.log(0.4)]),
         ({"penalties": {"kl": "k2", "kl_weight": 0.5}}, [0.25 * math.log(1.2) ** 2, 0.25 * math.log(0.4) ** 2]),
         ({"penalties": {"kl": "k3", "kl_weight": 1.0}}, [1 / 1.2 - 1 + math.log(1.2), 2.5 - 1 + math.log(0.4)]),
         ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # of entropies 0.5 and 2
@@ -358,7 +377,7 @@ def test_a_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None
     entropy_M = torch.tensor([0.5, 2.0], dtype=F64)
     given = replace(tokens_of([0.36, 0.2], [0.3, 0.5], 2.0), entropy_M=entropy_M)
     assert objective.every_row
-    assert objective.uses_entropy == ("entropy_weight" in str(part))
+    assert objective.uses_entropy == (part.get("penalties") == {"entropy_weight": 0.1})
     expected = [-2.4 + losses[0], -0.8 + losses[1]]
     assert objective.loss(given).loss_M.tolist() == pytest.approx(expected, abs=1e-12)
 
@@ -493,6 +512,29 @@ def test_an_objective_that_takes_other_options_is_refused(monkeypatch: pytest.Mo
         ConfigError, match=r"train\.objective\.options = \{'lid': 3\}: .* give it options that it takes"
     ):
         build_objective(OWN.model_copy(update={"options": {"lid": 3}}))
+
+
+class Cut(Detached):
+    """Its loss of a token is made of that token."""
+
+    by_token = True
+
+
+class Looks(Cut):
+    """It says nothing of its own loss."""
+
+
+def test_that_a_loss_is_by_token_is_not_inherited() -> None:
+    """A loss that is written anew may look at whole rows."""
+    for name, expected in (("Detached", False), ("Cut", True), ("Looks", False)):
+        assert build_objective(ImportObjective(path=f"{__name__}:{name}")).by_token is expected
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+def test_a_token_of_advantage_zero_is_never_clipped(kind: PresetName) -> None:
+    """Its loss is what it was."""
+    given, objective = tokens(), build_objective(PartsObjective(kind=kind))
+    assert not bool(objective.loss(given).clipped_M[given.advantage_M == 0].any())
 
 
 class Unsure(Mean):

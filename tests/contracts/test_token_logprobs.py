@@ -21,6 +21,7 @@ from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
+from rollflow.tasks.policies.head import distance
 from tests.tasks.test_algorithms import batch_of, trajectory
 
 VOCABULARY = 96
@@ -66,6 +67,15 @@ ARCHITECTURES: Mapping[str, Mapping[str, object]] = {  # by model type; some hav
     "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.5, "dropout": 0.5},
     "gpt2": GPT2,  # dropout is 0.1
 }
+OTHERS: Mapping[str, Mapping[str, object]] = {  # that not every test has
+    "deepseek_v3": SHAPE
+    | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 1}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},  # of whose gate a part stays in float32
+    "qwen3_moe": SHAPE
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+}
 NOTHING: Mapping[str, object] = MappingProxyType({})
 DROPOUT = {"llama", "phi", "phi3", "gpt_neox", "opt", "gpt2"}
 
@@ -90,7 +100,7 @@ class Spy(Objective):
 
 def model_of(name: str, more: Mapping[str, object] = NOTHING) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**ARCHITECTURES[name], **more})
+    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | OTHERS)[name], **more})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():  # biases, too, which begin as zeros
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -120,7 +130,7 @@ def by_the_model(model: Any, tokens: list[int], temperature: float = 1.0) -> Ten
     return logp.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
 def test_training_the_pass_before_it_and_the_probe_use_the_models_own_head(name: str) -> None:
     tokens, batch = one_row()
     made, spy = learner_of(model_of(name)), Spy(uses_batch=True)
@@ -160,6 +170,26 @@ def test_a_model_that_cannot_be_run_so_is_refused_at_the_start() -> None:
         with pytest.raises(ConfigError, match=why) as caught:
             learner_of(model)
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_weight_of_a_divergence_is_told_only_where_it_is_adapted() -> None:
+    """An objective of one's own has its own weight, else."""
+    for penalties, expected in (({"kl_weight": 0.5}, None), ({"kl_weight": 0.5, "kl_target": 0.1}, 0.5)):
+        made, spy = learner_of(model_of("llama"), objective={"kind": "grpo", "penalties": penalties}), Spy()
+        made.objective = spy
+        made.step(one_row()[1], 0)
+        assert spy.trained[0].kl_weight == expected
+
+
+def test_two_ways_are_told_apart_where_one_gives_no_number() -> None:
+    """Of broken weights both give none; a row of minus infinity is as far from itself as any other."""
+    whole, minus = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, -math.inf, 3.0])
+    broken = torch.tensor([1.0, math.nan, 3.0])
+    assert distance(whole, whole + 0.5) == pytest.approx(0.5)
+    for same in (whole, broken, minus):
+        assert distance(same, same) == 0.0
+    for one, other in ((whole, broken), (broken, whole), (whole, minus), (minus, broken)):
+        assert distance(one, other) == math.inf
 
 
 # --- a chunk of tokens at a time ----------------------------------------------------------------------------

@@ -325,6 +325,9 @@ def test_stopped_then_resumed_on_services_that_are_given(
     os.utime(left, (0, 0))
     command.run("resume", "third", prefect=prefect.api_url)
     assert not left.exists()
+    # As a supervisor leaves it that dies once the last version is there: who resumes the run ends what is left.
+    subprocess.run([sys.executable, "-c", LEFT, ray.address, store.uri], check=True, timeout=RUN_SECONDS)
+    command.run("resume", "third", prefect=prefect.api_url)
     report = audit(store, deep=True)
     assert report.clean
     assert report.versions == versions
@@ -362,6 +365,21 @@ def check_given(command: Command, place: Path, ray: RayHead) -> None:
     subprocess.run([sys.executable, "-c", USED, ray.address, storage], check=True, timeout=RUN_SECONDS)
 
 
+LEFT = """
+import sys
+from rollflow.flows.services import cluster
+from rollflow.flows.locations import attach_run
+
+class Left:
+    def here(self):
+        return True
+
+context = attach_run(sys.argv[2])
+with cluster.attached(sys.argv[1], context.key):
+    import ray
+    actor = ray.remote(Left).options(name="engine-0", lifetime="detached", num_cpus=0).remote()
+    assert ray.get(actor.here.remote())
+"""
 USED = """
 import asyncio, json, sys
 from pathlib import Path

@@ -204,8 +204,8 @@ def test_ranks_wait_as_long_as_the_first_one_reads_its_weights(folder: Path, mon
     """What ranks do together has a bound, which must not count that: of a large policy it takes minutes."""
     met, store = Event(), first_store()
 
-    class Met(Exception):
-        pass
+    class Met(EOFError):
+        """As a pipe raises whose owner is gone, and a file that is too short: this is no such pipe."""
 
     def meet(*given: Any, **named: Any) -> None:
         met.set()

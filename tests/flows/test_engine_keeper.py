@@ -19,7 +19,8 @@ from rollflow.storage.errors import StoreFailed
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.learner import LEARNER
-from rollflow.tasks.actors.rollout import EVALUATION, engine_name
+from rollflow.tasks.actors.reward import REWARD
+from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
@@ -95,7 +96,7 @@ def test_engines_that_began_before_their_stage_are_found(tmp_path: Path) -> None
         assert [process(number) for number in range(2)] == begun
         assert kept.recovered == []
     finally:
-        cluster.kill_named([engine_name(0), engine_name(1), LEARNER])
+        cluster.kill_named([engine_name(0), engine_name(1), LEARNER, ROLLOUT, REWARD])
 
 
 def test_the_engine_for_evaluations_is_started_once_one_is_due_and_again_when_it_dies(kept: Kept) -> None:

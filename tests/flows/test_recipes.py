@@ -15,7 +15,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.learners.config import TorchTrain, TrainBase
-from rollflow.tasks.objectives.config import Advantage, Clip, Correction, Kimi, PartsObjective
+from rollflow.tasks.objectives.config import Advantage, Clip, Correction, Kimi, PartsObjective, Penalties, Ratio
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.sections import Section
 
@@ -127,6 +127,12 @@ def test_what_corrects_twice_is_refused(objective: dict[str, object]) -> None:
         ("mis", {"second_moment": 0.1}, r'second_moment = 0\.1: .* set outside to "second-moment"'),
         ("m2po", {"level": "geometric"}, r"level = 'geometric': it changes nothing"),
         ("geometric-mask", {"outside": "none", "low": 0.9}, r"low = 0\.9: it changes nothing"),
+        (
+            "grpo",
+            {"outside": "mask", "weigh": False, "judge": "token", "level": "sequence", "high": 2.0, "low": 0.5}
+            | {"second_moment": 0.04},
+            r"level = 'sequence': it changes nothing where a mask only judges",
+        ),
     ],
 )
 def test_a_key_of_a_correction_that_changes_nothing_is_refused(
@@ -134,6 +140,96 @@ def test_a_key_of_a_correction_that_changes_nothing_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.correction\.{words}"):
         parse({"train": {"objective": {"kind": kind, "correction": correction}}})
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ({"penalties": {"kl": "k1"}}, r"penalties\.kl = 'k1': it changes nothing without kl_weight"),
+        (
+            {"penalties": {"kl_to": "reference"}},
+            r"penalties\.kl_to = 'reference': it changes nothing without kl_weight",
+        ),
+        (
+            {"penalties": {"kl_weight": 0.1, "kl_gain": 0.2}},
+            r"penalties\.kl_gain = 0\.2: it changes nothing without kl_target",
+        ),
+        (
+            {"kind": "rloo", "ratio": {"level": "sequence"}},
+            r"ratio\.level = 'sequence': it changes nothing while the surrogate has no ratio",
+        ),
+        ({"kind": "rloo", "ratio": {"to": "proximal"}}, r"ratio\.to = 'proximal': it changes nothing"),
+        ({"kind": "rloo", "ratio": {"to": "proximal", "level": "sequence"}}, r"ratio\.level = 'sequence': it changes"),
+        (
+            {"kind": "rloo", "ratio": {"to": "proximal"}, "correction": {"outside": "second-moment"}},
+            r"ratio\.to = 'proximal': it changes nothing",
+        ),
+    ],
+)
+def test_a_penalty_without_a_weight_or_a_ratio_nobody_uses_is_refused(objective: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
+        parse({"train": {"objective": objective}})
+
+
+@pytest.mark.parametrize("kl_to", ["behaviour", "reference"])
+def test_k1_in_the_loss_is_refused_as_it_drives_away(kl_to: str) -> None:
+    penalties = {"kl": "k1", "kl_to": kl_to, "kl_weight": 0.1}
+    with pytest.raises(ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': its gradient .* choose \"k2\""):
+        parse({"train": {"objective": {"penalties": penalties}}})
+    parse({"train": {"objective": {"penalties": {**penalties, "kl_weight": 0.0}}}})
+    parse({"train": {"objective": {"penalties": {**penalties, "kl_to": "reference", "kl_in": "reward"}}}})
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-sum", "constant"])
+@pytest.mark.parametrize("kind", ["grpo", "dppo"])
+def test_a_ratio_of_whole_responses_in_the_loss_of_each_token_is_refused(kind: str, aggregation: str) -> None:
+    objective = {"kind": kind, "ratio": {"level": "sequence"}, "aggregation": aggregation}
+    with pytest.raises(ConfigError, match=r"^train\.objective\.ratio\.level = 'sequence': with aggregation = \"\w+"):
+        parse({"train": {"objective": objective}})
+    parse({"train": {"objective": {**objective, "aggregation": "sequence-mean"}}})
+
+
+def test_what_a_run_has_kept_is_read_even_if_it_is_refused_by_now() -> None:
+    """It is to be replayed."""
+    kept = PartsObjective(
+        ratio=Ratio(level="sequence"),
+        correction=Correction(high=3.0),
+        penalties=Penalties(kl="k1", kl_weight=0.1),
+    )
+    tree = {"train": {"objective": kept.model_dump(mode="json")}}
+    assert parse(tree).train.objective == kept
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ({"surrogate": "clip", "clip_low": 0.1}, r"surrogate = 'clip': "),
+        ({"kind": "tis", "correction": 3, "weight_cap": 5.0}, r"correction = 3: "),
+        ({"surrogate": {"high": 1e39}}, r"surrogate\.high = 1e\+39 is greater than"),
+        ({"penalties": {"kl_weight": 1e39}}, r"penalties\.kl_weight = 1e\+39 is greater than"),
+    ],
+)
+def test_what_is_no_part_or_no_number_of_float32_is_refused(objective: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
+        parse({"train": {"objective": objective}})
+
+
+def test_one_weight_of_a_sweep_may_be_zero() -> None:
+    parse({"train": {"objective": {"penalties": {"kl_to": "reference", "kl_in": "reward", "kl_weight": 0.0}}}})
+    parse({"train": {"objective": {"kind": "rloo", "ratio": {"level": "sequence"}, "surrogate": {"positive": [0, 2]}}}})
+    parse({"train": {"objective": {"kind": "mis", "ratio": {"to": "proximal"}}}})  # what the correction's ratio is to
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"kind": "topr", "surrogate": {"kind": "policy-gradient", "negative": [1.0, 1.0]}},
+        {"penalties": {"kl_to": "reference", "kl_weight": 0.0}},
+    ],
+)
+def test_an_objective_that_was_taken_is_taken_again_as_a_run_keeps_it(objective: dict[str, object]) -> None:
+    taken = parse({"train": {"objective": objective}}).train.objective
+    assert parse({"train": {"objective": taken.model_dump(mode="json")}}).train.objective == taken
 
 
 def test_what_changes_nothing_may_be_a_preset_s_or_the_default_or_kept_by_a_run() -> None:

@@ -47,6 +47,7 @@ class World:
         self.now = 1000.0
         self.started: list[tuple[str, float]] = []
         self.dead: set[str] = set()  # roles that die as soon as they run
+        self.over: set[str] = set()  # roles that have completed
         self.pause: set[str] = set()  # roles that a person pauses, once
         self.told: list[str] = []
         self.warned: list[Warned] = []
@@ -79,7 +80,7 @@ class World:
         self.states.append((self.runs[run], state.name))
 
     def read_flow_run(self, run: uuid.UUID) -> Any:
-        return SimpleNamespace(state=STATES["Running"])
+        return SimpleNamespace(state=STATES[self.state(self.runs[run])])
 
     def start(self, client: object, role: str, *_: object, **__: object) -> uuid.UUID:
         run = uuid.uuid4()
@@ -94,6 +95,8 @@ class World:
         if role in self.pause:
             self.pause.remove(role)
             return "Paused"
+        if role in self.over:
+            return "Completed"
         return "Crashed" if role in self.dead else "Running"
 
     def actor(self, name: str) -> Any:
@@ -128,6 +131,29 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_each_is_started_once(world: World) -> None:
     assert sorted(role for role, _ in world.started) == sorted([CHANNEL, *ACTORS])
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_a_supervisor_left_that_died_at_the_end_is_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Its successor finds every version trained. The reward stage, which waits to be told, and all actors stayed."""
+    started, killed = list(world.started), list[str]()
+    stages = Stages(world.stages.context, "a:1", world.told.append)
+    left = [
+        SimpleNamespace(id=run, state_type=None, parameters={"run": stages.context.uri}, tags=stages._tags(role))
+        for run, role in world.runs.items()
+        if role == "reward"
+    ]
+    monkeypatch.setattr(stages_module, "going", lambda *_: left)
+    monkeypatch.setattr(cluster, "kill_named", killed.extend)
+    monkeypatch.setattr(stages, "_finish_reward", lambda: None if hangs else world.over.add("reward"))
+    stages.clear()
+    assert {*ACTORS.values(), CHANNEL, "engine-0"} <= set(killed)
+    assert world.started == started
+    assert world.states == ([("reward", "Cancelling")] if hangs else [])
+    expected = dict.fromkeys(ACTORS, "Completed") | ({"reward": "Cancelled"} if hangs else {})
+    assert {role: status.state for role, status in stages.statuses().items()} == expected
 
 
 @pytest.mark.parametrize(("waiting", "other"), permutations([*ACTORS, CHANNEL], 2))
@@ -165,6 +191,19 @@ def test_a_stage_that_is_paused_is_started_again_and_the_log_says_what_to_pause(
     assert world.states == [(role, "Running"), (role, "Cancelling")]
     assert len(world.starts_of(role)) == 2
     assert f"the {role} stage was paused, and goes on: pause the run's own flow run, which has its stages" in world.told
+
+
+@pytest.mark.parametrize("attended", [True, False])
+def test_an_actor_that_only_began_does_not_stand_for_its_flow(
+    world: World, attended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs before it comes to its actor is started again."""
+    asked = {REWARD: RewardStatus(attended=attended), CHANNEL: None}
+    monkeypatch.setattr(cluster, "call", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
+    world.look_for(stages_module.UNATTENDED_SECONDS + 30.0)
+    assert [len(world.starts_of(role)) for role in ACTORS] == [
+        1 + (role == "reward" and not attended) for role in ACTORS
+    ]
 
 
 def test_what_an_actor_warns_of_is_told_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

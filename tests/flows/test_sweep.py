@@ -50,6 +50,14 @@ def test_a_study_is_every_value_with_every_seed() -> None:
     assert points[-1].words == "train.learning_rate=3e-4, train.objective.kind=tis, seed 6"
 
 
+def test_a_recipe_may_lack_what_is_varied(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(Path(RECIPE).read_text() + '[train.objective.penalties]\nkl_to = "reference"\n')
+    sets = ["train.objective.penalties.kl_weight=0.001,0.01"]
+    points = sweep.points_of(argparse.Namespace(recipe=recipe, set=sets, seeds=1, study="weights"))
+    assert [point.run_id for point in points] == ["weights-0-s0", "weights-1-s0"]
+
+
 def test_bad_values_are_refused_before_a_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
@@ -50,6 +51,9 @@ def test_advantages_over_the_others_by_hand() -> None:
     alone = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1])
     rewards = torch.tensor([5.0, 2.0, 0.0], dtype=F64)
     assert found_by(rewards, *alone, baseline="leave-one-out", scale="none") == [0.0, 2.0, -2.0]
+    deviation = math.sqrt(1 / 3) + EPSILON  # of the rewards 1, 0, 0
+    expected = [1 / deviation, -0.5 / deviation, -0.5 / deviation, 0.0, 0.0, 0.0]
+    assert found_by(baseline="leave-one-out", scale="group") == pytest.approx(expected, abs=1e-12)
 
 
 def test_advantages_over_the_batch_by_hand() -> None:
@@ -77,6 +81,7 @@ def test_equal_rewards_are_advantage_zero_exactly(baseline: str, scale: str, dty
     rewards = torch.tensor([0.1] * 3 + [0.7] * 3, dtype=dtype)
     if baseline == "batch":
         rewards[:] = 0.1
+        scale = "none" if scale == "group" else scale  # together they are refused
     counts = torch.tensor([3, 1, 7, 2, 5, 6])
     assert found_by(rewards, GROUPS, counts, baseline=baseline, scale=scale) == [0.0] * 6
 
@@ -206,18 +211,38 @@ def test_every_masked_token_is_in_one_line_behind_what_was_before_it(
     assert found.keys() == set(range(len(data.chosen)))
 
 
-def test_without_the_groups_baseline_its_deviation_is_around_its_own_mean() -> None:
-    deviation = math.sqrt(1 / 3) + EPSILON  # of 1, 0, 0, as above; group 1 has none
-    expected = [1 / deviation, 0, 0, 1 / EPSILON, 1 / EPSILON, 1 / EPSILON]
-    assert found_by(baseline="none", scale="group") == pytest.approx(expected)
-    # the mean over ten tokens is 0.8
-    expected = [0.2 / deviation, -0.8 / deviation, -0.8 / deviation, 0.2 / EPSILON, 0.2 / EPSILON, 0.2 / EPSILON]
-    assert found_by(baseline="batch", scale="group") == pytest.approx(expected)
+@pytest.mark.parametrize(("baseline", "scale"), [("none", "group"), ("none", "batch"), ("batch", "group")])
+def test_what_would_divide_equal_rewards_by_nothing_is_refused(baseline: str, scale: str) -> None:
+    """A group of four right answers would have an advantage of 10,000."""
+    with pytest.raises(ValidationError, match=rf'scale = .{scale}.: with the baseline "{baseline}", equal rewards'):
+        Advantage.model_validate({"baseline": baseline, "scale": scale})
+
+
+@pytest.mark.parametrize("key", ["gamma", "gae_lambda"])
+def test_what_counts_with_a_critic_alone_is_refused_without(key: str) -> None:
+    with pytest.raises(ValidationError, match=f"advantage.{key} = 0.5: it changes nothing without a critic"):
+        Advantage.model_validate({key: 0.5})
+    assert getattr(Advantage.model_validate({key: 0.5, "baseline": "critic", "scale": "none"}), key) == 0.5
 
 
 def test_two_tokens_are_whitened_by_hand() -> None:
     found = whitened(torch.tensor([1.0, 3.0], dtype=F64), torch.ones(2, dtype=F64))
     assert found.tolist() == pytest.approx([-1 / math.sqrt(2 + TINY), 1 / math.sqrt(2 + TINY)], rel=1e-12)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [("batch", "none"), ("batch", "batch"), ("none", "whiten")])
+def test_rows_without_tokens_are_not_compared(baseline: str, scale: str) -> None:
+    """Of what has tokens all are equal; a mean that is rounded would make something of it."""
+    part = Advantage.model_validate({"baseline": baseline, "scale": scale})
+    rewards_R, tokens_R = torch.tensor([0.9, 0.9, 0.0, 0.9]), torch.tensor([3, 5, 0, 4])
+    found_R = advantages(part, rewards_R, torch.tensor([0, 0, 1, 1]), tokens_R, 8)
+    assert found_R[tokens_R > 0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_response_as_long_as_it_may_be_loses_nothing() -> None:
+    tokens_R = torch.tensor([44, 45, 46])
+    assert overlong(tokens_R, 100, 0.55).tolist() == pytest.approx([0.0, 0.0, 1 / 55], abs=1e-12)
+    assert overlong(tokens_R, 100, 0.55)[1] == 0.0
 
 
 def test_equal_numbers_are_whitened_to_zero_whatever_their_mean_is_rounded_to() -> None:

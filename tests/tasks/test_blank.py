@@ -19,7 +19,7 @@ from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from tests.contracts.test_learners import saved
 from tests.contracts.test_shared_prompts import groups
-from tests.contracts.test_token_logprobs import ARCHITECTURES, model_of
+from tests.contracts.test_token_logprobs import ARCHITECTURES, OTHERS, model_of
 from tests.support.tiny_policy import make_policy, make_weights
 
 
@@ -47,11 +47,12 @@ def begun(folder: Path, **given: Any) -> TorchLearner:
     return TorchLearner.begun(config, LearnerStart(folder, **given))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_can_begin_so(name: str, tmp_path: Path) -> None:
-    """Also what is in no file, as tables of positions, is there."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
+def test_every_architecture_can_begin_so(name: str, dtype: str, tmp_path: Path) -> None:
+    """Also what is in no file, as tables of positions, is there; and what stays in float32 is."""
     model_of(name).save_pretrained(tmp_path)
-    made, other = begun(tmp_path), begun(tmp_path, trained=False, blank=True, seed=4)
+    made, other = begun(tmp_path, dtype=dtype), begun(tmp_path, dtype=dtype, trained=False, blank=True, seed=4)
     assert other.width is None
     other.load(*saved(made))
     assert other.width == made.width

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.config import Lora, TorchTrain
@@ -21,6 +21,7 @@ from rollflow.tasks.learners.restore import new_learner, restore
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.run_context import RunContext
 from tests.contracts.test_learners import PROBE, batch, joined, saved, trained
+from tests.contracts.test_token_logprobs import learner_of, model_of, one_row
 from tests.support.small_run import prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.waiting import HANG_SECONDS
@@ -71,6 +72,19 @@ def test_each_linear_layer_of_the_decoder_has_one_and_targets_choose(folder: Pat
     assert sorted(layers(some)) == [
         f"model.layers.{n}.{part}" for n in range(2) for part in ("mlp.down_proj", "self_attn.q_proj")
     ]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_linear_layers_beside_experts_have_one_and_experts_none(name: str) -> None:
+    """peft would choose anew by the model's type."""
+    model = model_of(name)
+    linear = {name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
+    made = learner_of(model, lora=Lora(rank=2))
+    assert layers(made).keys() == {f"model.{name}" for name in linear}
+    some = layers(learner_of(model_of(name), lora=Lora(rank=2, targets=("up_proj",))))
+    assert some.keys() == {f"model.{name}" for name in linear if name.endswith(".up_proj")}
+    made.step(one_row()[1], 0)
+    assert saved(made)
 
 
 def test_a_layer_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollflow.storage.records import Trajectory
 from rollflow.tasks.learners import freed, token_logprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.policies import adding_embedding, adding_linear
 from rollflow.tasks.policies.head import OwnHead
 from tests.contracts.test_learners import batch, saved
 from tests.contracts.test_shared_prompts import groups
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_learner import learner
 
 
@@ -33,9 +36,21 @@ def test_parts_are_whole_rows_of_no_more_than_a_chunk(
     made = learner(folder).token_logprobs
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
     row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
-    parts = made.whole_rows(row_M)
+    parts = made.parts(row_M, by_token=False)
     assert [i for part in parts for i in range(17)[part]] == list(range(17))
     expected = {1: [3, 1, 5, 4, 4], 4: [4, 5, 4, 4], 9: [9, 8], 1000: [17]}
+    assert [len(row_M[part]) for part in parts] == expected[chunk]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 1000])
+def test_parts_of_tokens_are_never_more_than_a_chunk(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are cut."""
+    made = learner(folder).token_logprobs
+    monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
+    row_M = torch.tensor([7] * 3 + [2] + [5] * 5 + [1] * 4 + [9] * 4)
+    parts = made.parts(row_M, by_token=True)
+    assert [i for part in parts for i in range(17)[part]] == list(range(17))
+    expected = {1: [1] * 17, 4: [3, 3, 4, 3, 4], 9: [8, 9], 1000: [17]}
     assert [len(row_M[part]) for part in parts] == expected[chunk]
 
 
@@ -57,18 +72,38 @@ def test_an_update_in_parts_is_the_same_update(folder: Path, kind: str, monkeypa
         monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made.token_logprobs._head.vocabulary * chunk)
         if not adds:
             monkeypatch.setattr(made.token_logprobs, "adding", nullcontext)
+        assert made.token_logprobs._head._linear is not None
+        assert made.token_logprobs._head._linear.gains
         seen.clear()  # what was tried at the start
         found: list[torch.Tensor] = []
         monkeypatch.setattr(made.policy, "apply", lambda: found.extend(p.grad for p in made.model.parameters()))
         loss = made.step(batch(1), 0)["loss"]
         return loss, torch.cat([grad.flatten() for grad in found])
 
+    monkeypatch.setattr(adding_linear, "PIECE_BYTES", 2**8)  # this policy's head is small
+    monkeypatch.setattr(adding_embedding, "LEAST_BYTES", 0)
     (loss, whole), most = gradients(10**6), max(seen)
     part_loss, parts = gradients(7)
     assert max(seen) <= 7 < most
     assert part_loss == pytest.approx(loss, abs=1e-6)
     assert float((parts - whole).norm() / whole.norm()) < 1e-5
-    assert torch.equal(gradients(7, adds=False)[1], parts)
+    for chunk, found in ((7, parts), (10**6, whole)):
+        other = gradients(chunk, adds=False)[1]
+        assert float((other - found).norm() / found.norm()) < 1e-6  # a tied head's is added in another order
+
+
+@pytest.mark.parametrize("kind", ["kimi", "dppo", "grpo"])
+def test_a_micro_batch_without_tokens_changes_nothing(folder: Path, kind: str) -> None:
+    """Rows that the policy chose nothing of, in a micro-batch of their own: some objectives run every row."""
+
+    def weights(groups: list[list[Trajectory]]) -> object:
+        made = learner(folder, objective={"kind": kind}, micro_tokens=12, share_prompts=False)
+        assert made.step(batch_of(*groups), 0)["loss"] != 0.0
+        return saved(made)[0]
+
+    full = [trajectory([5, 6, 7], [8 + sample] * 9, sample, reward=float(sample % 2)) for sample in range(4)]
+    empty = [trajectory([5, 6, 7], [], sample, reward=float(sample % 2)) for sample in range(4)]
+    assert weights([full, empty]) == weights([full])
 
 
 def test_no_gradient_is_left_beside_what_is_published(folder: Path) -> None:

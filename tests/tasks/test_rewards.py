@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import reasoning_gym
 from tokenizers import Tokenizer
 
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.verifiers.base import answer_of
@@ -22,7 +24,7 @@ from rollflow.tasks.verifiers.config import ImportReward, ReasoningGymReward
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest, _Worker
 from rollflow.tasks.warned import Warnings
 from tests.support.own_parts import put_in_reach
-from tests.support.waiting import HANG_SECONDS
+from tests.support.waiting import HANG_SECONDS, soon
 
 ODD_WORKER = """
 import json, os, sys, time
@@ -158,6 +160,71 @@ async def test_a_worker_that_dies_is_replaced_and_the_response_tried_again(folde
     always = ScoreRequest([], {"always_die": True})
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS, workers=2), [once, always, ScoreRequest([], {})])
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
+
+
+async def test_workers_are_there_before_the_first_response_and_again_when_they_died_idle(folder: Path) -> None:
+    """Their imports take seconds."""
+    before = set(psutil.Process().children())
+    pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2)
+    await pool.start()
+    try:
+        await soon(lambda: len(set(psutil.Process().children()) - before) == 2)
+        workers = set(psutil.Process().children()) - before
+        for worker in workers:
+            worker.kill()
+        await soon(lambda: not any(worker.is_running() for worker in workers))
+        await asyncio.sleep(1.0)  # asyncio hears of it from a thread
+        assert [score.reason for score in await pool.score([ScoreRequest([], {})] * 3)] == ["fine"] * 3
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("worker", "words"),
+    [
+        ("print('RuntimeError: no judge here')", "RuntimeError: no judge here"),
+        ("raise SystemExit(3)", "it ended with code 3"),
+    ],
+)
+async def test_workers_that_never_get_ready_are_no_responses_fault(folder: Path, worker: str, words: str) -> None:
+    """Every response scored 0 before, in a run whose audit was clean."""
+    pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2)
+    pool._command = [sys.executable, "-c", worker]
+    await pool.start()
+    sentence = rf"^reward\.kind = 'reasoning-gym': 10 workers in a row did not get ready; the last one: {words}$"
+    try:
+        asked = pool.submit([ScoreRequest([], {})] * 3)
+        with pytest.raises(ConfigError, match=sentence):
+            await asyncio.wait_for(pool.serve(asyncio.Event()), HANG_SECONDS)
+        for one in asked:
+            with pytest.raises(ConfigError, match=sentence):
+                await asyncio.wait_for(one, HANG_SECONDS)
+        assert pool.scored == 0
+    finally:
+        await pool.close()
+
+
+async def test_a_worker_that_gets_ready_in_the_end_costs_no_verdict(folder: Path, tmp_path: Path) -> None:
+    fails = f"""
+import os, sys
+path = {str(tmp_path / "tries")!r}
+with open(path, "a") as file: file.write("x")
+if os.path.getsize(path) < 4: sys.exit(1)
+"""
+    pool = odd_pool(folder, deadline=HANG_SECONDS)
+    pool._command = [sys.executable, "-c", fails + ODD_WORKER]
+    assert await scores(pool, [ScoreRequest([], {})] * 3) == [(1.0, "fine")] * 3
+
+
+async def test_a_pool_is_served_until_its_run_is_finished(folder: Path) -> None:
+    pool, finished = odd_pool(folder, deadline=HANG_SECONDS), asyncio.Event()
+    await pool.start()
+    serving = asyncio.create_task(pool.serve(finished))
+    assert [score.reward for score in await pool.score([ScoreRequest([], {})])] == [1.0]
+    assert not serving.done()
+    finished.set()
+    await asyncio.wait_for(serving, HANG_SECONDS)
+    assert all(lane.done() for lane in pool._lanes)
 
 
 @pytest.mark.parametrize("odd", [{"says": "x", "times": 100_000}, {"says": "hello"}, {"says": "[1, 2, 3, 4]"}])

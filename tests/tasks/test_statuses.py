@@ -14,7 +14,7 @@ from rollflow.tasks.actors.statuses import ActorStatus, LearnerPhase, LearnerSta
 
 STATUSES: list[ActorStatus] = [RolloutStatus(), LearnerStatus(), RewardStatus()]
 OF_EACH = pytest.mark.parametrize("status", STATUSES, ids=lambda status: type(status).__name__)
-EXAMPLES: dict[type, Any] = {int: 7, float: 0.7, str: "other", LearnerPhase: LearnerPhase.DONE}
+EXAMPLES: dict[type, Any] = {int: 7, bool: False, float: 0.7, str: "other", LearnerPhase: LearnerPhase.DONE}
 
 
 def another(status: ActorStatus, name: str) -> Any:

@@ -7,7 +7,7 @@ ends. The oracle is plain Python floats.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -129,8 +129,13 @@ def test_the_controller_never_jumps_and_goes_the_right_way(
 
 
 @pytest.mark.parametrize("large", [1e20, -3e38])
-@pytest.mark.parametrize("scale", ["group", "batch", "whiten"])
-@pytest.mark.parametrize("baseline", ["group", "leave-one-out", "batch"])
+@pytest.mark.parametrize(
+    ("baseline", "scale"),
+    [
+        *product(["group", "leave-one-out"], ["group", "batch", "whiten"]),
+        *product(["batch"], ["batch", "whiten"]),
+    ],
+)
 def test_a_large_reward_counts_as_any_other(baseline: str, scale: str, large: float) -> None:
     """Its square is no float32. Over the deviation, what is left of rewards is the same however large they are."""
     part = Advantage(baseline=baseline, scale=scale)  # type: ignore[arg-type]

@@ -91,7 +91,10 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     policy = make_policy(tmp_path / "policy")
-    owner = subprocess.Popen([sys.executable, str(script), str(policy)], stdout=subprocess.PIPE, text=True)
+    # vLLM changes this variable; where it is the first, a core had no title
+    environment = {"LD_LIBRARY_PATH": "", **os.environ}
+    command = [sys.executable, str(script), str(policy)]
+    owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     try:
         children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]

@@ -8,6 +8,8 @@ from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 class TruncatedReinforce(Objective):
     """-sg(min(pi/mu, cap)) A log pi."""
 
+    by_token = True
+
     def __init__(self, cap: float = 2.0) -> None:
         self.cap = cap
 

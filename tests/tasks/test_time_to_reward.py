@@ -1,0 +1,50 @@
+"""What the comparison with TRL says of runs: seeds that never get there count, and settings are told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.time_to_reward import Plan, Run, rows_of
+
+HALF = 0.5
+
+
+def ran(system: str, seed: int, *accuracies: float, step: float = 10.0) -> Run:
+    return Run(system, seed, [(5 * n, step * n, found) for n, found in enumerate(accuracies)], before=30.0)
+
+
+def ratios(*runs: Run) -> dict[tuple[str, str], float]:
+    return {(row.case, row.metric): row.value for row in rows_of(runs, [HALF]) if row.metric.startswith("TRL's")}
+
+
+def test_seconds_are_those_of_the_first_look_that_has_it() -> None:
+    assert ran("trl", 0, 0.2, 0.5, 0.4, 0.6).seconds(HALF) == 10.0
+    assert ran("trl", 0, 0.2, 0.4).seconds(HALF) is None
+
+
+def test_ratios_are_seed_by_seed_and_one_that_never_got_there_is_a_bound() -> None:
+    what = "TRL's seconds over ours to 0.5"
+    quick = [ran("alpha-2", seed, 0.2, 0.6, 0.6, step=5.0) for seed in range(3)]
+    slow = [ran("trl", 0, 0.2, 0.6), ran("trl", 1, 0.2, 0.3, 0.6), ran("trl", 2, 0.2, 0.3, 0.3)]
+    assert ratios(*slow, *quick) == {
+        ("alpha-2, seed 0", what): 2.0,
+        ("alpha-2, seed 1", what): 4.0,
+        ("alpha-2, seed 2", f"{what}, at least"): 4.0,
+        ("alpha-2", f"{what}: median of 3"): 4.0,
+    }
+    assert ratios(ran("trl", 0, 0.2, 0.6), ran("alpha-0", 0, 0.2, 0.3, 0.3)) == {
+        ("alpha-0, seed 0", f"{what}, at most"): 0.5
+    }
+    assert ratios(ran("trl", 0, 0.2), ran("alpha-0", 0, 0.2)) == {}
+    assert ratios(ran("alpha-0", 0, 0.6)) == {}
+
+
+def test_no_median_is_made_of_bounds() -> None:
+    """The middle of none at all and of a number is neither."""
+    runs = [ran("trl", 0, 0.2, 0.6), ran("trl", 1, 0.2, 0.6), ran("alpha-0", 0, 0.2, 0.3), ran("alpha-0", 1, 0.2, 0.6)]
+    assert [case for case, _ in ratios(*runs)] == ["alpha-0, seed 0", "alpha-0, seed 1"]
+
+
+def test_in_turns_all_of_a_version_s_responses_run_at_once() -> None:
+    plan = Plan(Path("flows/recipes/reasoning.toml"), Path(), 1, 1, 1, 1, "vllm")
+    assert plan._in_turns() == {"engine.slots": 512, "train.threads": 2}
