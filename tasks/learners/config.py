@@ -197,7 +197,7 @@ def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The tree of a run recorded then, or of a recipe of then: its advantages were those of every objective."""
     old = {name: tree[name] for name in EARLIER if name in tree}
     objective = tree.get("objective", {})
-    if not old or not isinstance(objective, Mapping):
+    if not old or not isinstance(objective, Mapping) or not isinstance(old.get("normalize", True), bool):
         return tree
     plain = old.get("baseline") == "none"  # then the rewards were taken as they are
     advantage = {"baseline": old["baseline"]} if "baseline" in old else {}

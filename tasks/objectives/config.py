@@ -234,8 +234,7 @@ class PartsObjective(ObjectiveBase):
         if not given.keys() >= RECORDED:
             _check_counts(found.correction, given.get("correction"))
             _check_ratio(found, given.get("ratio"))
-            _check_length(found, given)
-            _check_k1(found.penalties, given.get("penalties"))
+            check_new(found)
         _set_only(found, given)
         return found
 
@@ -275,7 +274,8 @@ def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-# A run keeps every part with every key. What it has kept is not refused: it is to be replayed.
+# A run keeps every part with every key. What it has kept is not refused: it is to be replayed. A form sends as much, so
+# what would train wrongly is looked for again when a run is made.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 
@@ -305,10 +305,21 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
             refuse(f"train.objective.ratio.{name}", value, cure + "train.objective.surrogate.positive, [0, 2] say")
 
 
-def _check_length(objective: PartsObjective, given: Mapping[str, Any]) -> None:
+def check_new(objective: ObjectiveConfig) -> None:
+    """Refuse what a run may have been recorded with and no new one is made with: it trains, but not what it says."""
+    if isinstance(objective, PartsObjective):
+        _check_length(objective)
+        _check_k1(objective.penalties)
+    advantage = objective.advantage
+    if not advantage.positive_weight and not advantage.negative_weight:
+        cure = "neither do negative advantages count, so no answer does; set one of the two above 0"
+        refuse("train.objective.advantage.positive_weight", advantage.positive_weight, cure)
+
+
+def _check_length(objective: PartsObjective) -> None:
     """Refuse a response's ratio in the loss of each of its n tokens, unless the mean over them is taken."""
     once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
-    if once or not isinstance(objective.surrogate, Clip | BinaryTv) or not isinstance(given.get("ratio"), Mapping):
+    if once or not isinstance(objective.surrogate, Clip | BinaryTv):
         return
     cure = (
         f'with aggregation = "{objective.aggregation}" a response would count by the square of its length; set '
@@ -317,9 +328,9 @@ def _check_length(objective: PartsObjective, given: Mapping[str, Any]) -> None:
     refuse("train.objective.ratio.level", "sequence", cure)
 
 
-def _check_k1(penalties: Penalties, given: Any) -> None:
+def _check_k1(penalties: Penalties) -> None:
     """Refuse k1 in the loss: its gradient is that of log pi, which takes stale tokens further away."""
-    if isinstance(given, Mapping) and penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
+    if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
         cure = 'its gradient knows nothing of the other policy; choose "k2" or "k3", or a reference in the reward'
         refuse("train.objective.penalties.kl", "k1", cure)
 

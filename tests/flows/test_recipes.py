@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, ValidationError
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import describe_keys, load_recipe, parse, sentence
+from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
@@ -85,6 +86,8 @@ def test_keys_from_before_there_were_parts_are_read() -> None:
     assert found.ratio.to == "proximal"
     own = parse({"train": {**old, "objective": {"kind": "import", "path": "a:b"}}}).train.objective
     assert own.aggregation == "sequence-mean"
+    with pytest.raises(ConfigError, match=r"^train\.normalize = 'x': there is no such key"):
+        parse({"train": {"normalize": "x"}})
 
 
 def test_an_earlier_key_beside_a_part_changes_what_the_part_leaves_open() -> None:
@@ -191,13 +194,35 @@ def test_a_ratio_of_whole_responses_in_the_loss_of_each_token_is_refused(kind: s
 
 def test_what_a_run_has_kept_is_read_even_if_it_is_refused_by_now() -> None:
     """It is to be replayed."""
-    kept = PartsObjective(
-        ratio=Ratio(level="sequence"),
-        correction=Correction(high=3.0),
-        penalties=Penalties(kl="k1", kl_weight=0.1),
-    )
-    tree = {"train": {"objective": kept.model_dump(mode="json")}}
-    assert parse(tree).train.objective == kept
+    parts = {
+        "ratio": Ratio(level="sequence"),
+        "correction": Correction(high=3.0),
+        "penalties": Penalties(kl="k1", kl_weight=0.1),
+    }
+    kept = parse(with_every_part(**{name: part.model_dump() for name, part in parts.items()})).train.objective
+    assert {name: getattr(kept, name) for name in parts} == parts
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"penalties": {"kl": "k1", "kl_weight": 0.1}}, r"penalties\.kl = 'k1': its gradient "),
+        ({"ratio": {"level": "sequence"}}, r"ratio\.level = 'sequence': with aggregation = "),
+        ({"advantage": {"positive_weight": 0, "negative_weight": 0}}, r"advantage\.positive_weight = 0\.0: neither "),
+    ],
+)
+def test_no_new_run_is_made_of_it_through_a_form_that_sends_every_part(
+    part: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    config = parse(with_every_part(**part) | {"store": {"uri": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
+        prepare(config, "new")
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def with_every_part(**parts: object) -> dict[str, Any]:
+    """A tree as a run keeps it and a form sends it."""
+    return {"train": {"objective": PartsObjective().model_dump(mode="json") | parts}}
 
 
 @pytest.mark.parametrize(
@@ -235,8 +260,8 @@ def test_an_objective_that_was_taken_is_taken_again_as_a_run_keeps_it(objective:
 def test_what_changes_nothing_may_be_a_preset_s_or_the_default_or_kept_by_a_run() -> None:
     parse({"train": {"objective": {"kind": "geometric-mask", "correction": {"outside": "none"}}}})
     parse({"train": {"objective": {"correction": {"weigh": True, "low": 0.0}}}})
-    kept = PartsObjective(correction=Correction(high=3.0)).model_dump(mode="json")
-    assert parse({"train": {"objective": kept}}).train.objective.correction == Correction(high=3.0)  # type: ignore[union-attr]
+    kept = parse(with_every_part(correction={"high": 3.0})).train.objective
+    assert kept.correction == Correction(high=3.0)  # type: ignore[union-attr]
 
 
 def test_what_no_kind_knows_is_refused_all_the_same(tmp_path: Path) -> None:
