@@ -39,6 +39,9 @@ class RewardBase(Section):
     deadline_seconds: float = Field(
         10.0, gt=0, le=LONGEST_SECONDS, description="longest time for one response; later it scores 0 with a reason"
     )
+    start_seconds: float = Field(
+        120.0, gt=0, le=LONGEST_SECONDS, description="longest time for a worker to import its verifier, and load it"
+    )
 
 
 class ReasoningGymReward(RewardBase):

@@ -35,7 +35,6 @@ from rollflow.tasks.warned import ear
 CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;
 AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice
 SLOW_SECONDS = 1.0  # a verdict that takes longer holds up no other
-START_SECONDS = 120.0  # for a worker's imports
 START_TRIES = 5
 AGAIN_SECONDS = 0.5  # before another try to start one
 READY = b"ready\n"
@@ -167,7 +166,7 @@ class RewardPool:
     async def _gets_ready(self, worker: _Worker) -> bool:
         """Whether it made its imports; if not, it has ended."""
         try:
-            await worker.ready()
+            await worker.ready(self._config.start_seconds)
         except NotReady as error:
             self._unready += 1
             config = self._config
@@ -268,15 +267,15 @@ class _Worker:
         """Whether it can be asked."""
         return self._process.returncode is None
 
-    async def ready(self) -> None:
-        """Return when it has imported what it needs; `NotReady` if it ended, or takes too long for that."""
+    async def ready(self, seconds: float) -> None:
+        """Return when it has imported what it needs; `NotReady` if it ended, or takes longer than that."""
         if self._is_ready:
             return
         try:
-            line = await self._line(START_SECONDS)
+            line = await self._line(seconds)
         except TimeoutError:
             await self.end()
-            raise NotReady(f"it took more than {START_SECONDS:g} s") from None
+            raise NotReady(f"it took more than reward.start_seconds = {seconds:g}; set more") from None
         except WorkerDied:
             raise NotReady(f"it ended with code {self._process.returncode}") from None
         if line != READY:  # it says why not

@@ -66,8 +66,8 @@ async def scores(pool: RewardPool, requests: list[ScoreRequest]) -> list[tuple[f
         await pool.close()
 
 
-def odd_pool(folder: Path, deadline: float, workers: int = 1) -> RewardPool:
-    pool = RewardPool(ReasoningGymReward(deadline_seconds=deadline, workers=workers), folder)
+def odd_pool(folder: Path, deadline: float, workers: int = 1, **more: Any) -> RewardPool:
+    pool = RewardPool(ReasoningGymReward(deadline_seconds=deadline, workers=workers, **more), folder)
     pool._command = [sys.executable, "-c", ODD_WORKER]
     return pool
 
@@ -179,16 +179,20 @@ async def test_workers_are_there_before_the_first_response_and_again_when_they_d
         await pool.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("worker", "words"),
+    ("worker", "start_seconds", "words"),
     [
-        ("print('RuntimeError: no judge here')", "RuntimeError: no judge here"),
-        ("raise SystemExit(3)", "it ended with code 3"),
+        ("print('RuntimeError: no judge here')", HANG_SECONDS, "RuntimeError: no judge here"),
+        ("raise SystemExit(3)", HANG_SECONDS, "it ended with code 3"),
+        ("import time; time.sleep(600)", 0.5, r"it took more than reward\.start_seconds = 0\.5; set more"),
     ],
 )
-async def test_workers_that_never_get_ready_are_no_responses_fault(folder: Path, worker: str, words: str) -> None:
+async def test_workers_that_never_get_ready_are_no_responses_fault(
+    folder: Path, worker: str, start_seconds: float, words: str
+) -> None:
     """Every response scored 0 before, in a run whose audit was clean."""
-    pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2)
+    pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2, start_seconds=start_seconds)
     pool._command = [sys.executable, "-c", worker]
     await pool.start()
     sentence = rf"^reward\.kind = 'reasoning-gym': 10 workers in a row did not get ready; the last one: {words}$"
