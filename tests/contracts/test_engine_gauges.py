@@ -13,7 +13,7 @@ import pytest
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.waiting import RUN_SECONDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("vllm")]
 BOARD = Path("infra/watching/grafana.json")
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
 

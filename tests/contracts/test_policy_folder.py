@@ -131,6 +131,7 @@ def test_log_probs_are_the_learner_s(small: RunContext, exported: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
+@pytest.mark.soak
 def test_vllm_serves_the_same(exported: Path, small: RunContext, tmp_path: Path) -> None:
     """Tokens by /tokenize, log-probs and the end of an answer by /v1/completions."""
     prompts = [text for text in ODD if 2 <= len(small.tokenizer.encode(text)) < 100]

@@ -51,7 +51,7 @@ def named(head: RayHead) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ended", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("ended", [pytest.param("gcs_server", marks=pytest.mark.soak), "raylet"])
 def test_a_node_has_no_process_too_many_and_ends_with_any_of_them(tmp_path: Path, ended: str) -> None:
     """Also one that ends in order: by itself Ray waits on."""
     with RayHead(tmp_path, cpus=1) as head:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium"),
 ]
@@ -202,7 +203,6 @@ def test_a_run_from_the_form(browser: Browser, home: Path) -> None:
     browser.shot("plot")
 
 
-@pytest.mark.soak
 def test_suspended_resumed_cancelled_and_retried(browser: Browser, home: Path) -> None:
     browser.start("endless")
     until(lambda: versions_of(home) > 2)

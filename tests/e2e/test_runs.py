@@ -300,6 +300,7 @@ def services(tmp_path: Path, prefect_database: Path) -> Iterator[tuple[PrefectSe
     stop_together(prefect, ray)
 
 
+@pytest.mark.soak
 def test_stopped_then_resumed_on_services_that_are_given(
     tmp_path: Path,
     prefect_database: Path,

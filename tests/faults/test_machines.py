@@ -107,7 +107,8 @@ def actors(machine: Machine) -> set[str]:
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+Actor)\b", title))}
 
 
-@pytest.mark.parametrize("train", [ALONE, pytest.param(SPREAD, marks=pytest.mark.soak)], ids=["alone", "spread"])
+@pytest.mark.soak
+@pytest.mark.parametrize("train", [ALONE, SPREAD], ids=["alone", "spread"])
 def test_a_run_on_machines_without_a_common_disk(machines: Machines, prefect_database: Path, train: str) -> None:
     """The engine on the machine without the learner proves its weights at every update: its log-probs are probed.
 

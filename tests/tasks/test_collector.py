@@ -62,6 +62,7 @@ async def test_stages(
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
+@pytest.mark.soak
 async def test_an_engine_of_vllm(ray_node: None, tmp_path: Path) -> None:
     """Its front end: what came with vLLM's imports is looked at no more."""
     engine = RayEngine.spawn(VllmEngineConfig(), make_policy(tmp_path / "policy"))

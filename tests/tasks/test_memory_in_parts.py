@@ -128,6 +128,7 @@ def side(name: str, policy: Path, folder: Path) -> list[int]:
     return [int(most) for most in json.loads(done.stdout.splitlines()[-1])]
 
 
+@pytest.mark.soak
 def test_no_process_holds_the_whole(folder: Path, tmp_path: Path) -> None:
     """To store is a file or two more than it has; to load, its half, a file or two, and what is imported meanwhile."""
     most = side("stores", folder, tmp_path)

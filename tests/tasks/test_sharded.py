@@ -169,7 +169,7 @@ def test_it_trains_what_torch_trains_and_each_goes_on_from_the_other(
     made._others.end()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_rank_without_rows_takes_part_and_one_that_is_stopped_is_named(folder: Path) -> None:
     torch_one, _ = alone(folder, "GRPO", one_with_signal)
     made = sharded(folder, 2, seconds=30.0)  # of ranks that share a busy core

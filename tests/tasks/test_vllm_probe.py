@@ -105,6 +105,7 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
     until(lambda: not any(map(_alive, children)))
 
 
+@pytest.mark.soak
 async def test_the_death_of_vllms_process_under_an_actor(tmp_path: Path, ray_node: None) -> None:
     """Its requests fail at once, their tokens are known, and a new actor of that name continues them."""
     policy, weights = make_policy(tmp_path / "policy"), make_weights(tmp_path / "0", seed=0)
