@@ -255,7 +255,6 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_a_cluster_ends_with_its_guards_and_starts_again_where_it_was(tmp_path: Path, mark: str) -> None:
     """As when the kernel is short of memory and takes the guards first."""
     head = RayHead(tmp_path, cpus=1)
