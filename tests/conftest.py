@@ -14,7 +14,9 @@ from tests.support.counts import ALL
 
 # No bound on time: a machine may be slow. `make test` draws the same cases each time, so that what it says is of the
 # change that it looks at; `make soak` draws new ones.
-settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not ALL)
+settings.register_profile(
+    "calm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not ALL, print_blob=True
+)
 settings.load_profile("calm")
 
 # A forked child has none of its parent's threads: if it collected what belongs to them (gloo's groups, say), it would
