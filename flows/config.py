@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rollflow.flows.key_words import allowed, default_of
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.objectives.config import check_new
 from rollflow.tasks.sections import Section
 
 if TYPE_CHECKING:
@@ -51,7 +52,21 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     tree = read_toml(path, "recipe")
     for override in overrides:
         _override(tree, override)
-    return parse(tree)
+    config = parse(tree)
+    check_objective(config)
+    return config
+
+
+def check_objective(config: RunConfig) -> None:
+    """What `parse` takes, for a tree with every part may be a recorded run's, and no new run is made with.
+
+    Raises:
+        ConfigError: with one sentence for what a person must change.
+    """
+    try:
+        check_new(config.train.objective)
+    except PydanticCustomError as error:
+        raise ConfigError(error.message()) from None
 
 
 def load_hardware(path: Path) -> Hardware:

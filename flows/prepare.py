@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import version as package_version
 from pathlib import Path
 
-from pydantic_core import PydanticCustomError
-
+from rollflow.flows.config import check_objective
 from rollflow.flows.locations import context_of, store_uri
 from rollflow.storage.errors import ConfigError, Conflict
 from rollflow.storage.log.entries import RunCreated, entry_path
@@ -24,7 +23,6 @@ from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.runnable import hindrance_of
-from rollflow.tasks.objectives.config import check_new
 from rollflow.tasks.own_parts import check_own_parts, own_code
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
@@ -43,7 +41,7 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
         ConfigError: with one sentence for what a person must change.
     """
     check_own_parts(config)
-    _check_objective(config)
+    check_objective(config)
     uri = store_uri(config)
     context = context_of(uri, run_id)
     open_store(uri).check()
@@ -72,14 +70,6 @@ def prepare(config: RunConfig, run_id: str) -> RunContext:
     except Conflict:
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id") from None
     return context
-
-
-def _check_objective(config: RunConfig) -> None:
-    """A tree with every part may be a recorded run's, so not all was looked for when it was read."""
-    try:
-        check_new(config.train.objective)
-    except PydanticCustomError as error:
-        raise ConfigError(error.message()) from None
 
 
 def _stored(path: str, data: Data) -> StoredObject:

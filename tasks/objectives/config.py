@@ -310,10 +310,6 @@ def check_new(objective: ObjectiveConfig) -> None:
     if isinstance(objective, PartsObjective):
         _check_length(objective)
         _check_k1(objective.penalties)
-    advantage = objective.advantage
-    if not advantage.positive_weight and not advantage.negative_weight:
-        cure = "neither do negative advantages count, so no answer does; set one of the two above 0"
-        refuse("train.objective.advantage.positive_weight", advantage.positive_weight, cure)
 
 
 def _check_length(objective: PartsObjective) -> None:

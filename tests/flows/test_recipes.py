@@ -10,6 +10,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.config import describe_keys, load_recipe, parse, sentence
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
@@ -208,7 +209,6 @@ def test_what_a_run_has_kept_is_read_even_if_it_is_refused_by_now() -> None:
     [
         ({"penalties": {"kl": "k1", "kl_weight": 0.1}}, r"penalties\.kl = 'k1': its gradient "),
         ({"ratio": {"level": "sequence"}}, r"ratio\.level = 'sequence': with aggregation = "),
-        ({"advantage": {"positive_weight": 0, "negative_weight": 0}}, r"advantage\.positive_weight = 0\.0: neither "),
     ],
 )
 def test_no_new_run_is_made_of_it_through_a_form_that_sends_every_part(
@@ -218,6 +218,14 @@ def test_no_new_run_is_made_of_it_through_a_form_that_sends_every_part(
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         prepare(config, "new")
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_nor_is_a_recipe_that_has_every_part_taken_to_find_it_out_in_the_middle_of_a_sweep(tmp_path: Path) -> None:
+    """`rollflow check --resolved` prints such recipes."""
+    path = recipe(tmp_path, to_toml(with_every_part()))
+    load_recipe(path, ["train.objective.penalties.kl=k1"])
+    with pytest.raises(ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': its gradient "):
+        load_recipe(path, ["train.objective.penalties.kl=k1", "train.objective.penalties.kl_weight=0.1"])
 
 
 def with_every_part(**parts: object) -> dict[str, Any]:
