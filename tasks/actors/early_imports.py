@@ -80,11 +80,22 @@ def wanted(kind: Kind, folder: Path) -> Path:
 
 
 def import_early() -> None:
-    """Import what this worker is to have, before Ray begins threads in it. What fails here, its actor meets again."""
+    """Import what this worker is to have, before Ray begins threads in it. What fails here, its actor meets again.
+
+    Raises nothing: a worker that ends before it registers keeps its actor waiting.
+    """
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
         return
-    file = wanted(kind, Path(folder))
+    try:
+        _import_in_turn(kind, wanted(kind, Path(folder)))
+    except Exception:
+        logging.getLogger(__name__).exception("early imports of %s", kind)
+
+
+def _import_in_turn(kind: Kind, file: Path) -> None:
+    """Import as a spare if one is asked for; else only for an engine, and only if no spare is importing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     try:
         file.unlink()
     except FileNotFoundError:  # a worker for an actor that waits
@@ -92,10 +103,7 @@ def import_early() -> None:
             return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as Ray says to an actor that asks for no CPUs; torch reads it once
     with _told(file.with_suffix(IMPORTING)):
-        try:
-            import_all(kind)
-        except Exception:
-            logging.getLogger(__name__).exception("early imports of %s", kind)
+        import_all(kind)
 
 
 @contextlib.contextmanager

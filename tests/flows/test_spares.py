@@ -174,6 +174,30 @@ def test_a_worker_that_an_actor_waits_for_imports_for_engines_only(
     assert imported == ["engine", "learner"]
 
 
+def test_early_imports_never_end_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a folder of spares, with one that cannot be made, and where an import fails."""
+    imported: list[Kind] = []
+    monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
+    monkeypatch.setattr(early_imports, "import_all", imported.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(KIND, "engine")
+    monkeypatch.setenv(WANTED, str(tmp_path / "nobody" / "made" / "it"))
+    import_early()
+    assert imported == ["engine"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(WANTED, str(tmp_path / "file" / "spares"))
+    import_early()
+
+    def fail(kind: Kind) -> None:
+        imported.append(kind)
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(early_imports, "import_all", fail)
+    monkeypatch.setenv(WANTED, str(tmp_path / "spares"))
+    import_early()
+    assert imported == ["engine", "engine"]
+
+
 def test_a_worker_leaves_its_actor_to_a_spare_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
