@@ -26,39 +26,19 @@ from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, flow
 from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
-from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.flows.services.registering import sweep, withdraw
 from rollflow.flows.services.told import Told
 from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.early_imports import Kind, kinds_of
-from rollflow.tasks.config import RecoveryConfig, RunConfig
+from rollflow.tasks.config import RecoveryConfig
 from rollflow.tasks.run_context import RunContext
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 1.0
 CANCEL_SECONDS = 60.0
 STACK = "stack"
-
-
-def check_addresses(config: RunConfig, store: str) -> None:
-    """Check, before anything is started, that every service that is named is there; `ConfigError` says which is not.
-
-    Every node of the cluster must reach the run's `store`, too.
-    """
-    check_store_reach(store, config.cluster.address)
-    if url := prefect_url():
-        check_prefect(url)
-    check_ray(config.cluster.address)
-    if config.cluster.address != "auto" and open_store(store).local_path("runs"):
-        from rollflow.flows.services import cluster
-
-        with cluster.attached(config.cluster.address, "check"):
-            check_store_reach(store, config.cluster.address, cluster.nodes())
-    if config.tracking.uri:
-        check_mlflow(config.tracking.uri)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOUSES = ("storage", "tasks", "flows")  # each may import those before it
-OWN_FILES = 16
+OWN_FILES = 17
 
 # What a room may import of its own house besides itself.
 MAY: dict[str, set[str]] = {

@@ -46,6 +46,7 @@ def _recipe_commands(commands: Any) -> None:
     check = commands.add_parser("check", help="validate a recipe")
     check.add_argument("recipe", type=Path)
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    check.add_argument("--offline", action="store_true", help="ask no service: no store, MLflow, Prefect or Ray")
     whole = check.add_mutually_exclusive_group()
     whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
     whole.add_argument("--json", action="store_true", help="the same as one JSON object")

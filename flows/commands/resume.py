@@ -7,7 +7,7 @@ import sys
 
 from rollflow.flows.commands import run
 from rollflow.flows.locations import find_run
-from rollflow.flows.session import check_addresses
+from rollflow.flows.preflight import check_addresses
 from rollflow.tasks.own_parts import changed_code, check_own_parts
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.config import load_recipe
-from rollflow.flows.locations import new_run_id, store_uri
+from rollflow.flows.locations import new_run_id
 from rollflow.flows.prepare import prepare
-from rollflow.flows.session import Session, check_addresses, session_of
+from rollflow.flows.session import Session, session_of
 from rollflow.flows.views.audit_table import show_audit
 from rollflow.flows.views.console import open_view, print_summary
 from rollflow.flows.views.status import STATUS, RunStatus, read_status
@@ -26,7 +26,6 @@ from rollflow.tasks.run_context import RunContext
 def command(options: argparse.Namespace) -> int:
     """Prepare a run and see it to its end."""
     config = load_recipe(options.recipe, options.set)
-    check_addresses(config, store_uri(config))
     context = prepare(config, new_run_id(config.name) if options.run_id is None else options.run_id)
     return drive(context)
 

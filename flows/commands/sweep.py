@@ -24,8 +24,8 @@ from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.commands.compare import compared_table
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import context_of, home, new_run_id, store_uri
+from rollflow.flows.preflight import preflight
 from rollflow.flows.prepare import prepare
-from rollflow.flows.session import check_addresses
 from rollflow.flows.views.compare import read_compared
 from rollflow.flows.views.compare_page import compare_page
 from rollflow.flows.views.summary import read_summary
@@ -56,9 +56,12 @@ class Point:
 def command(options: argparse.Namespace) -> int:
     """Check every run before the first begins; a run that fails does not keep the others from being made."""
     points = points_of(options)
+    looked_at = set[str]()
     for point in points:
-        check_addresses(point.config, store_uri(point.config))
         _check_same(point)
+        if (alike := point.config.model_copy(update={"seed": 0}).sha256()) not in looked_at:  # a seed changes no check
+            preflight(point.config, download=False)
+            looked_at.add(alike)
     failed = [point for number, point in enumerate(points) if not _made(point, number, len(points))]
     runs = read_compared([point.context for point in points if point not in failed])
     if runs:

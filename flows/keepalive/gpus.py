@@ -56,6 +56,11 @@ def shared_out(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     return GpuShares(width, together)
 
 
+def spreads(config: RunConfig) -> bool:
+    """Whether an engine or the learner is to be spread over several GPUs."""
+    return width_of(config) > 1 or config.train.ranks > 1
+
+
 def engines_of(config: RunConfig) -> int:
     """How many there are; one for evaluations alone counts where it is like the others."""
     return config.engine.replicas + (config.evaluation_engine(on_cpu=False) == config.engine)

@@ -179,6 +179,13 @@ def node_gpus() -> list[float]:
     return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
 
 
+def machine_gpus() -> float:
+    """How many GPUs a Ray node on this machine would have; no cluster is needed."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    return float(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())
+
+
 def _translate(error: Exception, deadline_seconds: float, what: str, died: type[RollflowError]) -> NoReturn:
     from ray import exceptions
 

@@ -1,9 +1,35 @@
-"""What the transformers engine can run, by a policy's config alone: asked before a run begins. Imports no torch."""
+"""What an engine can run, by a policy's config alone: asked before a run begins. Imports no torch."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rollflow.storage.errors import ConfigError
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention without a GPU
+
+
+def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> None:
+    """Refuse a head size that vLLM would accept without a GPU, and then die of at the first request.
+
+    `named` is the policy as a person gave it.
+
+    Raises:
+        ConfigError: vLLM's CPU attention has no kernel for it.
+    """
+    policy = json.loads((folder / "config.json").read_text())
+    policy = policy.get("text_config") or policy
+    width, heads = policy.get("hidden_size"), policy.get("num_attention_heads")
+    size = policy.get("head_dim") or (width // heads if width and heads else None)
+    if size is not None and size not in CPU_HEAD_SIZES and not has_gpu():
+        raise ConfigError(
+            f"{named}: vLLM's CPU attention has no kernel for heads of size {size}, only for "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose hidden_size / heads among them, or engine.kind = "
+            "'transformers'"
+        )
 
 
 def hindrance(config: Any) -> str | None:

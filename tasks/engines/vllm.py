@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import multiprocessing.forkserver
 import os
 import secrets
@@ -30,11 +29,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollflow.storage.errors import ConfigError, EngineFailed
+from rollflow.storage.errors import EngineFailed
 from rollflow.storage.flat import Int32s
 from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
+from rollflow.tasks.engines.runnable import check_head_size
 from rollflow.tasks.fork_server import fork_server
 from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BLOCK_TOKENS = 32  # the smallest its attention kernel takes: only whole blocks of a prompt are shared
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 START_SECONDS = 600.0
 CALL_SECONDS = 50.0  # for suspend, resume, abort: they take milliseconds unless the engine hangs
 UPDATE_SECONDS = 120.0
@@ -91,26 +90,15 @@ class VllmEngine:
         return self._version
 
     async def start(self) -> None:
-        self._check_head_size()
+        from torch.cuda import is_available
+
+        check_head_size(self._folder, str(self._folder), is_available)
         with _environment(self._config.threads):
             async with asyncio.timeout(START_SECONDS):
                 self._llm = await asyncio.to_thread(self._build)
             self._responses = _gathering(self._llm, self._stop_ids)
             await self._call("prepare_policy_worker")
         spare_collector()  # or every full collection walks all that vLLM imported: 0.4 s, several times a minute
-
-    def _check_head_size(self) -> None:
-        """Refuse a head size that vLLM would accept here, and then die of at the first request."""
-        from torch.cuda import is_available
-
-        policy = json.loads((self._folder / "config.json").read_text())
-        size = policy.get("head_dim") or policy["hidden_size"] // policy["num_attention_heads"]
-        if not is_available() and size not in CPU_HEAD_SIZES:
-            raise ConfigError(
-                f"{self._folder}: vLLM's CPU attention has no kernel for heads of size {size}, only for "
-                f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose hidden_size / heads among them, or engine.kind = "
-                "'transformers'"
-            )
 
     def _build(self) -> Any:
         with quick_imports():

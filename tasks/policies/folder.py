@@ -102,21 +102,34 @@ def local_policy(path: str) -> Path | None:
     return None
 
 
-def resolve_policy(path: str) -> Path:
-    """The local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub."""
+def find_policy(path: str, download: bool = True) -> Path | None:
+    """The local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub.
+
+    None: it is a hub name that is not in the cache, and is not to be downloaded.
+    """
     if (folder := local_policy(path)) is not None:
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
     try:
-        found = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
+        found = snapshot_download(path, allow_patterns=wanted, local_files_only=not download)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if not download and isinstance(error, LocalEntryNotFoundError):
+            return None
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"policy.path = {path!r}: neither a folder here nor to be had from the hub ({reason}); download it first"
         ) from None
     return _complete(path, Path(found))
+
+
+def resolve_policy(path: str) -> Path:
+    """The folder of `policy.path`, downloaded from the hub if need be."""
+    found = find_policy(path)
+    assert found is not None, "what is downloaded is there"
+    return found
 
 
 def is_weights(path: str) -> bool:

@@ -23,7 +23,7 @@ from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
-from tests.support.refused import refused
+from tests.support.refused import refused, refused_alike
 from tests.support.waiting import HANG_SECONDS
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -161,7 +161,7 @@ def policy_recipe(tmp_path: Path, folder: Path, extra: str = "") -> str:
 
 
 def test_missing_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    sentence = refused(capsys, "run", policy_recipe(tmp_path, tmp_path / "no-model"))
+    sentence = refused_alike(capsys, policy_recipe(tmp_path, tmp_path / "no-model"))
     assert "policy.path" in sentence
     assert "there is no such folder" in sentence
 
@@ -178,7 +178,7 @@ def make_policy(folder: Path, **changes: object) -> Path:
 def test_tokenizer_without_end_of_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", eos_token_id=None)
     (folder / "generation_config.json").unlink()
-    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder))
+    sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert "policy.path" in sentence
     assert "no end-of-sequence token" in sentence
 
@@ -201,27 +201,27 @@ def test_policy_that_the_engine_cannot_run(
     kept = config if changes["model_type"] == "qwen2" else {k: v for k, v in config.items() if "key_value" not in k}
     (folder / "config.json").write_text(json.dumps(kept))
     recipe = policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n')
-    sentence = refused(capsys, "run", recipe)
+    sentence = refused_alike(capsys, recipe)
     assert f"the transformers engine cannot run {why}" in sentence
     assert 'set engine.kind = "vllm"' in sentence
 
 
 def test_policy_whose_config_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", model_type="qwen2", layer_types=["full_attention"] * 5)
-    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n'))
+    sentence = refused_alike(capsys, policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n'))
     assert "transformers cannot read its config.json (ValueError: `num_hidden_layers` (2) must be" in sentence
 
 
 def test_prompt_longer_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", max_position_embeddings=70)
-    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder))
+    sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert "prompts.0: a prompt of" in sentence
     assert "longer than the context leaves room for (6)" in sentence
 
 
 def test_more_new_tokens_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", max_position_embeddings=32)
-    sentence = refused(capsys, "run", policy_recipe(tmp_path, folder))
+    sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert "engine.max_new_tokens = 64" in sentence
 
 
@@ -256,7 +256,7 @@ def test_check_opens_the_policys_folder_and_the_places_to_write(
     assert "policy.path" in sentence
     assert "there is no such folder" in sentence
     folder = make_policy(tmp_path / "policy")
-    assert main(["check", policy_recipe(tmp_path, folder)]) == 0
+    assert "has no weights as safetensors" in refused_alike(capsys, policy_recipe(tmp_path, folder))
     (folder / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refused(capsys, "check", policy_recipe(tmp_path, folder))
     (tmp_path / "file").write_text("")
@@ -297,14 +297,14 @@ def test_existing_run_id(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 def test_unwritable_storage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    sentence = refused(capsys, "run", RECIPE, "--set", f"store.uri={tmp_path}/file/below")
+    sentence = refused_alike(capsys, RECIPE, "--set", f"store.uri={tmp_path}/file/below")
     assert "store.uri" in sentence
     assert "file/below" in sentence
 
 
 def test_a_folder_as_store_of_a_cluster_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Before anybody is asked: nothing answers at that address."""
-    sentence = refused(capsys, "run", RECIPE, "--set", "cluster.address=192.0.2.7:6379")
+    sentence = refused_alike(capsys, RECIPE, "--set", "cluster.address=192.0.2.7:6379")
     assert sentence.startswith(f"store.uri = '{tmp_path}/home/store': a folder of this machine, which 192.0.2.7 of ")
     assert "cluster.address = '192.0.2.7:6379' cannot read; use s3://bucket/prefix" in sentence
 
@@ -319,15 +319,17 @@ def test_a_folder_as_store_of_a_cluster_with_nodes_elsewhere() -> None:
 
 def test_unreachable_services(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
-    assert f"cluster.address = '{address}'" in refused(capsys, "run", RECIPE, "--set", f"cluster.address={address}")
+    assert f"cluster.address = '{address}'" in refused_alike(capsys, RECIPE, "--set", f"cluster.address={address}")
     uri = f"http://{address}"
-    assert f"tracking.uri = '{uri}'" in refused(capsys, "run", RECIPE, "--set", f"tracking.uri={uri}")
+    assert f"tracking.uri = '{uri}'" in refused_alike(capsys, RECIPE, "--set", f"tracking.uri={uri}")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", uri)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    assert "store.uri = 's3://bucket/runs'" in refused(capsys, "run", RECIPE, "--set", "store.uri=s3://bucket/runs")
+    for verb in ("check", "run"):  # their sentences have the name of a probe in them
+        sentence = refused(capsys, verb, RECIPE, "--set", "store.uri=s3://bucket/runs")
+        assert "store.uri = 's3://bucket/runs'" in sentence
     monkeypatch.setenv("PREFECT_API_URL", f"{uri}/api")
-    assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "run", RECIPE)
+    assert f"PREFECT_API_URL = '{uri}/api'" in refused_alike(capsys, RECIPE)
     assert f"PREFECT_API_URL = '{uri}/api'" in refused(capsys, "serve")
 
 
@@ -339,9 +341,9 @@ def test_a_database_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = refused(capsys, "run", RECIPE, "--set", "prompts.0.family=no_such_family")
+    sentence = refused_alike(capsys, RECIPE, "--set", "prompts.0.family=no_such_family")
     assert "prompts.family = 'no_such_family'" in sentence
-    sentence = refused(capsys, "run", RECIPE, "--set", "prompts.0.options.depth=3")
+    sentence = refused_alike(capsys, RECIPE, "--set", "prompts.0.options.depth=3")
     assert "prompts.options" in sentence
 
 
@@ -357,8 +359,8 @@ from rollflow.flows import prepare
 from rollflow.flows.commands.cli import main
 from rollflow.flows.locations import attach_run
 assert main(["check", "{RECIPE}"]) == 0
-assert main(["check", "{RECIPE}", "--set", "store.uri=s3://bucket/prefix"]) == 0
-heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers", "reasoning_gym"}} & set(sys.modules)
+assert main(["check", "{RECIPE}", "--offline", "--set", "store.uri=s3://bucket/prefix"]) == 0
+heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
@@ -368,18 +370,17 @@ def test_a_refused_command_leaves_a_run_of_that_id_its_policy(tmp_path: Path, mo
     """Two commands of one second have one run id by default: `for s in 0 1; do rollflow run R --set seed=$s & done`."""
 
     def config(hidden: int) -> RunConfig:
-        return RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=hidden, heads=2)))
+        return RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=hidden, heads=1)))
 
-    check, prepared = prepare._check_policy, list[RunContext]()
+    place, prepared = prepare._place, list[RunContext]()
 
-    def checked(*arguments: Any) -> Any:
-        found = check(*arguments)
+    def placed(*arguments: Any) -> None:
         if not prepared:  # the other command is a moment ahead
             prepared.append(attach_run(f"{tmp_path}/home/store/runs/same"))
             prepare.prepare(config(32), "same")
-        return found
+        place(*arguments)
 
-    monkeypatch.setattr(prepare, "_check_policy", checked)
+    monkeypatch.setattr(prepare, "_place", placed)
     with pytest.raises(ConfigError, match="run id 'same': another policy was prepared under it"):
         prepare.prepare(config(64), "same")
     assert json.loads(prepared[0].store.get("policy/config.json"))["hidden_size"] == 32
@@ -389,7 +390,7 @@ def test_a_preparation_that_was_killed_is_done_again(monkeypatch: pytest.MonkeyP
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    config = RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=2)))
+    config = RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=1)))
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "keep", killed)
         with pytest.raises(KeyboardInterrupt):

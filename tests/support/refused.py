@@ -15,3 +15,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert line.startswith("rollflow: ")
     assert "Traceback" not in captured.out + captured.err
     return line.removeprefix("rollflow: ")
+
+
+def refused_alike(capsys: pytest.CaptureFixture[str], recipe: str, *options: str) -> str:
+    """Have `check` and `run` refuse a recipe, in the same sentence; returns it."""
+    by_check = refused(capsys, "check", recipe, *options)
+    assert refused(capsys, "run", recipe, *options) == by_check
+    return by_check

@@ -31,8 +31,8 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.runnable import CPU_HEAD_SIZES
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.engines.vllm import CPU_HEAD_SIZES
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
 from rollflow.tasks.own_parts import changed_code

@@ -1,0 +1,212 @@
+"""The preflight: everything that a run would refuse before its first token, found before anything is started.
+
+`rollflow check`, `run`, `sweep` and the deployments call `preflight`, so that each accepts what the others accept, and
+refuses what they refuse, in the same sentence. It loads only what its recipe names: reasoning-gym for its families,
+transformers for the folder of `policy.path` and for chat templates, Ray for a cluster that is named.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rollflow.flows.config import check_objective
+from rollflow.flows.keepalive.gpus import shared_out, spreads
+from rollflow.flows.locations import store_uri
+from rollflow.flows.services import cluster
+from rollflow.flows.services.profile import prefect_url
+from rollflow.flows.services.reachability import check_folder, check_mlflow, check_prefect, check_ray, check_store_reach
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects import Data, open_store
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
+from rollflow.tasks.engines.runnable import check_head_size, hindrance_of
+from rollflow.tasks.learners.config import DeepSpeedTrain
+from rollflow.tasks.own_parts import check_own_parts
+from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, find_policy, weight_files, with_dtype
+from rollflow.tasks.policies.stop import stop_tokens
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
+from rollflow.tasks.prompts.base import Reader
+from rollflow.tasks.prompts.pins import Pin, pinned, read_once
+from rollflow.tasks.run_context import open_prompts, probe_tokens
+
+VOCABULARY_TEXTS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What a run begins with.
+
+    `files` and `weights` are the policy's by name, `probe` are the tokens of the weight-update probe, and `read` gives
+    the files of prompts that the `pins` describe. `notes` say what a person should know, and what could not be checked.
+    Where the policy is not on this machine, `files`, `weights`, `probe` and `pins` are empty.
+    """
+
+    files: Mapping[str, bytes]
+    weights: Mapping[str, Data]
+    probe: tuple[int, ...]
+    pins: tuple[Pin, ...]
+    read: Reader
+    notes: tuple[str, ...] = ()
+
+
+def preflight(config: RunConfig, *, download: bool = True, ask: bool = True) -> Preflight:
+    """Check everything that can be checked before a run.
+
+    Without `download` a policy of the hub is not fetched; without `ask` no service is asked.
+
+    Raises:
+        ConfigError: with one sentence for what a person must change.
+    """
+    check_objective(config)
+    check_own_parts(config)
+    notes = check_places(config, ask)
+    _check_installed(config)
+    read = read_once()
+    if config.policy.path is not None and find_policy(config.policy.path, download) is None:
+        notes += _few_held_out(config, open_prompts(config, None, read).count_held_out())
+        notes.append(
+            f"policy.path = {config.policy.path!r} is not in the hub's cache of this machine: its tokenizer, template, "
+            "context and weights were not checked; `rollflow run` downloads and checks them first"
+        )
+        return Preflight({}, {}, (), (), read, tuple(notes))
+    files = with_dtype(_policy_files(config, read), config.policy.dtype)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        tokenizer = _check_folder(config, folder)
+        prompts = open_prompts(config, tokenizer, read)
+        notes += _few_held_out(config, len(prompts.held_out()))
+        first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
+        _check_reading(config, folder, [prompt.text for prompt in first])
+        probe, pins = probe_tokens(prompts), pinned(config, prompts, read)
+    weights = weight_files(config.policy.path) if config.policy.path is not None else {}  # a cold start makes its own
+    return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
+
+
+def check_places(config: RunConfig, ask: bool = True) -> list[str]:
+    """Check that the store can be written and that every service answers; returns what was not asked, in words.
+
+    Raises:
+        ConfigError: a place is not as a run needs it.
+    """
+    uri, tracking = store_uri(config), config.tracking.uri
+    if ask:
+        check_addresses(config, uri)
+        open_store(uri).check()
+        return []
+    check_store_reach(uri, config.cluster.address)
+    if "://" not in uri:
+        check_folder("store.uri", uri, Path(uri).expanduser().absolute())
+    if tracking and tracking.startswith(("sqlite:", "file:", "/", ".")):
+        check_mlflow(tracking)
+    named = {
+        "PREFECT_API_URL": prefect_url(),
+        "cluster.address": config.cluster.address if config.cluster.address != "auto" else "",
+        "store.uri": uri if "://" in uri else "",
+        "tracking.uri": tracking if tracking and tracking.startswith(("http:", "https:")) else "",
+    }
+    asked = [key for key, address in named.items() if address]
+    return [f"not asked: {', '.join(asked)}"] if asked else []
+
+
+def check_addresses(config: RunConfig, store: str) -> None:
+    """Check, before anything is started, that every service that is named is there; `ConfigError` says which is not.
+
+    Every node of the cluster must reach the run's `store`, too, and have the GPUs that the run is spread over.
+    """
+    address = config.cluster.address
+    check_store_reach(store, address)
+    if url := prefect_url():
+        check_prefect(url)
+    check_ray(address)
+    local = open_store(store).local_path("runs") is not None
+    if address == "auto" and spreads(config):
+        shared_out(config, [cluster.machine_gpus()])
+    if address != "auto" and (local or spreads(config)):
+        with cluster.attached(address, "check"):
+            check_store_reach(store, address, cluster.nodes())
+            shared_out(config, cluster.node_gpus())
+    if config.tracking.uri:
+        check_mlflow(config.tracking.uri)
+
+
+def _check_installed(config: RunConfig) -> None:
+    """Refuse a library that is not installed, where the run's processes are on this machine."""
+    if config.cluster.address != "auto":
+        return
+    if isinstance(config.engine, VllmEngineConfig) and find_spec("vllm") is None:
+        cure = 'install it with `pip install "rollflow[cpu]"` (or "rollflow[gpu]"), or set engine.kind = "transformers"'
+        raise ConfigError(f"engine.kind = 'vllm': vLLM is not installed here; {cure}")
+    if isinstance(config.train, DeepSpeedTrain) and find_spec("deepspeed") is None:
+        cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
+        raise ConfigError(f"train.learner = 'deepspeed': DeepSpeed is not installed here; {cure}")
+
+
+def _few_held_out(config: RunConfig, found: int) -> list[str]:
+    """A note where there are fewer prompts to evaluate with than asked for."""
+    if found >= config.evaluation.prompts:
+        return []
+    few = f"only {found} are held out to evaluate with; raise prompts.held_out or give more lines"
+    return [f"evaluation.prompts = {config.evaluation.prompts}: {few}"]
+
+
+def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
+    """The policy folder without weights: a new small one, or that of `policy.path`."""
+    if config.policy.cold_start is None:
+        assert config.policy.path is not None
+        return copy_folder(config.policy.path)
+    return build_cold_folder(config.policy.cold_start, open_prompts(config, None, read).texts(VOCABULARY_TEXTS))
+
+
+def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
+    """Open the policy as the run will: end of sequence, engine and context."""
+    _check_end(config, folder)
+    _check_engine(config, folder)
+    tokenizer = PolicyTokenizer(folder)
+    if tokenizer.context <= config.engine.max_new_tokens:
+        raise ConfigError(
+            f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
+            f"{tokenizer.context} tokens; choose fewer"
+        )
+    return tokenizer
+
+
+def _check_end(config: RunConfig, folder: Path) -> None:
+    if not stop_tokens(folder):
+        raise ConfigError(
+            f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token; "
+            "set eos_token_id in its config.json, or choose a policy that has one"
+        )
+
+
+def _check_engine(config: RunConfig, folder: Path) -> None:
+    """Refuse a policy that the engine cannot run: its actors would die, one after the other."""
+    path = config.policy.path
+    if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
+        cold = config.policy.cold_start
+        named = f"policy.path = {path!r}" if cold is None else f"policy.cold_start.heads = {cold.heads}"
+        check_head_size(folder, named, cluster.machine_gpus)
+    if path is None or not isinstance(config.engine, TransformersEngineConfig):
+        return
+    try:
+        why = hindrance_of(folder)
+    except ValueError as error:
+        raise ConfigError(f"policy.path = {path!r}: {error}; save the policy again") from None
+    if why is not None:
+        cure = 'set engine.kind = "vllm", or choose another policy'
+        raise ConfigError(f"policy.path = {path!r}: the transformers engine cannot run {why}; {cure}")
+
+
+def _check_reading(config: RunConfig, folder: Path, texts: list[str]) -> None:
+    """Refuse a policy whose tokenizer other tools read differently: they could not use what is trained."""
+    path = config.policy.path
+    if path is not None and (what := other_reading(folder, texts)) is not None:
+        raise ConfigError(
+            f"policy.path = {path!r}: {what}; keep the tokenizer it is meant to have: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes the two one"
+        )
