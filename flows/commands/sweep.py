@@ -80,13 +80,17 @@ def points_of(options: argparse.Namespace) -> list[Point]:
     Raises:
         ConfigError: a value, or the study's name, is not one.
     """
+    _check_values(options.set)
     varied = list(combinations(options.set))
     first = load_recipe(options.recipe, varied[0])  # alone, the recipe may lack what is varied
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
         raise ConfigError(f"--study {study!r}: runs of it have longer names; give at most {LONGEST_RECIPE} letters")
-    if len(varied) * options.seeds > MOST:
-        count = len(varied) * options.seeds
+    count = len(varied) * options.seeds
+    if count == 1:
+        several = "--set train.learning_rate=1e-4,3e-4, or --seeds 3"
+        raise ConfigError(f"a sweep needs several values or seeds, e.g. {several}; `rollflow run` makes one run")
+    if count > MOST:
         raise ConfigError(f"--seeds {options.seeds}: that is {count} runs; give fewer values or seeds, for {MOST}")
     found = []
     for (number, sets), seed in product(enumerate(varied), range(options.seeds)):
@@ -95,6 +99,22 @@ def points_of(options: argparse.Namespace) -> list[Point]:
         words = ", ".join([*(one for one in sets if one not in _fixed(options.set)), f"seed {config.seed}"])
         found.append(Point(f"{study}-{number}-s{config.seed}", config, words))
     return found
+
+
+def _check_values(sets: Sequence[str]) -> None:
+    """Refuse an override without a value, with a value twice, and a key that is given twice."""
+    keys = set[str]()
+    for override in sets:
+        key, _, text = (part.strip() for part in override.partition("="))
+        values = _parted(text)
+        if not key or not all(values):
+            cure = "give each value, e.g. --set train.learning_rate=1e-4,3e-4"
+            raise ConfigError(f"--set {override!r}: a value is missing; {cure}")
+        if key in keys:
+            raise ConfigError(f"--set {override!r}: {key} is given twice; put its values into one --set, with commas")
+        if twice := next((one for one in values if values.count(one) > 1), None):
+            raise ConfigError(f"--set {override!r}: the value {twice} is there twice; --seeds repeats a value")
+        keys.add(key)
 
 
 def combinations(sets: Sequence[str]) -> Iterator[list[str]]:

@@ -33,7 +33,6 @@ def asked(*sets: str, seeds: int = 1) -> list[sweep.Point]:
         ("a=[1, 2],[3]", ["a=[1, 2]", "a=[3]"]),
         ('a="x,y",z', ['a="x,y"', "a=z"]),
         ("a=[1,", ["a=[1,"]),  # no TOML: the recipe refuses it
-        ("a=", ["a="]),
     ],
 )
 def test_a_comma_parts_values_unless_it_is_within_one(override: str, values: list[str]) -> None:
@@ -66,6 +65,33 @@ def test_bad_values_are_refused_before_a_run_begins(
     assert "train.learning_rate = -1" in refused(capsys, *given, "train.learning_rate=1e-4,-1")
     assert "--study" in refused(capsys, *given, "seed=1", "--study", "../out")
     assert "--seeds 2000" in refused(capsys, *given, "seed=1", "--seeds", "2000")
+    assert not all_runs()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ["a sweep needs several values or seeds", "`rollflow run`"]),
+        (["versions=5"], ["a sweep needs several values or seeds"]),
+        (["versions"], ["--set 'versions'", "a value is missing"]),
+        (["versions="], ["--set 'versions='", "a value is missing"]),
+        (["versions=5,"], ["--set 'versions=5,'", "a value is missing"]),
+        (["versions=5,,6"], ["a value is missing"]),
+        (["=5,6"], ["a value is missing"]),
+        (["versions=5,6,5"], ["the value 5 is there twice", "--seeds"]),
+        (["versions=5,6", "versions=7"], ["versions is given twice", "one --set"]),
+    ],
+)
+def test_sweep_without_values_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: list[str],
+    words: list[str],
+) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    said = refused(capsys, "sweep", RECIPE, *(part for one in given for part in ("--set", one)))
+    assert all(word in said for word in words)
     assert not all_runs()
 
 
