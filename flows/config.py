@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -78,10 +78,11 @@ def load_hardware(path: Path) -> Hardware:
     from rollflow.tasks.simulation.hardware import Hardware
 
     path = hardware_file(path)
+    tree = read_toml(path, "hardware file")
     try:
-        return Hardware.model_validate(read_toml(path, "hardware file"))
+        return Hardware.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"hardware file {str(path)!r}: {sentences(error, Hardware)}") from None
+        raise ConfigError(f"hardware file {str(path)!r}: {sentences(error, Hardware, tree)}") from None
 
 
 def hardware_file(path: Path) -> Path:
@@ -107,7 +108,7 @@ def parse(tree: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(sentences(error)) from None
+        raise ConfigError(sentences(error, tree=tree)) from None
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -168,23 +169,22 @@ def _toml_value(text: str) -> Any:
     return read["value"] if len(read) == 1 else text  # a second line would be another key
 
 
-def sentences(error: ValidationError, section: type[Section] = RunConfig) -> str:
+def sentences(error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
     """Everything that is wrong with a tree: a sentence for each key. What only the whole tree can tell comes after."""
     said: dict[str, str] = {}
     for one in error.errors():
-        text = sentence(one, section)
+        text = sentence(one, section, tree)
         said.setdefault(text.partition(" = ")[0], text)  # of several types that a value may have, each says something
     if len(said) == 1:
         return next(iter(said.values()))
     return "\n  ".join([f"{len(said)} keys must change:", *said.values()])
 
 
-def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
-    """One pydantic error of `section` as one sentence: the key, the value, the cure."""
+def sentence(error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
+    """Describe one pydantic error of `section` in one sentence: the key, the value, the cure."""
     if error["type"] == "rollflow":
         return error["msg"]
-    kinds = _kinds(section)
-    key = ".".join(str(part) for part in error["loc"] if part not in kinds)
+    key = _key(error["loc"], section)
     if error["type"] == "union_tag_invalid":
         tags = error["ctx"]
         key += "." + tags["discriminator"].strip("'")
@@ -195,14 +195,28 @@ def sentence(error: ErrorDetails, section: type[Section] = RunConfig) -> str:
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r}: it has no kind; `rollflow keys` lists those there are"
     if error["type"] == "extra_forbidden":
-        if key in set(_keys(section)):
+        if ".".join(part for part in key.split(".") if not part.isdecimal()) in set(_keys(section)):
             return f"{key} = {error['input']!r}: there is no such key here; another kind has it"
-        return f"{key} = {error['input']!r}: there is no such key{_nearest(key, error['input'], section)}"
+        return f"{key} = {error['input']!r}: there is no such key{_nearest(key, error['input'], section, tree or {})}"
     if error["type"] in WORDS:
         words = {name: _in_words(one) for name, one in error.get("ctx", {}).items()}
         return f"{key} = {error['input']!r} is {WORDS[error['type']].format(**words)}"
     message = error["msg"]
     return f"{key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _key(place: Iterable[int | str], section: type[Section]) -> str:
+    """Return the dotted key of an error's place; pydantic puts the kind of a section behind the section's key."""
+    parts, here, entered = list[str](), [section], False
+    for part in place:
+        if entered and (chosen := [one for one in here if part in kinds_of(one)]):
+            here, entered = chosen, False
+            continue
+        parts.append(str(part))
+        if isinstance(part, str):
+            fields = [one.model_fields[part] for one in here if part in one.model_fields]
+            here, entered = [one for info in fields for one in sections_of(info.annotation)], True
+    return ".".join(parts)
 
 
 def _in_words(limit: object) -> str:
@@ -211,15 +225,68 @@ def _in_words(limit: object) -> str:
     return str(whole).replace(" or ", ", ")
 
 
-def _nearest(key: str, given: object, section: type[Section]) -> str:
-    """A hint towards the key that was probably meant; what is no table names no section."""
-    import difflib
-
-    fields = {name: list(sections_of(info.annotation)) for name, info in _fields(section)}
-    known = sorted(name for name, sections in fields.items() if not sections or isinstance(given, Mapping))
-    close = _initials(key, known) or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+def _nearest(key: str, given: object, section: type[Section], tree: Mapping[str, Any]) -> str:
+    """Suggest the key that was probably meant: a section for a table, a plain key for a value."""
+    known = [name for name, info in _usable(section, tree) if _takes(info, given)]
+    close = _initials(key, known) or _similar(key, known)
     lists = "`rollflow keys`" if section is RunConfig else "`rollflow keys --hardware`"
     return f"; did you mean {close[0]}?" if close else f"; remove it; {lists} lists all"
+
+
+def _similar(key: str, known: Iterable[str]) -> list[str]:
+    """Return the keys that are like a key in their last word or in the whole path, those beside it first."""
+    import difflib
+
+    def likeness(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    place, _, word = key.rpartition(".")
+    close = []
+    for one in known:
+        where, _, name = one.rpartition(".")
+        whole, last = likeness(key, one), likeness(word, name)
+        beside = where == place
+        elsewhere = last >= 0.75 or (whole >= 0.8 and key.startswith(where))  # `train.lora_r` is `train.lora.rank`
+        if whole >= 0.6 and (last >= 0.6 if beside else elsewhere):
+            close.append((beside, whole, one))
+    return [one for *_, one in sorted(close, reverse=True)]
+
+
+def _takes(info: FieldInfo, given: object) -> bool:
+    """Report whether a field is of the same shape as a given value: a table, a list of tables, or a value."""
+    sections = any(True for _ in sections_of(info.annotation))
+    if isinstance(given, Mapping):
+        return (sections and not _is_list(info)) or get_origin(info.annotation) is dict
+    if isinstance(given, list) and given and all(isinstance(one, Mapping) for one in given):
+        return sections and _is_list(info)
+    return not sections
+
+
+def _is_list(info: FieldInfo) -> bool:
+    return get_origin(info.annotation) in (list, tuple)
+
+
+def _usable(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
+    """The keys that a tree may have: of each place that may be one of several sections, those of the one it is."""
+    for name, info in section.model_fields.items():
+        yield prefix + name, info
+        given = tree.get(name) if isinstance(tree, Mapping) else None
+        if isinstance(given, list) and _is_list(info):
+            places = [(f"{prefix}{name}.{position}.", item) for position, item in enumerate(given)]
+        else:
+            places = [(f"{prefix}{name}.", given)]
+        for place, below in places:
+            for chosen in _in_use(info, below):
+                yield from _usable(chosen, below, place)
+
+
+def _in_use(info: FieldInfo, given: object) -> list[type[Section]]:
+    """The section that stands in a field: by its kind, or by the default; all of them where neither tells."""
+    sections = list(sections_of(info.annotation))
+    kind_key = sections[0].kind_key if sections else ""
+    kind = given.get(kind_key) if isinstance(given, Mapping) else None
+    kind = kind if kind is not None else getattr(info.default, kind_key, None)
+    return [one for one in sections if kind in kinds_of(one)] or sections
 
 
 def _initials(key: str, known: Iterable[str]) -> list[str]:
@@ -265,12 +332,6 @@ def _fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, Fie
         yield prefix + name, info
         for kind in sections_of(info.annotation):
             yield from _fields(kind, f"{prefix}{name}.")
-
-
-def _kinds(section: type[Section]) -> set[object]:
-    """Every kind that a section of the tree may be; pydantic puts them between the keys of an error's place."""
-    below = {choice for _, info in _fields(section) for choice in sections_of(info.annotation)}
-    return {kind for choice in below for kind in kinds_of(choice)}
 
 
 def sections_of(annotation: Any) -> Iterable[type[Section]]:

@@ -83,11 +83,12 @@ def read_nightly(file: Path) -> Nightly:
     Raises:
         ConfigError: with one sentence for each key that a person must change.
     """
+    tree = read_toml(file, "nightly file")
     try:
-        plan = Nightly.model_validate(read_toml(file, "nightly file"))
+        plan = Nightly.model_validate(tree)
         CronSchedule(cron=plan.cron, timezone=plan.timezone)
     except ValidationError as error:
-        raise ConfigError(f"nightly file {str(file)!r}: {sentences(error, Nightly)}") from None
+        raise ConfigError(f"nightly file {str(file)!r}: {sentences(error, Nightly, tree)}") from None
     recipes = tuple(str((file.absolute().parent / one).resolve()) for one in plan.recipes)
     for one in recipes:
         load_recipe(Path(one), [])

@@ -90,6 +90,37 @@ def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[s
 
 
 @pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("tran={learning_rate=1}", "train?"),
+        ("tran=1", None),  # a value is no section
+        ("policy.coldstart={}", "policy.cold_start?"),
+        ("policy.coldstart=1", None),
+        ("train.learnin_rate={a=1}", None),  # a section is no value
+        ('prompt=[{kind="jsonl"}]', "prompts?"),
+        ("prompt={}", None),  # a section is no list of sections
+        ("prompts.0.familly=x", "prompts.0.family?"),
+        ('prompts=[{kind="jsonl",path="x",familly="y"}]', None),  # a file has no family
+        ("prompts.0.option={}", "prompts.0.options?"),
+        ("engine.slot=3", "engine.slots?"),
+        ('engine={kind="timed",slot=3}', "engine.slots?"),
+        ("engine.slowin=3", None),  # only the timed engine has `slowing`
+        ('engine={kind="timed",slowin=3}', "engine.slowing?"),
+        ("learning_rate=3", "train.learning_rate?"),
+        ("engine.jsonl=1", None),
+    ],
+)
+def test_hint_names_a_key_of_the_same_kind(capsys: pytest.CaptureFixture[str], override: str, hint: str | None) -> None:
+    said = refused(capsys, "check", RECIPE, "--set", override)
+    assert "there is no such key" in said
+    assert said.endswith(f"did you mean {hint}" if hint else "remove it; `rollflow keys` lists all")
+
+
+def test_unknown_key_with_the_name_of_a_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "check", RECIPE, "--set", "engine.vllm=1").startswith("engine.vllm = 1: there is no such")
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("prompts.0.min_terms=4", ["prompts.min_terms = 4", "max_terms = 3"]),
