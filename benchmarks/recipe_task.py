@@ -36,7 +36,7 @@ class RecipeTask:
 
     def reward(self, response: list[int], prompt: Prompt) -> float:
         """Of a response without its end token."""
-        return self.score(self.tokenizer.decode(response), prompt.reference)
+        return self.score(self.tokenizer.decode_response(response), prompt.reference)
 
     def score(self, text: str, reference: Mapping[str, Any]) -> float:
         """The reward of a response's text."""

@@ -194,14 +194,20 @@ class RunContext:
         self.__dict__.update(state, cache=node_cache())
 
 
-# Keys of [train] that came later: as it was without them.
-BEFORE = {"master_dtype": "policy", "share_prompts": False, "fused_adamw": False}
+# Keys that came later, by their section: as it was without them.
+BEFORE: dict[str, dict[str, Any]] = {
+    "train": {"master_dtype": "policy", "share_prompts": False, "fused_adamw": False},
+    "reward": {"special_tokens": False},
+}
 
 
 def _as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
     """A recorded config holds every key that there was; a key that came later says how things were before it."""
-    train = recorded.get("train")
-    return {**recorded, "train": {**BEFORE, **train}} if isinstance(train, Mapping) else recorded
+    sections = {name: recorded.get(name) for name in BEFORE}
+    return {
+        **recorded,
+        **{name: {**BEFORE[name], **found} for name, found in sections.items() if isinstance(found, Mapping)},
+    }
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:

@@ -284,7 +284,7 @@ def _group(context: RunContext, trajectories: Sequence[Trajectory], number: int)
 
 def _response(context: RunContext, trajectory: Trajectory) -> str:
     chosen = [token for token, mask in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if mask]
-    return context.tokenizer.decode(chosen)
+    return context.tokenizer.decode_response(chosen, context.config.reward.special_tokens)
 
 
 def _spans(trajectory: Trajectory) -> str:

@@ -154,4 +154,6 @@ def _samples(context: RunContext, version: PolicyVersion) -> dict[str, list[Any]
 
 def _text(context: RunContext, one: Trajectory, *, chosen: bool) -> str:
     tokens = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask == chosen]
-    return context.tokenizer.decode(tokens)
+    if not chosen:
+        return context.tokenizer.decode(tokens)
+    return context.tokenizer.decode_response(tokens, context.config.reward.special_tokens)

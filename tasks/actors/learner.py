@@ -221,7 +221,8 @@ class LearnerActor:
             prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
             temperature = self.config.evaluation.temperature
             made = answers(model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed)
-            pairs = [(tokenizer.decode(answer), p.reference) for answer, p in zip(made, held, strict=True)]
+            texts = [tokenizer.decode_response(answer, self.config.reward.special_tokens) for answer in made]
+            pairs = [(text, p.reference) for text, p in zip(texts, held, strict=True)]
             return sum(judge(verify, where, *pair).reward == 1.0 for pair in pairs) / len(held)
 
         def report(step: int, found: float) -> None:

@@ -39,8 +39,18 @@ class PolicyTokenizer:
         return list(self._chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of response tokens, without special tokens."""
-        return str(self._fast.decode(list(tokens)))
+        """Text of tokens, with every special token among them."""
+        return str(self._fast.decode(list(tokens), skip_special_tokens=False))
+
+    def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
+        """Text of a response as its verifier reads it: special tokens are in it, but for the stop token at its end.
+
+        Without `special` no special token is in it.
+        """
+        if not special:
+            return str(self._fast.decode(list(tokens)))
+        ended = bool(len(tokens)) and tokens[-1] in self.stop_tokens
+        return self.decode(tokens[:-1] if ended else tokens)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -89,7 +99,9 @@ def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))
         if found != mine:
             return f"of {text!r} AutoTokenizer makes the tokens {found}, its tokenizer.json {mine}"
-        if theirs.decode(mine, skip_special_tokens=True, clean_up_tokenization_spaces=False) != ours.decode(mine):
+        skips = (True, False)
+        plain = [theirs.decode(mine, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in skips]
+        if plain != [ours.decode(mine, skip_special_tokens=skip) for skip in skips]:
             return f"the tokens {mine} are another text to AutoTokenizer than by its tokenizer.json"
     same = theirs.get_vocab() == ours.get_vocab()
     return None if same else "AutoTokenizer gives it another vocabulary than its tokenizer.json"

@@ -34,6 +34,10 @@ class RewardBase(Section):
     answer: Literal["all", "tag"] = Field(
         "all", description="judge the whole response, or what stands in <answer></answer>"
     )
+    special_tokens: bool = Field(
+        True,
+        description="judge special tokens, too, e.g. tags that are tokens; never the final stop token",
+    )
     format: Format | None = None
     workers: int = Field(1, gt=0, description="processes that judge, one response at a time each")
     deadline_seconds: float = Field(

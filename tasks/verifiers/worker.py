@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from tokenizers import Tokenizer
 
 from rollflow.storage.flat import Int32s
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import RewardConfig
@@ -30,11 +30,11 @@ REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 
 def main() -> None:
     """Answer requests until the input ends."""
-    config, folder = REWARD.validate_json(sys.argv[1]), sys.argv[2]
+    config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a verifier prints must not be taken for an answer
     try:
-        verify, tokenizer = build_verifier(config), Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+        verify, tokenizer = build_verifier(config), PolicyTokenizer(folder)
     except Exception as error:  # its owner says it to whoever started the run
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         raise
@@ -42,7 +42,7 @@ def main() -> None:
     answers.write("ready\n")
     for line in sys.stdin:
         request = json.loads(line)
-        response = tokenizer.decode(list(Int32s(bytes.fromhex(request["tokens"]))))
+        response = tokenizer.decode_response(list(Int32s(bytes.fromhex(request["tokens"]))), config.special_tokens)
         score = judge(verify, config.answer, response, request["reference"], config.format)
         answers.write(json.dumps([score.reward, score.reason, score.seconds]) + "\n")
 

@@ -18,6 +18,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.run_context import RunContext
@@ -181,7 +182,8 @@ def as_qwen2(folder: Path) -> None:
 
 
 def prepared(folder: Path) -> RunContext:
-    return prepare(RunConfig(policy=PolicyConfig(path=str(folder))), uuid.uuid4().hex)
+    config = RunConfig(policy=PolicyConfig(path=str(folder)), engine=TransformersEngineConfig())
+    return prepare(config, uuid.uuid4().hex)
 
 
 def test_a_policy_that_others_read_differently_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +245,7 @@ def test_a_run_that_others_came_to_read_otherwise_goes_on_but_is_not_exported_fo
     make_policy(tmp_path / "policy")
     as_qwen2(tmp_path / "policy")
     with monkeypatch.context() as before:
-        before.setattr("rollflow.flows.prepare.other_reading", lambda *_: None)
+        before.setattr("rollflow.flows.preflight.other_reading", lambda *_: None)
         context = prepare_small(tmp_path)
     train_small(context, 2)
     train_small(context, 4)
@@ -256,7 +258,7 @@ def test_a_run_that_others_came_to_read_otherwise_goes_on_but_is_not_exported_fo
 
 def test_a_cold_start_names_its_end_wherever_others_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
-    policy = PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=2), dtype="bfloat16")
+    policy = PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=1), dtype="bfloat16")
     folder = prepare(RunConfig(policy=policy), "cold").policy_folder
     config, generation = (json.loads((folder / f).read_text()) for f in ("config.json", "generation_config.json"))
     assert config["torch_dtype"] == "bfloat16"

@@ -1,0 +1,90 @@
+"""A verifier reads every token that the policy chose, special ones too, but for the stop token at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import END, PAD, build_cold_folder
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.verifiers import build_verifier
+from rollflow.tasks.verifiers.base import judge
+from rollflow.tasks.verifiers.config import ExactReward
+from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
+from tests.support.waiting import HANG_SECONDS
+
+TAGS = ("<answer>", "</answer>")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose answer tags are special tokens, as chat models have theirs."""
+    path = tmp_path_factory.mktemp("policy")
+    for name, data in build_cold_folder(ColdStart(), ["Say 7 (3)."] * 10).items():
+        (path / name).write_bytes(data)
+    fast = Tokenizer.from_file(str(path / "tokenizer.json"))
+    fast.add_special_tokens([AddedToken(tag, special=True, normalized=False) for tag in TAGS])
+    fast.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        (f"<answer>7</answer>{END}", "<answer>7</answer>"),
+        ("<answer>7</answer>", "<answer>7</answer>"),  # it ran to its limit
+        (f"{END}7{END}", f"{END}7"),
+        (f"{PAD}7{PAD}", f"{PAD}7{PAD}"),
+        (f"7{END}{END}", f"7{END}"),
+        (END, ""),
+        ("", ""),
+    ],
+)
+def test_a_response_keeps_all_but_its_final_stop_token(folder: Path, response: str, text: str) -> None:
+    tokenizer = PolicyTokenizer(folder)
+    assert tokenizer.decode_response(tokenizer.encode(response)) == text
+    assert tokenizer.decode(tokenizer.encode(response)) == response
+
+
+def test_special_tokens_can_be_left_out(folder: Path) -> None:
+    tokenizer = PolicyTokenizer(folder)
+    assert tokenizer.decode_response(tokenizer.encode(f"{PAD}<answer>7</answer>{END}"), special=False) == "7"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("special", "reward"), [(True, 1.0), (False, 0.0)])
+async def test_a_worker_judges_tags_that_are_tokens(folder: Path, special: bool, reward: float) -> None:
+    tokens = PolicyTokenizer(folder).encode(f"<answer>7</answer>{END}")
+    pool = RewardPool(ExactReward(answer="tag", special_tokens=special), folder)
+    await pool.start()
+    try:
+        [score] = await asyncio.wait_for(pool.score([ScoreRequest(tokens, {"answer": "7"})]), HANG_SECONDS)
+    finally:
+        await pool.close()
+    assert score.reward == reward
+
+
+@pytest.mark.parametrize("recorded", [{}, {"special_tokens": True}])
+def test_recorded_runs_are_judged_as_they_were(
+    recorded: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was recorded before the key was there goes on without special tokens."""
+    config = RunConfig().model_dump(mode="json")
+    assert config["reward"].pop("special_tokens") is True
+    config["reward"] |= recorded
+    monkeypatch.setattr(RunContext, "created", SimpleNamespace(config=config))
+    assert RunContext(str(tmp_path), tmp_path).config.reward.special_tokens is bool(recorded)
+
+
+@pytest.mark.parametrize("reference", ["", " ", "\n", "7"])
+@pytest.mark.parametrize(("where", "response"), [("tag", "7"), ("tag", "<answer></answer>"), ("all", " "), ("all", "")])
+def test_a_missing_answer_equals_nothing(where: str, response: str, reference: str) -> None:
+    score = judge(build_verifier(ExactReward()), where, response, {"answer": reference})
+    assert (score.reward, score.reason) == (0.0, "no answer")
