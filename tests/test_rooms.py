@@ -27,7 +27,7 @@ MAY: dict[str, set[str]] = {
     "storage": {"storage/log", "storage/objects"},
     "tasks/objectives": {"tasks"},
     "tasks/prompts": {"tasks"},
-    "tasks/verifiers": {"tasks"},
+    "tasks/verifiers": {"tasks", "tasks/policies"},  # a worker reads responses as the policy writes them
     "tasks/policies": {"tasks", "tasks/prompts"},
     "tasks/engines": {"tasks", "tasks/policies"},
     "tasks/learners": {"tasks", "tasks/objectives", "tasks/policies"},
