@@ -18,8 +18,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.log.configs import RecordedConfig, readable_configs
 from rollflow.storage.log.entries import Entry, Role, RunCreated, entry_path
 from rollflow.storage.log.log import Log, Writer, creation
+from rollflow.storage.log.reading import there
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.node_cache import NodeCache
 from rollflow.storage.policies import PolicyStore
@@ -103,19 +105,65 @@ class RunContext:
         identity = json.dumps([place, self.created_at])
         return f"{self.run_id}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 
-    @cached_property
+    @property
     def config(self) -> RunConfig:
-        """The run's config.
+        """The config that is in force, as far as this process has read the log.
 
         Raises:
             Corrupt: it is none that a run can have.
         """
+        return self._parsed(self.configs[-1])
+
+    def config_at(self, version: int) -> RunConfig:
+        """The config that `version` was trained under; of a version to come, the one in force."""
+        return self._parsed(self._config_of_entry(self.log.state.config_of(version)))
+
+    def config_under(self, claim: int) -> RunConfig:
+        """The config by which the role works whose claim is entry `claim`: a change behind it ends the claim."""
+        return self._parsed(self._config_of_entry(self.log.state.config_at(claim)))
+
+    @property
+    def configs(self) -> list[RecordedConfig]:
+        """All configs that the run has had, as far as this process has read the log; the last is in force.
+
+        Of a log that does not fold, those that can be read.
+        """
+        first = self._creation  # says which run is not there
         try:
-            return RunConfig.model_validate(_as_of_today(self.created.config))
+            places = self.log.state.configs
+        except Corrupt:
+            return readable_configs(self.store) or [RecordedConfig.of(first)]
+        return [self._config_of_entry(place.entry) for place in places]
+
+    def _config_of_entry(self, n: int) -> RecordedConfig:
+        if n not in self._configs:
+            entry = self._creation if n == 0 else there(self.log, n).entry
+            self._configs[n] = RecordedConfig.of(entry)
+        return self._configs[n]
+
+    @cached_property
+    def _configs(self) -> dict[int, RecordedConfig]:
+        """By their entries."""
+        return {}
+
+    def _parsed(self, recorded: RecordedConfig) -> RunConfig:
+        if recorded.entry not in self._trees:
+            self._trees[recorded.entry] = self._parse(recorded)
+        return self._trees[recorded.entry]
+
+    @cached_property
+    def _trees(self) -> dict[int, RunConfig]:
+        """Parsed configs, by their entries."""
+        return {}
+
+    def _parse(self, recorded: RecordedConfig) -> RunConfig:
+        try:
+            return RunConfig.model_validate(as_of_today(recorded.config))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
-            raise Corrupt(f"{self.uri}/{entry_path(0)} has a config that is none: {key}: {first['msg']}") from None
+            where = f"{self.uri}/{entry_path(recorded.entry)}"
+            raise Corrupt(f"{where} has a config that is none: {key}: {first['msg']}") from None
 
     @property
     def probe_tokens(self) -> list[int]:
@@ -201,7 +249,7 @@ BEFORE: dict[str, dict[str, Any]] = {
 }
 
 
-def _as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
     """A recorded config holds every key that there was; a key that came later says how things were before it."""
     sections = {name: recorded.get(name) for name in BEFORE}
     return {

@@ -21,6 +21,7 @@ with the first entry. It reads every object that must be there, and every other 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +31,16 @@ from typing import Any
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import audits
 from rollflow.storage.log.audits import Audited
+from rollflow.storage.log.configs import RecordedConfig, differences
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
+    ConfigChanged,
     Pruned,
     RunCreated,
     VersionPublished,
     Written,
+    decode,
     entry_path,
 )
 from rollflow.storage.log.objects import Looked, Looking, Named
@@ -139,6 +143,8 @@ class _Audit:
         match entry.body:
             case RunCreated() if n == 0:
                 self._begin(entry.body, looking)
+            case ConfigChanged() if counts:
+                self._change(entry.body, n)
             case BatchCommitted():
                 named = Named(entry.body.file, n, "batch", newest, batch=entry.body)
                 self._ask(named, looking)
@@ -153,21 +159,35 @@ class _Audit:
 
     def _begin(self, body: RunCreated, looking: Looking) -> None:
         """Take what entry 0 says: the config, and the objects that the run was prepared with."""
-        config = body.config
-        self.responses = self.fold.state.group_size + self._extra_responses(config)
-        if hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
-            self.report.add("altered", entry_path(0), "the config is not the one whose hash stands beside it")
+        self._take_config(body, 0)
         for stored in (*self._prompts(body), *body.policy):
             self._ask(Named(stored, 0, "run"), looking)
 
-    def _extra_responses(self, config: Mapping[str, Any]) -> int:
+    def _change(self, body: ConfigChanged, n: int) -> None:
+        """Take a config that holds from here, and compare what it says of itself with the one before."""
+        self._take_config(body, n)
+        before = self.fold.state.config_at(n - 1)
+        with contextlib.suppress(Corrupt, Missing):  # of an entry that cannot be read this is said where it stands
+            told = RecordedConfig.of(decode(self.store.get(entry_path(before)), before, self.store.get).entry)
+            if differences(told.config, body.config) != body.changes:
+                self.report.add(
+                    "lineage", entry_path(n), f"its changes are not those from the config of entry {before}"
+                )
+
+    def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
+        """From entry `n` on batches are formed by this config."""
+        self.responses = self.fold.state.group_size + self._extra_responses(body.config, n)
+        if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
+            self.report.add("altered", entry_path(n), "the config is not the one whose hash stands beside it")
+
+    def _extra_responses(self, config: Mapping[str, Any], n: int) -> int:
         """How many responses to a prompt are started beyond those that are kept; 0 if the config does not say it."""
         rollout = config.get("rollout", {})
         extra = rollout.get("extra_responses", 0) if isinstance(rollout, Mapping) else None
         if isinstance(extra, int) and extra >= 0:
             return extra
         self.report.add(
-            "lineage", entry_path(0), f"its config says rollout = {rollout!r}, no number of extra responses"
+            "lineage", entry_path(n), f"its config says rollout = {rollout!r}, no number of extra responses"
         )
         return 0
 
@@ -216,7 +236,10 @@ class _Audit:
 
     def _ask(self, named: Named, looking: Looking) -> None:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
-        looking.add(named, Rules(self.fold.state.alpha, self.fold.state.group_size, self.responses))
+        if named.rules is None:  # else they are those of its entry, and it is looked at again
+            rules = Rules(self.fold.state.alpha, self.fold.state.group_size, self.responses)
+            named = replace(named, rules=rules)
+        looking.add(named)
 
     def _take(self, looked: Looked) -> None:
         """Take what was found out about an object; if something is wrong, it will be looked at again."""

@@ -129,8 +129,32 @@ class Pruned:
     kind: Literal["pruned"] = "pruned"
 
 
+class Change(NamedTuple):
+    """One key of a config, dotted, with its old and its new value; None where it was not there, or is not any more."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChanged:
+    """From version `version` on, the next one, the run has this `config`. `changes` are the keys that differ.
+
+    `rules` says for what it holds.
+    """
+
+    version: int
+    config: Mapping[str, Any]  # the whole
+    config_sha256: str
+    changes: tuple[Change, ...]
+    who: str = ""  # changed it: a person, on a machine
+    kind: Literal["config-changed"] = "config-changed"
+
+
 Body = Annotated[
-    RunCreated | Claimed | BatchCommitted | BatchVoided | VersionPublished | Pruned, Field(discriminator="kind")
+    RunCreated | Claimed | ConfigChanged | BatchCommitted | BatchVoided | VersionPublished | Pruned,
+    Field(discriminator="kind"),
 ]
 
 

@@ -33,6 +33,7 @@ class Named:
     version: int = -1  # whose it is; of a batch: the newest one when it was committed
     needed: bool = True  # else it may be gone
     batch: BatchCommitted | None = None
+    rules: rows.Rules | None = None  # that were in force then; of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Looked:
     rows: Rows | None = None
 
 
-def look(run: ObjectStore, named: Named, rules: rows.Rules) -> Looked:
+def look(run: ObjectStore, named: Named) -> Looked:
     """Read an object and compare it with the entry that names it."""
     path = named.stored.path
     try:
@@ -59,16 +60,17 @@ def look(run: ObjectStore, named: Named, rules: rows.Rules) -> Looked:
     if (size, sha256) != (named.stored.size, named.stored.sha256):
         what = f"it has {size} bytes with sha256 {sha256[:12]}, entry {named.entry} names {named.stored.size} with "
         return Looked(named, size, violations=(Violation("altered", path, f"{what}{named.stored.sha256[:12]}"),))
-    return Looked(named, size) if named.batch is None else _look_inside(named, named.batch, data, rules)
+    return Looked(named, size) if named.batch is None else _look_inside(named, named.batch, data)
 
 
-def _look_inside(named: Named, body: BatchCommitted, data: bytes, rules: rows.Rules) -> Looked:
+def _look_inside(named: Named, body: BatchCommitted, data: bytes) -> Looked:
+    assert named.rules is not None
     path = named.stored.path
     try:
         batch = TrajectoryBatch.from_bytes(data)
     except Corrupt as error:
         return Looked(named, len(data), violations=(Violation("altered", path, str(error)),))
-    wrong = tuple(Violation(kind, path, what) for kind, what in rows.compare(batch, body, named.version, rules))
+    wrong = tuple(Violation(kind, path, what) for kind, what in rows.compare(batch, body, named.version, named.rules))
     return Looked(named, len(data), violations=wrong, rows=rows.counted(batch, body.number))
 
 
@@ -98,13 +100,13 @@ class Looking:
     def __exit__(self, *of: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, named: Named, rules: rows.Rules) -> None:
+    def add(self, named: Named) -> None:
         """Look at one more, once there is room for it."""
         size = named.stored.size
         while len(self._under_way) >= 2 * AT_ONCE or (self._under_way and self._bytes + size > MOST_BYTES):
             self._take()
         self._bytes += size
-        self._under_way.append((size, self._pool.submit(look, self.store, named, rules)))
+        self._under_way.append((size, self._pool.submit(look, self.store, named)))
 
     def finish(self) -> None:
         """Wait for those that are under way."""

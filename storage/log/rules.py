@@ -12,19 +12,29 @@ refused. What the rules keep:
 - Freshness: every group of batch b was started under a version >= b - alpha, and none of its tokens comes from a
   version that did not exist.
 - Order: version v is trained on batch v - 1, as its newest entry has it. A batch that was trained on cannot be voided.
+- Config: a change holds for every entry behind it until the next change. Version v was trained under the config that is
+  in force where its entry stands, batch b was formed under the one in force where *its* entry stands. So a change ends
+  the claims of scheduler and learner: whoever forms batches or trains behind it has claimed behind it, and has read it.
+  A batch that waits is trained under the newer config, which must fit it: the keys by which batches are formed
+  (`FORMED`) stay while one waits, and alpha allows what its groups were started under. No version is taken back, and
+  what earlier entries follow from (`FIXED`) never changes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
     Body,
     Claimed,
+    ConfigChanged,
     Group,
     Pruned,
     Role,
@@ -33,17 +43,31 @@ from rollflow.storage.log.entries import (
     Written,
 )
 from rollflow.storage.log.retention import KINDS, Retention
-from rollflow.storage.log.state import NOBODY, Claim, Deposed, Refused, RunState, Superseded, TooOld, Totals, Waiting
+from rollflow.storage.log.state import (
+    NOBODY,
+    Claim,
+    ConfigPlace,
+    Deposed,
+    Refused,
+    RunState,
+    Superseded,
+    TooOld,
+    Totals,
+    Waiting,
+)
 from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
 
 WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     RunCreated: ("creator",),
     Claimed: ("supervisor", "scheduler", "learner"),
+    ConfigChanged: ("supervisor",),
     BatchCommitted: ("scheduler",),
     BatchVoided: ("scheduler", "learner"),
     VersionPublished: ("learner",),
     Pruned: ("learner", "supervisor"),
 }
+FIXED = ("seed", "prompts", "policy")  # parts of a config that no change may touch
+FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")  # keys that a waiting batch goes by
 
 
 def apply(state: RunState, written: Written) -> RunState:
@@ -77,6 +101,8 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
     if role not in state.claims or claim != state.claims[role].entry:
         raise deposed(state, role)
     match body:
+        case ConfigChanged():
+            _change(after, body)
         case BatchCommitted():
             _commit(after, body)
         case BatchVoided():
@@ -97,6 +123,8 @@ def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState
 
 def deposed(state: RunState, role: Role) -> Deposed:
     """What a writer is told whose claim is not the newest."""
+    if role not in state.claims and len(state.configs) > 1:
+        return Deposed(f"the run's config was changed; this {role} has the one before, and stops")
     return Deposed(f"this run has another {role} now ({_who(state, role)}); this one stops")
 
 
@@ -106,14 +134,52 @@ def deposed(state: RunState, role: Role) -> Deposed:
 def _create(s: RunState, body: RunCreated) -> None:
     _need(s.n == 0, "a run is created once")
     _need(body.sources > 0, "a run has prompt sources")
-    alpha = float(body.config["async_ratio"])
+    s.run_id, s.configs, s.fixed = body.run_id, (ConfigPlace(0, 0),), _fixed(body.config)
+    _configure(s, body.config)
+    s.issued, s.filtered = [0] * body.sources, [0] * body.sources
+
+
+def _change(s: RunState, body: ConfigChanged) -> None:
+    _need(body.version == s.version + 1, f"a config cannot hold from version {body.version}, {s.version + 1} is next")
+    _need(bool(body.changes), "it changes nothing")
+    _need(_fixed(body.config) == s.fixed, f"{', '.join(FIXED)} never change")
+    versions = body.config.get("versions", s.version)
+    _need(versions >= s.version, f"the config says versions = {versions}, version {s.version} is published")
+    formed, every = s.formed, (s.retention.keep_every, s.retention.state_every)
+    _configure(s, body.config)
+    _need(every == (s.retention.keep_every, s.retention.state_every), "store.keep_every and store.state_every stay")
+    for number, batch in s.waiting.items():
+        differing = [key for key in FORMED if formed[key] != s.formed[key]]
+        _need(not differing, f"batch {number} waits, formed by another {', '.join(differing)}")
+        oldest = min(group.started for group in batch.groups)
+        _need(oldest >= number - s.alpha, f"batch {number} waits, and async_ratio = {s.alpha:g} makes it too old")
+    s.configs = (*s.configs, ConfigPlace(s.n, body.version))
+    s.claims = {role: claim for role, claim in s.claims.items() if role == "supervisor"}
+    _forget_kept(s)
+
+
+def _fixed(config: Mapping[str, Any]) -> str:
+    """Hash of what no change may touch."""
+    part = {name: config.get(name) for name in FIXED}
+    return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+
+
+def _configure(s: RunState, config: Mapping[str, Any]) -> None:
+    """Take from a config what the rules go by."""
+    alpha = float(config["async_ratio"])
     _need(math.isfinite(alpha) and alpha >= 0, f"the config says async_ratio = {alpha:g}")
-    store = body.config.get("store", {})
+    store = config.get("store", {})
     known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
     rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch versions that are so far behind
-    s.run_id, s.alpha, s.group_size = body.run_id, alpha, _number(body.config, "group_size")
+    s.alpha, s.group_size, s.formed = alpha, _number(config, "group_size"), {key: _value(config, key) for key in FORMED}
     s.retention = Retention(max(rules.keep_last, capacity), rules.keep_every, rules.state_every)
-    s.issued, s.filtered = [0] * body.sources, [0] * body.sources
+
+
+def _value(config: Mapping[str, Any], key: str) -> object:
+    """What stands under a dotted key; None if there is no such one."""
+    section, _, name = key.rpartition(".")
+    found = config.get(section) if section else config
+    return found.get(name) if isinstance(found, Mapping) else None
 
 
 def _number(section: Mapping[str, object], key: str) -> int:

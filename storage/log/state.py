@@ -9,13 +9,14 @@ import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from rollflow.storage.errors import Conflict, Stale
 from rollflow.storage.log.entries import Group, Role
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.records import Cursor, GroupKey, StoredObject
 
-FOLD = 2  # raised with any change of the rules or the state: older snapshots are not read
+FOLD = 3  # raised with any change of the rules or the state: older snapshots are not read
 NOBODY = -1  # stands for the claim's entry
 
 
@@ -45,6 +46,13 @@ class Claim:
     cluster: str
     host: str
     process: int
+
+
+class ConfigPlace(NamedTuple):
+    """The entry that has a config, and the first version that is trained under it."""
+
+    entry: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,9 @@ class RunState:
     n: int = -1
     sha256: str = ""  # of entry n
     run_id: str = ""
+    configs: tuple[ConfigPlace, ...] = ()  # that the run has had, in their order; the last one is in force
+    fixed: str = ""  # hash of the part of the config that never changes
+    formed: dict[str, Any] = field(default_factory=dict)  # the keys by which batches are formed -> their values
     alpha: float = 0.0
     group_size: int = 1
     retention: Retention = field(default_factory=Retention)
@@ -105,6 +116,14 @@ class RunState:
     redraws: dict[int, int] = field(default_factory=dict)  # prompt that is not trained on -> such batches it was in
     held: dict[int, dict[Kind, int]] = field(default_factory=dict)  # version -> kind -> entry, while it may be pruned
     totals: Totals = field(default_factory=Totals)
+
+    def config_of(self, version: int) -> int:
+        """The entry of the config that `version` was trained under, or (a version to come) will be."""
+        return next(place.entry for place in reversed(self.configs) if place.version <= max(version, 0))
+
+    def config_at(self, n: int) -> int:
+        """The entry of the config that was in force when entry `n` was appended."""
+        return next(place.entry for place in reversed(self.configs) if place.entry <= n)
 
     @property
     def cursor(self) -> Cursor:
@@ -133,7 +152,7 @@ class RunState:
     def copy(self) -> RunState:
         """Another one to change."""
         other = copy.copy(self)
-        for name in ("claims", "open", "behind", "waiting", "redraws"):
+        for name in ("claims", "formed", "open", "behind", "waiting", "redraws"):
             setattr(other, name, dict(getattr(self, name)))
         for name in ("issued", "filtered", "holes"):
             setattr(other, name, list(getattr(self, name)))

@@ -184,6 +184,23 @@ class Run(RuleBasedStateMachine):
         else:
             self.start(self.learners, lambda: Learner(self.store, claims[which]))
 
+    @rule(
+        which=st.sampled_from([-1, -1, 0]),
+        key=st.sampled_from(["async_ratio", "groups", "versions", "train", "store"]),
+        value=st.sampled_from([0, 1, 3]),
+        again=st.booleans(),
+    )
+    def change(self, which: int, key: str, value: int, again: bool) -> None:
+        """A supervisor changes the config, and perhaps starts the roles again, which the change has ended."""
+        if not self.supervisors:
+            return
+        self.supervisors[which % len(self.supervisors)].log.follow()
+        store = {**self.model.config["store"], "keep_last": 1 + value}
+        given = {"train": {"learning_rate": value}, "store": store}.get(key, value)
+        self.act(self.supervisors, which, lambda supervisor: supervisor.change(**{key: given}))
+        for role in ("learner", "scheduler") if again else ():
+            self.claim(role, -1)
+
     @rule(ahead=st.integers(0, 2), rounds=st.integers(1, 3))
     def train(self, ahead: int, rounds: int) -> None:
         """All goes as it should: whoever has the roles knows of everything."""
@@ -202,7 +219,7 @@ class Run(RuleBasedStateMachine):
             actor = self.actors[which % len(self.actors)]
             actor.log.follow()
             assert same(actor.log.state, self.states[-1])
-            newest = self.model.claims[actor.writer.role]["n"]
+            newest = self.model.claims.get(actor.writer.role, {}).get("n")
             assert actor.writer.valid() == (actor.writer.claim == newest)
 
     # --- roles work -------------------------------------------------------------------------------------------

@@ -8,13 +8,15 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.configs import differences, recorded_configs
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
     Body,
+    ConfigChanged,
     Entry,
     Group,
     Pruned,
@@ -81,6 +83,18 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.log = Log(self.store)
         self.writer = self.log.claim("supervisor", who="a supervisor")
+
+    def change(self, **given: Any) -> Entry:
+        """Another config from here on; a section that is given stands in the place of the one before."""
+
+        def body(state: RunState, _: object) -> Body:
+            before = recorded_configs(self.log)[-1].config
+            config = {**before, **given}
+            told = json.dumps(config, sort_keys=True).encode()
+            changes = differences(before, config)
+            return ConfigChanged(state.version + 1, config, hashlib.sha256(told).hexdigest(), changes, "a person")
+
+        return self.writer.append(body)
 
 
 @dataclass

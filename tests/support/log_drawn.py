@@ -21,6 +21,7 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
     n, claims = len(model.entries), {role: entry["n"] for role, entry in model.claims.items()}
     yield "supervisor", n, dump({"kind": "claimed"})
     if "supervisor" in claims:
+        yield from (("supervisor", claims["supervisor"], body) for body in changes(model))
         for role in ("scheduler", "learner"):
             yield role, n, dump({"kind": "claimed", "under": claims["supervisor"]})
     if "scheduler" in claims and model.latest >= 0:
@@ -70,6 +71,27 @@ def versions(model: Model) -> Iterator[Json]:
         yield dump(body)
 
 
+def changes(model: Model) -> Iterator[Json]:
+    """Changes of the config: of keys that may always change, and of those by which batches are formed where none waits.
+
+    Alpha may be what the oldest group that waits allows.
+    """
+    oldest = [n - group[2] for n, entry in model.waiting.items() for group in entry["body"]["groups"]]
+    others = {"versions": max(model.latest, 0), "async_ratio": max([0, *oldest]), "train": {"learning_rate": 0.5}}
+    given = [{key: value} for key, value in others.items()]
+    given += [] if model.waiting else [{"groups": 7}, {"group_size": model.config["group_size"] + 1}]
+    for one in given:
+        yield changed_config(model, one)
+
+
+def changed_config(model: Model, given: Json) -> Json:
+    """The change to another config, as JSON."""
+    config = {**model.config, **given}
+    listed = [[key, model.config.get(key), value] for key, value in given.items()]
+    told = {"version": model.latest + 1, "config": config, "config_sha256": "", "changes": listed}
+    return dump({"kind": "config-changed", **told})
+
+
 def dump(body: Json) -> Json:
     """A body with all its fields."""
     whole: Json = BODY.dump_python(BODY.validate_python(body), mode="json")
@@ -83,12 +105,21 @@ def changed(draw: Any, model: Model, role: Role, claim: int, body: Json) -> tupl
         return draw(st.sampled_from(["creator", "supervisor", "scheduler", "learner"])), claim, body
     if what == "claim":
         return role, claim + draw(st.sampled_from([-1, 1])), body
-    name = draw(st.sampled_from(sorted(body.keys() - {"kind", "file", "why", "who", "cluster", "host"})))
+    name = draw(
+        st.sampled_from(sorted(body.keys() - {"kind", "file", "why", "who", "cluster", "host", "config_sha256"}))
+    )
     return role, claim, body | {name: moved(draw, model, name, body[name])}
 
 
 def moved(draw: Any, model: Model, name: str, value: Any) -> Any:
     """Another value of the same type."""
+    if name == "changes":
+        return []
+    if name == "config":
+        keys = ["seed", "prompts", "policy", "versions", "async_ratio", "groups", "group_size", "engine", "store"]
+        values = {"engine": {"temperature": 0.5}, "store": {**value["store"], "keep_every": 6}, "prompts": [1]}
+        drawn = draw(st.integers(1, 6))
+        return {**value, (key := draw(st.sampled_from(keys))): values.get(key, drawn)}
     step = draw(st.sampled_from([-3, -2, -1, 1, 2]))
     if value is None or isinstance(value, int):
         return (

@@ -21,11 +21,13 @@ Json = Mapping[str, Any]
 WRITERS = {
     "run-created": {"creator"},
     "claimed": {"supervisor", "scheduler", "learner"},
+    "config-changed": {"supervisor"},
     "batch-committed": {"scheduler"},
     "batch-voided": {"scheduler", "learner"},
     "version-published": {"learner"},
     "pruned": {"learner", "supervisor"},
 }
+FORMED = (("groups",), ("group_size",), ("engine", "temperature"), ("engine", "max_new_tokens"))
 LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
 
 
@@ -37,6 +39,11 @@ def need(holds: bool, why: str) -> None:
     """The word that every rule here is written with."""
     if not holds:
         raise Illegal(why)
+
+
+def _at(config: Json, key: tuple[str, ...]) -> object:
+    """What stands under a key and its section."""
+    return config.get(key[0], {}).get(key[1]) if len(key) > 1 else config.get(key[0])
 
 
 @dataclass
@@ -64,8 +71,17 @@ class Model:
         return body
 
     @property
+    def configs(self) -> list[Json]:
+        """All that the run has had."""
+        return [one["body"]["config"] for one in self.entries if "config" in one["body"]]
+
+    @property
+    def config(self) -> Json:
+        return self.configs[-1]
+
+    @property
     def alpha(self) -> float:
-        return float(self.created["config"]["async_ratio"])
+        return float(self.config["async_ratio"])
 
     @property
     def sources(self) -> int:
@@ -102,14 +118,12 @@ class Model:
         kinds = ("weights", "state")
         return {(v, kind) for v, entry in enumerate(self.versions) for kind in kinds if entry["body"][kind]}
 
-    def needed(self) -> set[tuple[int, str]]:
+    def needed(self, whole: Json | None = None) -> set[tuple[int, str]]:
         """What must be there: kept versions, all that alpha still lets a group have started under, and the bases."""
-        config, latest = (
-            {"keep_last": 5, "keep_every": 10, "state_every": 1} | self.created["config"]["store"],
-            self.latest,
-        )
+        whole = whole or self.config
+        config, latest = {"keep_last": 5, "keep_every": 10, "state_every": 1} | whole["store"], self.latest
         kept = {v for v in range(latest + 1) if v > latest - config["keep_last"] or v % config["keep_every"] == 0}
-        kept |= {v for v in range(latest + 1) if v >= latest - math.floor(self.alpha)}
+        kept |= {v for v in range(latest + 1) if v >= latest - math.floor(whole["async_ratio"])}
         every = config["state_every"]
         bases = {max(b for b in range(v) if b % every == 0) for v in kept if v > 0}
         states = bases | {0, latest}
@@ -159,17 +173,30 @@ class Model:
             return
         need(role in self.claims and claim == self.claims[role]["n"], "deposed")
         {
+            "config-changed": self._change,
             "batch-committed": self._commit,
             "batch-voided": self._void,
             "version-published": self._publish,
             "pruned": self._prune,
         }[kind](body)
 
+    def _change(self, body: Json) -> None:
+        old, new = self.config, body["config"]
+        need(body["version"] == len(self.versions) and len(body["changes"]) > 0, "from another version on, or nothing")
+        need(new.get("versions", self.latest) >= self.latest, "takes a version back")
+        need(all(old.get(key) == new.get(key) for key in ("seed", "prompts", "policy")), "what never changes")
+        kept = ({"keep_every": 10, "state_every": 1} | config["store"] for config in (old, new))
+        need(len({(one["keep_every"], one["state_every"]) for one in kept}) == 1, "what was kept for good")
+        for number, entry in self.waiting.items():
+            need(all(_at(old, key) == _at(new, key) for key in FORMED), "a batch waits that was formed otherwise")
+            starts = [group[2] for group in entry["body"]["groups"]]
+            need(all(number - started <= new["async_ratio"] for started in starts), "a batch waits that gets too old")
+
     def _commit(self, body: Json) -> None:
         number = body["number"]
         need(number == self.formed or number in self.holes, "not a number to form")
         need(bool(body["groups"]), "no groups")
-        need(body["rows"] == len(body["groups"]) * self.created["config"]["group_size"], "rows")
+        need(body["rows"] == len(body["groups"]) * self.config["group_size"], "rows")
         trial = Model(self.entries, fates=dict(self.fates))
         trial.settle(body, "batch")
         for *_, started, newest, _ in body["groups"]:
@@ -210,7 +237,7 @@ class Model:
         there = self.alive.get(number - 1)
         need((there["n"] if there is not None else None) == body["batch_entry"], "not of its batch")
         need(number == 0 or there is not None, "of no batch")
-        every = self.created["config"]["store"].get("state_every", 1)
+        every = self.config["store"].get("state_every", 1)
         need(number % every > 0 or bool(body["state"]), "no state where one is stored")
 
     def _prune(self, body: Json) -> None:
@@ -222,6 +249,8 @@ class Model:
         match body["kind"]:
             case "claimed":
                 self.claims[entry["role"]] = entry
+            case "config-changed":
+                self.claims = {role: claim for role, claim in self.claims.items() if role == "supervisor"}
             case "batch-committed":
                 self.settle(body, "batch")
                 self.alive[body["number"]] = entry
@@ -259,7 +288,8 @@ class Model:
 
     def _compare_head(self, state: RunState) -> None:
         assert (state.run_id, state.alpha) == (self.created["run_id"], self.alpha)
-        assert state.group_size == self.created["config"]["group_size"]
+        assert state.group_size == self.config["group_size"]
+        self._compare_configs(state)
         assert (state.version, state.next_batch, state.voids) == (self.latest, self.formed, self.voids)
         assert state.published == (self.versions[-1]["n"] if self.versions else -1)
         assert state.holes == self.holes
@@ -269,6 +299,17 @@ class Model:
         assert found == claims
         for role in ("supervisor", "scheduler", "learner"):
             assert state.newest_claim(role) == (self.claims[role]["n"] if role in self.claims else -1)
+
+    def _compare_configs(self, state: RunState) -> None:
+        """Which config each version and each entry has, found by going through all entries."""
+        newest, version = 0, -1
+        for n, entry in enumerate(self.entries):
+            newest = n if "config" in entry["body"] else newest
+            assert state.config_at(n) == newest
+            if entry["version"] > version:
+                version = entry["version"]
+                assert state.config_of(version) == newest
+        assert state.config_of(version + 1) == newest
 
     def _compare_dispatches(self, state: RunState) -> None:
         assert state.in_flight == tuple(self.open)
@@ -304,7 +345,8 @@ class Model:
         assert totals.groups == Counter(ended.values())
         assert totals.tokens == tokens
         assert totals.staleness == Counter(body["number"] - group[2] for body in trained for group in body["groups"])
-        assert all(0 <= aged <= self.alpha or aged < 0 for aged in totals.staleness)
+        alpha = max(config["async_ratio"] for config in self.configs)
+        assert all(0 <= aged <= alpha or aged < 0 for aged in totals.staleness)
         assert totals.rows == sum(body["rows"] for body in trained)
         assert totals.surplus_tokens == sum(body["surplus_tokens"] for body in trained)
 
@@ -330,5 +372,6 @@ class Model:
         for number in range(self.latest):
             assert self.versions[number + 1]["body"]["batch_entry"] == self.alive[number]["n"]
         assert len(self.pruned) == len(set(self.pruned))
-        assert not self.needed() & self.stored() & set(self.pruned)
+        always = set.intersection(*map(self.needed, self.configs))
+        assert not always & self.stored() & set(self.pruned)
         assert len({entry["id"] for entry in self.entries}) == len(self.entries)

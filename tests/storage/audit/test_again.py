@@ -12,7 +12,6 @@ from rollflow.storage.log import audits, objects
 from rollflow.storage.log.audit import Progress, audit
 from rollflow.storage.log.entries import encode, entry_path
 from rollflow.storage.log.reading import AT_ONCE
-from rollflow.storage.log.rows import Rules
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import StoredObject
 from tests.support.audited import WATCHING, Watched, file_of
@@ -194,7 +193,7 @@ def test_only_so_many_bytes_are_read_at_once(store: MemoryStore, monkeypatch: py
     with objects.Looking(store, ended.append) as looking:
         for size in (6, 4, 1, 5, 20, 3):
             stored = StoredObject(f"of-{size}", size, store.put(f"of-{size}", b"x" * size))
-            looking.add(objects.Named(stored, 0, "run"), Rules(0.0, 1, 1))
+            looking.add(objects.Named(stored, 0, "run"))
             before.append(len(ended))
         looking.finish()
     assert before == [0, 0, 1, 1, 4, 5]
@@ -207,7 +206,7 @@ def test_only_so_many_objects_wait_to_be_read(store: MemoryStore) -> None:
     stored = StoredObject("one", 1, store.put("one", b"1"))
     with objects.Looking(store, ended.append) as looking:
         for _ in range(40):
-            looking.add(objects.Named(stored, 0, "run"), Rules(0.0, 1, 1))
+            looking.add(objects.Named(stored, 0, "run"))
             before.append(len(ended))
         looking.finish()
     assert before == [0] * 32 + list(range(1, 9))

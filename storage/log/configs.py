@@ -1,0 +1,78 @@
+"""The configs that a run has had: the one it was created with, and one for each entry that changed it.
+
+    entry 0         RunCreated       from version 0 on
+    entry 41        ConfigChanged    from version 7 on     differences(before, after): [("versions", 6, 9)]
+
+A config lies in the log as the tree that was recorded. Its state says where (`RunState.configs`); `rules` says for what
+each holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.entries import Change, ConfigChanged, Entry, RunCreated, decode, entry_path
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.reading import entries, there
+from rollflow.storage.objects.base import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedConfig:
+    """A config that entry `entry` brought. `version` is the first that was, or will be, trained under it."""
+
+    entry: int
+    version: int
+    config: Mapping[str, Any]
+    sha256: str
+    at: float  # seconds since the epoch
+    changes: tuple[Change, ...] = ()  # none of the first one
+    who: str = ""
+
+    @classmethod
+    def of(cls, entry: Entry) -> RecordedConfig:
+        """From the entry that brought it."""
+        match entry.body:
+            case RunCreated() as body:
+                return cls(entry.n, 0, body.config, body.config_sha256, entry.at)
+            case ConfigChanged() as body:
+                return cls(entry.n, body.version, body.config, body.config_sha256, entry.at, body.changes, body.who)
+        raise Corrupt(f"{entry_path(entry.n)} has no config")
+
+
+def recorded_configs(log: Log) -> list[RecordedConfig]:
+    """All configs of a run in their order, as far as the log was read.
+
+    Raises:
+        Corrupt: an entry on the way is missing or damaged.
+    """
+    return [RecordedConfig.of(there(log, place.entry).entry) for place in log.state.configs]
+
+
+def readable_configs(run: ObjectStore) -> list[RecordedConfig]:
+    """The configs of a log that does not fold, as far as their entries can be read: for people who look at it."""
+    return [RecordedConfig.of(entry) for entry in _readable(run) if isinstance(entry.body, RunCreated | ConfigChanged)]
+
+
+def _readable(run: ObjectStore) -> Iterator[Entry]:
+    for n, found in entries(run):
+        if isinstance(found, bytes):
+            try:
+                yield decode(found, n, run.get).entry
+            except Corrupt:
+                continue
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> tuple[Change, ...]:
+    """What differs between two trees, by dotted key, in the order of the keys; None stands for what is not there."""
+    found: list[Change] = []
+    for name in sorted({*before, *after}):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{name}.")
+        elif (old, type(old)) != (new, type(new)):
+            found.append(Change(f"{prefix}{name}", old, new))
+    return tuple(found)
