@@ -17,8 +17,16 @@ from rollflow.tasks.run_context import RunContext
 
 
 def home() -> Path:
-    """`ROLLFLOW_HOME`, or `.rollflow` in the working directory: everything a run writes locally lies below it."""
-    return Path(os.environ.get("ROLLFLOW_HOME") or ".rollflow").expanduser().absolute()
+    """`ROLLFLOW_HOME`, or `.rollflow` in the working directory: everything a run writes locally lies below it.
+
+    Raises:
+        ConfigError: the working directory was removed, or there is no such user as in `~user`.
+    """
+    given = os.environ.get("ROLLFLOW_HOME") or ".rollflow"
+    try:
+        return Path(given).expanduser().absolute()
+    except (RuntimeError, FileNotFoundError) as error:
+        raise ConfigError(f"ROLLFLOW_HOME = {given!r} names no folder ({error}); set it to an absolute path") from None
 
 
 def default_store() -> str:

@@ -14,6 +14,8 @@ from typing import TextIO
 
 from rollflow.flows.commands import BAD_INPUT, FAILED, INTERRUPTED
 from rollflow.flows.commands.options import parser
+from rollflow.flows.locations import home
+from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_variables
 from rollflow.storage.errors import ConfigError, RollflowError
 
 
@@ -38,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     options = parser().parse_args(arguments)
+    bypass_proxies(os.environ)
     try:
+        if options.verb in WITH_SERVICES:
+            check_variables(home())
         return int(importlib.import_module(f"rollflow.flows.commands.{options.verb}").command(options))
     except ConfigError as error:
         print(f"rollflow: {error}", file=sys.stderr)

@@ -149,7 +149,7 @@ def _has_profile(variable: str, default: str) -> bool:
     """Whether the file has a profile in it; its values are never looked at."""
     parser = configparser.RawConfigParser()
     try:
-        parser.read(Path(os.environ.get(variable, default)).expanduser())
+        parser.read(os.path.expanduser(os.environ.get(variable, default)))
     except (OSError, configparser.Error, UnicodeDecodeError):
         return False
     return bool(parser.sections())

@@ -16,10 +16,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from rollflow.flows.services.reachability import speaks_http2
+from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import RollflowError, Unreachable
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:

@@ -18,8 +18,8 @@ def prefect_url() -> str:
 
 
 def _active() -> dict[str, Any]:
-    folder = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
-    file = Path(os.environ.get("PREFECT_PROFILES_PATH", folder / "profiles.toml")).expanduser()
+    folder = os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect"))  # as it stands for a user without a home
+    file = Path(os.path.expanduser(os.environ.get("PREFECT_PROFILES_PATH", f"{folder}/profiles.toml")))
     try:
         kept = tomllib.loads(file.read_text())
         return dict(kept["profiles"][os.environ.get("PREFECT_PROFILE", kept["active"])])

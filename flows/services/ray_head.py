@@ -11,14 +11,16 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import psutil
 
 from rollflow.flows.services.process import Service, free_port, without, write_secret
 from rollflow.flows.services.reachability import speaks_http2
+from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import WANTED, Kind
 
 NOTICE = {  # the head asks every node for its health: four refused answers in a row and it is dead
@@ -190,16 +192,30 @@ class RayNode(Service):
         return self._ready_file.exists()
 
 
-# A unix socket's path holds 107 bytes, and Ray appends "/session_<date>_<time>_<pid>/sockets/plasma_store".
-SOCKET_PATH_BYTES = 107
+# What Ray appends to its folder for its longest socket: "/session_<date>_<time>_<pid>/sockets/plasma_store".
 RAY_SUFFIX_BYTES = len("/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
 
 def short_folder(folder: Path) -> Path:
-    """`folder`, or, if its name is too long for Ray's sockets, a link to it in the system's temporary folder."""
-    if len(os.fsencode(folder)) + RAY_SUFFIX_BYTES <= SOCKET_PATH_BYTES:
+    """`folder`, or, if its name is too long for Ray's sockets, a link to it in a folder for temporary files.
+
+    Raises:
+        ConfigError: no folder for temporary files is short enough.
+    """
+    if _fits(folder):
         return folder
-    return Path(tempfile.gettempdir()) / f"rollflow-{secrets.token_hex(4)}"
+    name = f"rollflow-{secrets.token_hex(4)}"
+    link = next((short / name for short in short_folders() if _fits(short / name)), None)
+    if link is None:
+        raise ConfigError(
+            f"ROLLFLOW_HOME: sockets in {str(folder)!r} would have too long a path, and no folder for temporary files "
+            "is short enough; name a shorter home"
+        )
+    return link
+
+
+def _fits(folder: Path) -> bool:
+    return len(os.fsencode(folder)) + RAY_SUFFIX_BYTES <= SOCKET_PATH_BYTES
 
 
 def remove_dead_folders(parent: Path, keep: int = 2) -> None:
@@ -213,7 +229,7 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 
 def remove_dead_links(parent: Path) -> None:
     """Remove links that `short_folder` named for clusters in `parent` whose owner was killed, or that lead nowhere."""
-    for link in Path(tempfile.gettempdir()).glob("rollflow-*"):
+    for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
         if link.is_symlink():
             target = link.readlink()
             if not target.exists() or (target.parent == parent and not _alive(target.name.partition("-")[0])):

@@ -20,6 +20,7 @@ from rollflow.storage.errors import ConfigError
 CHECK_SECONDS = 8.0
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # and an empty SETTINGS frame
 SETTINGS_FRAME = 4
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
@@ -144,7 +145,7 @@ def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False)
 
 def _open(url: str, seconds: float) -> http.client.HTTPResponse:
     # A proxy from the environment must not stand between this machine and its own loopback.
-    direct = urllib.request.ProxyHandler({}) if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") else None
+    direct = urllib.request.ProxyHandler({}) if urlsplit(url).hostname in LOOPBACK else None
     opener = urllib.request.build_opener(*([direct] if direct else []))
     response: http.client.HTTPResponse = opener.open(url, timeout=seconds)
     return response

@@ -1,0 +1,144 @@
+"""The environment variables and limits that a command starts under: repaired where that is safe, otherwise refused.
+
+Guarantees:
+- Loopback never goes through a proxy, in this process or in any that it starts.
+- A variable that would end a run while its services start is refused before: `ConfigError` names the variable, its
+  value and the fix.
+- A private Prefect server is used with its own settings alone (`drop_prefect_settings`).
+
+Importing this module imports no service's library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import resource
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rollflow.flows.services.reachability import LOOPBACK, redact
+from rollflow.storage.errors import ConfigError
+
+PROXIES = tuple(name for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper()))
+SOCKS = ("socks5", "socks5h")
+SOCKET_PATH_BYTES = 107  # the longest path of a unix socket
+LONGEST_SOCKET = len("/01234567-0123-0123-0123-0123456789ab")  # vLLM's; multiprocessing's is shorter
+OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
+NEEDED_FILES, WANTED_FILES = 512, 65536
+WITH_SERVICES = ("run", "resume", "sweep", "serve", "up")  # commands that start some
+
+
+def check_variables(home: Path) -> None:
+    """Check what the services of a command in `home` would start under.
+
+    Raises:
+        ConfigError: with one sentence for what a person must change.
+    """
+    _check_proxies()
+    _check_temporary_folder()
+    _check_home(home)
+    _raise_open_files()
+    _check_warnings()
+
+
+def bypass_proxies(environment: MutableMapping[str, str]) -> None:
+    """Add loopback to `NO_PROXY`, which all libraries here obey, if the environment names a proxy."""
+    if not any(environment.get(name) for name in PROXIES):
+        return
+    given = f"{environment.get('no_proxy', '')},{environment.get('NO_PROXY', '')}".split(",")
+    hosts = [host for host in map(str.strip, given) if host and _is_readable(host)]
+    value = "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
+    environment.update({"no_proxy": value, "NO_PROXY": value})
+
+
+def drop_prefect_settings(environment: MutableMapping[str, str]) -> None:
+    """Remove the settings that are meant for the person's own Prefect server: another one is about to be used."""
+    for name in [name for name in environment if name.startswith(OWN_PREFECT)]:
+        del environment[name]
+
+
+def short_folders() -> Iterator[Path]:
+    """Folders for temporary files that can be written: the person's, then the system's, whose names are short."""
+    for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
+        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+            yield Path(folder)
+
+
+def _is_readable(host: str) -> bool:
+    """Whether httpx can read an entry of `NO_PROXY`; it raises at a range of IPv6 addresses, which no library obeys."""
+    if host.count(":") < 2 or "://" in host:
+        return True
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
+
+
+def _check_proxies() -> None:
+    for name in PROXIES:
+        if not (value := os.environ.get(name)):
+            continue
+        url = value if "://" in value else f"http://{value}"
+        try:
+            scheme, host, _ = urlsplit(url).scheme, urlsplit(url).hostname, urlsplit(url).port
+        except ValueError:
+            scheme, host = "", None
+        shown = f"{name} = {redact(url)!r}"
+        if scheme not in ("http", "https", *SOCKS) or not host or any(letter.isspace() for letter in url):
+            raise ConfigError(f"{shown} is no address of a proxy; write http://host:port, or unset {name}")
+        if scheme in SOCKS and find_spec("socksio") is None:
+            cure = f"install it (pip install socksio), or unset {name}"
+            raise ConfigError(f"{shown} is a SOCKS proxy, which needs the package socksio; {cure}")
+
+
+def _check_temporary_folder() -> None:
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        given = os.environ.get("TMPDIR", "")
+        raise ConfigError(
+            f"TMPDIR = {given!r}, and no other folder for temporary files, can be written; name one"
+        ) from None
+    most = SOCKET_PATH_BYTES - LONGEST_SOCKET
+    if len(os.fsencode(folder)) > most:
+        raise ConfigError(
+            f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes, and sockets in it would have too long a path; "
+            f"name a folder of at most {most}, such as /tmp"
+        )
+
+
+def _check_home(home: Path) -> None:
+    default = "" if os.environ.get("ROLLFLOW_HOME") else " (by default)"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=home).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        cure = "set ROLLFLOW_HOME to a folder that can be"
+        raise ConfigError(f"ROLLFLOW_HOME = {str(home)!r}{default} cannot be written ({reason}); {cure}") from None
+
+
+def _raise_open_files() -> None:
+    """Raise this process's limit of open files as far as it may; each process that it starts has the same."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < NEEDED_FILES:
+        raise ConfigError(
+            f"ulimit -n = {allowed}: a run's services need {NEEDED_FILES} open files a process; "
+            f"raise the limit (ulimit -Hn {WANTED_FILES}, as root, or in limits.conf)"
+        )
+
+
+def _check_warnings() -> None:
+    given = os.environ.get("PYTHONWARNINGS", "")
+    actions = (item.strip().partition(":")[0] for item in given.split(","))
+    if any(action and "error".startswith(action) for action in actions):
+        raise ConfigError(
+            f"PYTHONWARNINGS = {given!r} makes failures of the warnings of Prefect, Ray and torch; unset PYTHONWARNINGS"
+        )
