@@ -28,7 +28,7 @@ from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.registering import sweep, withdraw
 from rollflow.flows.services.told import Told
-from rollflow.flows.services.variables import drop_prefect_settings
+from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_settings
 from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
@@ -149,7 +149,7 @@ def session_of(context: RunContext) -> Iterator[Session]:
         with open_session(context.key, config.cluster.address, spares=kinds_of(config)) as session:
             yield session
         return
-    drop_prefect_settings(os.environ)
+    drop_settings(os.environ, (*OWN_PREFECT, *OWN_RAY))
     os.environ.update(up.environment)
     yield Session(SERVED, up.page, {STACK: stack.BorrowedStack(home())}, up.login, up.environment)
 
@@ -179,8 +179,7 @@ def open_session(
     services = {role: service for role, service in held.items() if service is not None}
     begin = place / "cache" / name / "runner-may-begin"
     runner = _runner(place, name, environment, begin, watched=name != SERVED or server is not None)
-    if server:
-        drop_prefect_settings(os.environ)
+    drop_settings(os.environ, (*(OWN_PREFECT if server else ()), *(OWN_RAY if ray else ())))
     os.environ.update(environment)
     try:
         start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))

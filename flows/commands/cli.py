@@ -6,6 +6,7 @@ Importing this module loads no torch, Ray, vLLM, Prefect or MLflow: each verb's 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import select
 import sys
@@ -15,7 +16,7 @@ from typing import TextIO
 from rollflow.flows.commands import BAD_INPUT, FAILED, INTERRUPTED
 from rollflow.flows.commands.options import parser
 from rollflow.flows.locations import home
-from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_variables
+from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_home, check_variables
 from rollflow.storage.errors import ConfigError, RollflowError
 
 
@@ -39,11 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    _print_any_letter()
     options = parser().parse_args(arguments)
     bypass_proxies(os.environ)
     try:
         if options.verb in WITH_SERVICES:
-            check_variables(home())
+            check_variables()
+            check_home(home())
         return int(importlib.import_module(f"rollflow.flows.commands.{options.verb}").command(options))
     except ConfigError as error:
         print(f"rollflow: {error}", file=sys.stderr)
@@ -54,6 +57,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("rollflow: stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _print_any_letter() -> None:
+    """Escape letters that the terminal's encoding lacks; services write to files, and are not to know of it."""
+    os.environ.pop("PYTHONIOENCODING", None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _reader_gone(stream: TextIO) -> bool:

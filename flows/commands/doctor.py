@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -27,7 +27,8 @@ from rich.text import Text
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import home
-from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, redact
+from rollflow.flows.services.reachability import check_prefect, redact
+from rollflow.flows.services.variables import PROXIES, check_variables
 from rollflow.storage.errors import ConfigError
 
 Outcome = Literal["ok", "note", "missing"]
@@ -64,9 +65,10 @@ def doctor(home: Path) -> list[Check]:
         *[_package(name) for name in NEEDED],
         _engine(),
         _cuda(),
-        _address("Prefect", "PREFECT_API_URL", check_prefect, "a private server"),
-        _address("Ray", "RAY_ADDRESS", _check_ray_address, "a private cluster"),
-        _address("MLflow", "MLFLOW_TRACKING_URI", check_mlflow, "SQLite in the run home"),
+        _variables(),
+        _prefect(),
+        _unused("Ray", "RAY_ADDRESS", "cluster.address", "a private cluster"),
+        _unused("MLflow", "MLFLOW_TRACKING_URI", "tracking.uri", "SQLite in the run home"),
         _credentials(),
         _cores(),
         _memory(),
@@ -114,19 +116,33 @@ def _cuda() -> Check:
     return Check("CUDA", "ok" if present else "note", "a GPU is visible" if present else "no GPU; runs on the CPU")
 
 
-def _check_ray_address(address: str) -> None:
-    check_ray(address)
-
-
-def _address(name: str, variable: str, check: Callable[[str], None], otherwise: str) -> Check:
-    value = os.environ.get(variable)
-    if not value:
-        return Check(f"{name} server", "ok", f"{variable} is not set: {otherwise}")
+def _variables() -> Check:
+    """What a run's services would start under."""
     try:
-        check(value)
+        check_variables()
     except ConfigError as error:
-        return Check(f"{name} server", "missing", f"{variable}: {error}")
-    return Check(f"{name} server", "ok", f"{redact(value)} answers")
+        return Check("environment", "missing", str(error))
+    proxies = [name for name in PROXIES if os.environ.get(name)]
+    found = f"{', '.join(proxies)}; loopback bypasses it" if proxies else "nothing that a run could not start under"
+    return Check("environment", "ok", found)
+
+
+def _prefect() -> Check:
+    value = os.environ.get("PREFECT_API_URL")
+    if not value:
+        return Check("Prefect server", "ok", "PREFECT_API_URL is not set: a private server")
+    try:
+        check_prefect(value)
+    except ConfigError as error:
+        return Check("Prefect server", "missing", str(error))
+    return Check("Prefect server", "ok", f"{redact(value)} answers")
+
+
+def _unused(name: str, variable: str, key: str, otherwise: str) -> Check:
+    """A service that a run uses only where its recipe names it."""
+    if value := os.environ.get(variable):
+        return Check(f"{name} server", "note", f"{variable} = {redact(value)!r} is not used; name it in {key}")
+    return Check(f"{name} server", "ok", f"{otherwise}, unless a recipe has {key}")
 
 
 def _credentials() -> Check:

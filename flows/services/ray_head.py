@@ -230,11 +230,10 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 def remove_dead_links(parent: Path) -> None:
     """Remove links that `short_folder` named for clusters in `parent` whose owner was killed, or that lead nowhere."""
     for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
-        if link.is_symlink():
+        with contextlib.suppress(OSError):  # another user's, where nobody else may look, or gone meanwhile
             target = link.readlink()
             if not target.exists() or (target.parent == parent and not _alive(target.name.partition("-")[0])):
-                with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-                    link.unlink()
+                link.unlink()
 
 
 def _alive(pid: str) -> bool:

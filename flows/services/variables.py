@@ -4,7 +4,7 @@ Guarantees:
 - Loopback never goes through a proxy, in this process or in any that it starts.
 - A variable that would end a run while its services start is refused before: `ConfigError` names the variable, its
   value and the fix.
-- A private Prefect server is used with its own settings alone (`drop_prefect_settings`).
+- A private Prefect server or Ray cluster is used without the person's settings for their own (`drop_settings`).
 
 Importing this module imports no service's library.
 """
@@ -15,6 +15,7 @@ import contextlib
 import ipaddress
 import os
 import resource
+import sys
 import tempfile
 from collections.abc import Iterator, MutableMapping
 from importlib.util import find_spec
@@ -29,21 +30,38 @@ SOCKS = ("socks5", "socks5h")
 SOCKET_PATH_BYTES = 107  # the longest path of a unix socket
 LONGEST_SOCKET = len("/01234567-0123-0123-0123-0123456789ab")  # vLLM's; multiprocessing's is shorter
 OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
-NEEDED_FILES, WANTED_FILES = 512, 65536
+OWN_RAY = ("RAY_ADDRESS", "RAY_AUTH_", "RAY_NAMESPACE", "RAY_RUNTIME_ENV", "RAY_JOB_", "RAY_TMPDIR", "RAY_CLIENT_MODE")
+NEEDED_FILES, WANTED_FILES = 256, 65536
 WITH_SERVICES = ("run", "resume", "sweep", "serve", "up")  # commands that start some
 
 
-def check_variables(home: Path) -> None:
-    """Check what the services of a command in `home` would start under.
+def check_variables() -> None:
+    """Check what the services of a command would start under.
 
     Raises:
         ConfigError: with one sentence for what a person must change.
     """
+    _check_encoding()
     _check_proxies()
     _check_temporary_folder()
-    _check_home(home)
     _raise_open_files()
     _check_warnings()
+
+
+def check_home(home: Path) -> None:
+    """Make the run home, if it is not there, and write to it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    default = "" if os.environ.get("ROLLFLOW_HOME") else " (by default)"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=home).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        cure = "set ROLLFLOW_HOME to a folder that can be"
+        raise ConfigError(f"ROLLFLOW_HOME = {str(home)!r}{default} cannot be written ({reason}); {cure}") from None
 
 
 def bypass_proxies(environment: MutableMapping[str, str]) -> None:
@@ -56,9 +74,9 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
     environment.update({"no_proxy": value, "NO_PROXY": value})
 
 
-def drop_prefect_settings(environment: MutableMapping[str, str]) -> None:
-    """Remove the settings that are meant for the person's own Prefect server: another one is about to be used."""
-    for name in [name for name in environment if name.startswith(OWN_PREFECT)]:
+def drop_settings(environment: MutableMapping[str, str], meant_for: tuple[str, ...]) -> None:
+    """Remove the person's settings for a service of their own (`OWN_PREFECT`, `OWN_RAY`): a private one is used."""
+    for name in [name for name in environment if name.startswith(meant_for)]:
         del environment[name]
 
 
@@ -76,6 +94,18 @@ def _is_readable(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(host))
     return False
+
+
+def _check_encoding() -> None:
+    """Refuse a locale in which names of files and their text are not UTF-8; Python's own rule for "C" makes them so."""
+    if sys.getfilesystemencoding() == "utf-8":
+        return
+    name = next((name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "LC_ALL")
+    utf8 = "".join(f" with PYTHONUTF8 = {value!r}" for value in [os.environ.get("PYTHONUTF8")] if value)
+    raise ConfigError(
+        f"{name} = {os.environ.get(name, '')!r}{utf8}: files would be read as {sys.getfilesystemencoding()}; "
+        "set PYTHONUTF8=1, or a locale of UTF-8"
+    )
 
 
 def _check_proxies() -> None:
@@ -109,17 +139,6 @@ def _check_temporary_folder() -> None:
             f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes, and sockets in it would have too long a path; "
             f"name a folder of at most {most}, such as /tmp"
         )
-
-
-def _check_home(home: Path) -> None:
-    default = "" if os.environ.get("ROLLFLOW_HOME") else " (by default)"
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=home).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        cure = "set ROLLFLOW_HOME to a folder that can be"
-        raise ConfigError(f"ROLLFLOW_HOME = {str(home)!r}{default} cannot be written ({reason}); {cure}") from None
 
 
 def _raise_open_files() -> None:

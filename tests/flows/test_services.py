@@ -432,8 +432,20 @@ def test_links_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
         (parent / f"{owner}-1").mkdir(parents=True)
         (tmp_path / f"rollflow-{name}").symlink_to(parent / f"{owner}-1")
     (tmp_path / "rollflow-nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "rollflow-file").touch()
     ray_head.remove_dead_links(parent)
-    assert sorted(path.name for path in tmp_path.glob("rollflow-*")) == ["rollflow-living"]
+    assert sorted(path.name for path in tmp_path.glob("rollflow-*")) == ["rollflow-file", "rollflow-living"]
+
+
+def test_links_of_other_users_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(f"{path} is in a folder of another user")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "rollflow-other").symlink_to("/root/of/another/ray/1-1")
+    monkeypatch.setattr(Path, "exists", forbidden)
+    ray_head.remove_dead_links(tmp_path / "ray")
+    assert (tmp_path / "rollflow-other").is_symlink()
 
 
 def test_importing_loads_no_vendor() -> None:

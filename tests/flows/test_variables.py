@@ -1,0 +1,229 @@
+"""Under each setting of the environment a run works, or one sentence names the variable (exit code 2).
+
+Here are the refusals, and what keeps the other settings harmless; whole runs under those are in `tests/e2e`.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import pwd
+import resource
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import botocore.utils
+import httpx
+import pytest
+import requests
+
+from rollflow.flows.services import ray_head, variables
+from rollflow.flows.services.profile import prefect_url
+from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, PROXIES, bypass_proxies, drop_settings
+from tests.support.refused import refused
+
+RECIPE = "flows/recipes/arithmetic.toml"
+LONG = "y" * 120
+DEAD = "http://127.0.0.1:9"  # a proxy that nobody is
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home of its own, no proxy, and no folder for temporary files that was found before."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    for name in (*PROXIES, "no_proxy", "NO_PROXY", "PREFECT_API_URL", "PYTHONWARNINGS"):
+        monkeypatch.setenv(name, "")  # so that the end of the test undoes what a command sets
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("HTTP_PROXY", "ftp://me:hidden@host", ["'ftp://host'", "http://host:port"]),
+        ("http_proxy", "http://host:port", ["no address of a proxy"]),
+        ("HTTPS_PROXY", "http://a host", ["no address of a proxy"]),
+        ("https_proxy", "http://", ["no address of a proxy"]),
+        ("ALL_PROXY", "socks4://host:1", ["no address of a proxy"]),
+        ("all_proxy", "http://[::", ["no address of a proxy", "unset all_proxy"]),
+        ("ROLLFLOW_HOME", "/etc/passwd", ["cannot be written", "set ROLLFLOW_HOME"]),
+        ("ROLLFLOW_HOME", "/proc/home", ["cannot be written"]),
+        ("ROLLFLOW_HOME", "/dev/null/home", ["cannot be written"]),
+        ("ROLLFLOW_HOME", f"/tmp/{LONG * 3}", ["too long"]),
+        ("ROLLFLOW_HOME", "~nobody-of-this-name/home", ["names no folder"]),
+        ("PYTHONWARNINGS", "error", ["unset PYTHONWARNINGS"]),
+        ("PYTHONWARNINGS", "default,e::DeprecationWarning", ["unset PYTHONWARNINGS"]),
+        ("PREFECT_API_URL", f"{DEAD}/api", ["does not answer", "unset PREFECT_API_URL"]),
+    ],
+)
+def test_a_setting_that_breaks_services_is_refused(
+    name: str, value: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    said = refused(capsys, "run", RECIPE)
+    assert said.startswith(f"{name} = ")
+    assert all(word in said for word in words), said
+    assert "hidden" not in said
+
+
+@pytest.mark.parametrize("command", ["run", "resume", "sweep"])
+@pytest.mark.parametrize("scheme", variables.SOCKS)
+def test_a_socks_proxy_without_its_package_is_refused(
+    command: str, scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(variables, "find_spec", lambda name: None)
+    monkeypatch.setenv("ALL_PROXY", f"{scheme}://127.0.0.1:9")
+    said = refused(capsys, command, RECIPE)
+    assert "ALL_PROXY" in said
+    assert "pip install socksio" in said
+
+
+def test_a_long_folder_for_temporary_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / LONG).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / LONG))
+    said = refused(capsys, "run", RECIPE)
+    assert said.startswith("TMPDIR = ")
+    assert "at most 70" in said
+
+
+def test_a_machine_without_temporary_files_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(variables.tempfile, "gettempdir", none)
+    assert refused(capsys, "run", RECIPE).startswith("TMPDIR = ")
+
+
+def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    few = variables.NEEDED_FILES - 1
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (few, few))
+    assert refused(capsys, "run", RECIPE).startswith(f"ulimit -n = {few}: ")
+
+
+def test_open_files_are_raised_to_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    for soft, hard in ((256, 4096), (256, resource.RLIM_INFINITY), (4096, 4096), (resource.RLIM_INFINITY,) * 2):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limits=(soft, hard): limits)
+        variables.check_variables()
+    assert raised == [(4096, 4096), (variables.WANTED_FILES, resource.RLIM_INFINITY)]
+
+
+def test_a_removed_working_directory_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", "")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "set it to an absolute path" in refused(capsys, "status")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of something on loopback that answers."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}/"
+        serving.shutdown()
+
+
+def _by_urllib(url: str) -> int:
+    with urllib.request.build_opener().open(url) as response:
+        return int(response.status)
+
+
+CLIENTS: dict[str, Callable[[str], int]] = {
+    "Prefect's": lambda url: httpx.get(url).status_code,
+    "MLflow's": lambda url: requests.get(url, timeout=60).status_code,
+    "Python's": _by_urllib,
+    "S3's": lambda url: 407 if botocore.utils.get_environ_proxies(url) else 200,
+}
+
+
+@pytest.mark.parametrize("given", ["", "example.org", "fd00::/8, [::1],10.0.0.0/8", "*", "127.0.0.1"])
+@pytest.mark.parametrize("name", PROXIES)
+def test_loopback_goes_through_no_proxy(name: str, given: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, DEAD)
+    monkeypatch.setenv("NO_PROXY", given)
+    bypass_proxies(os.environ)
+    for client, get in CLIENTS.items():
+        assert get(server) == 200, client
+    assert ("example.org" in os.environ["NO_PROXY"]) == (given == "example.org")
+
+
+def test_a_proxy_still_serves_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", DEAD)
+    bypass_proxies(os.environ)
+    assert botocore.utils.get_environ_proxies("https://bucket.s3.amazonaws.com")["https"] == DEAD
+    with pytest.raises(httpx.ConnectError):
+        httpx.get("https://example.org")
+
+
+def test_no_proxy_is_left_alone_without_a_proxy() -> None:
+    environment = {"NO_PROXY": "example.org", "HTTP_PROXY": ""}
+    bypass_proxies(environment)
+    assert environment == {"NO_PROXY": "example.org", "HTTP_PROXY": ""}
+
+
+def test_settings_of_other_services_are_dropped() -> None:
+    prefect = {"PREFECT_API_KEY": "k", "PREFECT_PROFILE": "p", "PREFECT_SERVER_API_PORT": "x"}
+    ray = {"RAY_ADDRESS": "ray://a:1", "RAY_AUTH_TOKEN": "t", "RAY_RUNTIME_ENV_HOOK": "no.such", "RAY_JOB_ID": "1"}
+    others = {"PREFECT_CLIENT_METRICS_ENABLED": "true", "RAY_memory_usage_threshold": "0.9", "HOME": "/"}
+    environment = {**prefect, **ray, **others}
+    drop_settings(environment, OWN_RAY)
+    assert environment == {**prefect, **others}
+    drop_settings(environment, OWN_PREFECT)
+    assert environment == others
+
+
+@pytest.mark.parametrize(("name", "value"), [("LC_ALL", "C"), ("LC_CTYPE", "POSIX")])
+def test_a_locale_without_all_letters_is_refused(name: str, value: str) -> None:
+    """Python reads the locale before the first line of a command: so this one is a process."""
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", RECIPE]
+    given = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG"))}
+    given |= {name: value, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"rollflow: {name} = '{value}' with PYTHONUTF8 = '0'")
+
+
+def test_letters_that_a_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", "check", str(tmp_path / "ü.toml")]
+    given = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "\\xfc.toml" in ended.stderr
+
+
+def test_services_do_not_know_the_terminals_encoding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    refused(capsys, "check", "no-such.toml")
+    assert "PYTHONIOENCODING" not in os.environ
+
+
+def test_sockets_fit_under_a_long_home_and_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / LONG).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / LONG))
+    short = ray_head.short_folder(tmp_path / LONG / "home")
+    assert len(os.fsencode(short)) + ray_head.RAY_SUFFIX_BYTES <= variables.SOCKET_PATH_BYTES
+
+
+def test_a_user_without_a_home_has_no_prefect_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    for name in ("HOME", "PREFECT_HOME", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert prefect_url() == ""
