@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
@@ -41,7 +42,7 @@ from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.run_facts import beginning, ending
-from rollflow.flows.views.status import Phase
+from rollflow.flows.views.status import Phase, record_end
 from rollflow.flows.views.status_writer import StatusWriter, points
 from rollflow.flows.views.stopping import Ended, take_back
 from rollflow.flows.views.summary import summarize
@@ -75,12 +76,16 @@ def post_training(
     supervisor = step("claim", lambda: _claimed(context, address))
     place, missed = tracking_place(context.config), functools.partial(points, context)
     tracker = Tracker(place, context.run_id, context.created.config, context.key, missed, beginning(context))
-    with cluster.attached(address, context.key):
+    with (
+        _end_recorded(context, supervisor),
+        cluster.attached(address, context.key, deadline_seconds=context.config.recovery.window_seconds),
+    ):
         check_store_reach(context.uri, context.config.cluster.address, cluster.nodes())
         stages = Stages(context, address, log, ActorWarnings(logger.warning).tell)
         writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
         following = Following(stages, writer, supervisor)
         try:
+            writer.refresh()  # whoever looks sees that it starts
             if trained(context):
                 step("end the stages", stages.clear)
             else:
@@ -107,6 +112,7 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
     every = list(blocks(0, context.config.versions))
     mlflow = mlflow_page(writer.tracker, context.config, writer.tracker.page)
     page.links({"MLflow": mlflow, "storage": context.uri, "status": f"rollflow status {context.uri}"})
+    following.heed_before()
     step("start the stages", stages.start)
     told = list(rows(context, every))
     for first, last in blocks(context.policies.newest(), context.config.versions):
@@ -203,6 +209,17 @@ def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
         return tracker.page
     stack = os.environ.get("ROLLFLOW_MLFLOW_PAGE")
     return tracker.page_on(stack) if stack else otherwise
+
+
+@contextlib.contextmanager
+def _end_recorded(context: RunContext, supervisor: Writer) -> Iterator[None]:
+    """Record the end of a run that fails before it has a status writer, or whose writer could not tell."""
+    try:
+        yield
+    except Exception as error:
+        if supervisor.valid():
+            record_end(context, *_ending(error))
+        raise
 
 
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:

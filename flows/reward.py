@@ -18,7 +18,7 @@ NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they a
 def reward(run: RunPlace, ray_address: str) -> int:
     """Score responses until the run is finished; returns how many."""
     context = await_run(run)
-    with cluster.attached(ray_address, context.key):
+    with cluster.attached(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         reward_actor = WatchedActor[RewardStatus](
             name=REWARD,
             start=lambda: start_reward(context),

@@ -55,14 +55,16 @@ class Session:
     login: str = ""  # how a person gets what the page asks for; "" if the server is not ours
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def submit(self, context: RunContext) -> UUID:
-        """Start the supervisor's flow run."""
+    def submit(self, context: RunContext, began: float) -> UUID:
+        """Start the supervisor's flow run, as asked for when the command `began` (seconds since the epoch)."""
         parameters = {"config": context.config.model_dump(mode="json"), "storage": context.uri}
         key = uuid4().hex
 
         def submit() -> UUID:
             with api() as client:
-                return start(client, "post-training", self.deployment, parameters, name=context.run_id, key=key)
+                return start(
+                    client, "post-training", self.deployment, parameters, name=context.run_id, key=key, at=began
+                )
 
         return insist(submit)
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
 from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.config import load_recipe
-from rollflow.flows.locations import new_run_id
+from rollflow.flows.locations import home, new_run_id
 from rollflow.flows.prepare import prepare
+from rollflow.flows.services.run_lock import hold_run
 from rollflow.flows.session import Session, session_of
 from rollflow.flows.views.audit_table import show_audit
 from rollflow.flows.views.console import open_view, print_summary
-from rollflow.flows.views.status import STATUS, RunStatus, read_status
+from rollflow.flows.views.status import STATUS, RunStatus, read_status, record_end
+from rollflow.flows.views.stopping import take_back
 from rollflow.flows.views.summary import SUMMARY
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import RollflowError, StoreFailed, Unreachable
 from rollflow.storage.journal.usage import read_usage
 from rollflow.tasks.run_context import RunContext
 
@@ -27,22 +31,29 @@ def command(options: argparse.Namespace) -> int:
     """Prepare a run and see it to its end."""
     config = load_recipe(options.recipe, options.set)
     context = prepare(config, new_run_id(config.name) if options.run_id is None else options.run_id)
-    return drive(context)
+    with hold_run(home(), context):
+        return drive(context)
 
 
 def drive(context: RunContext) -> int:
     """Start what the run needs, show it until it ends, and print its summary."""
+    began = time.time()
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM: how a job scheduler says Ctrl-C
     try:
+        _announce(context, began)
         with session_of(context) as session:
-            status = _show(session, context)
+            status = _show(session, context, began)
     except KeyboardInterrupt:
         return _stopped(context)
+    except RollflowError as error:  # a service does not start
+        record_end(context, "failed", str(error))
+        raise
     if status.phase == "stopped":  # by a person, elsewhere
         return _stopped(context)
     if status.phase == "failed":
         reason = status.messages[-1] if status.messages else "no reason was recorded"
+        record_end(context, "failed", reason)
         print(f"rollflow: the run failed: {reason}", file=sys.stderr)
         print(f"go on with: rollflow resume {context.uri}", file=sys.stderr)
         return FAILED
@@ -63,12 +74,24 @@ def _closed(context: RunContext) -> dict[str, Any]:
     return summary
 
 
-def _show(session: Session, context: RunContext) -> RunStatus:
+def _announce(context: RunContext, began: float) -> None:
+    """Let everybody see that the run starts: from now on `rollflow stop` is heard, and what was asked before is done.
+
+    A store that does not answer now is waited for later.
+    """
+    with contextlib.suppress(Unreachable, StoreFailed):
+        take_back(context.store, began)
+        last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
+        starting = replace(last, phase="starting", messages=(), stages={}, flow_run="")
+        context.store.put(STATUS, starting.to_json().encode())
+
+
+def _show(session: Session, context: RunContext, began: float) -> RunStatus:
     """Submit the run and show it until it ends; returns its last status. Ctrl-C cancels it first."""
     status = RunStatus(context.run_id)
     try:
         print(f"Prefect {session.page}{session.login}", flush=True)
-        flow_run = session.submit(context)
+        flow_run = session.submit(context, began)
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
@@ -83,7 +106,7 @@ def _stopped(context: RunContext) -> int:
     """After Ctrl-C, or a stop from elsewhere: say what is stored, and how to go on."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
-        context.store.put(STATUS, replace(last, phase="stopped").to_json().encode())
+        context.store.put(STATUS, last.at_end("stopped").to_json().encode())
         report = show_audit(context.store, deep=False)
     except Unreachable as error:
         print(f"stopped; {error}\nonce it does, go on with: rollflow resume {context.uri}")

@@ -42,6 +42,16 @@ class Following:
         """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
         self._until(lambda: False)
 
+    def heed_before(self) -> None:
+        """Before the stages begin: whatever was asked of the run meanwhile; there is nothing yet to wait for.
+
+        Raises:
+            Ended: a person ended the run.
+        """
+        with contextlib.suppress(Unreachable, OSError):
+            if asked := requested(self._writer.context.store):
+                raise Ended(f"ended while it started, by `rollflow {asked.how}`")
+
     def heed_after(self) -> None:
         """After a step beyond the training: a pause or a cancel that came meanwhile.
 

@@ -145,4 +145,4 @@ def _failed(status: RunStatus, why: Any) -> RunStatus:
     """Ended; the reason its supervisor gave stands before the one its flow run shows."""
     if status.phase == "failed":
         return status
-    return replace(status, phase="failed", messages=(*status.messages, str(why)))
+    return status.at_end("failed", str(why))

@@ -2,7 +2,8 @@
 
 Guarantees:
 - `attach` either attaches within its deadline or raises `Unreachable`; Ray by itself retries a wrong address for
-  ever. It leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
+  ever. Until then a head may be away: whoever works for a run waits as long as the run's `recovery` has for it. It
+  leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
   would end as crashed.
 - No wait for an actor is unbounded (`call`); an error names what was waited for, on whom and how long.
 """
@@ -19,6 +20,9 @@ from typing import Any, NoReturn
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import RollflowError, Unreachable
 
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 10.0  # for one answer of the head
+
 
 def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
     """Connect this process to the cluster at `address` (host:port). Attaching again does nothing.
@@ -31,11 +35,31 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    _prove(address, deadline_seconds)
+    limit = time.monotonic() + deadline_seconds
+    while not _attached(address, namespace, deadline_seconds, last=time.monotonic() > limit):
+        time.sleep(POLL_SECONDS)
+
+
+def _attached(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
+    """Connect, and whether that succeeded; the `last` try raises why it did not."""
+    try:
+        _prove(address, deadline_seconds)
+        _connect(address, namespace)
+    except Unreachable:
+        if last:
+            raise
+        return False
+    return True
+
+
+def _connect(address: str, namespace: str) -> None:
+    import ray
+
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        detach()  # what it has begun, so that it can be tried again
         raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
     finally:
         _restore(handlers)
@@ -47,7 +71,7 @@ def _prove(address: str, deadline_seconds: float) -> None:
     from ray._private import services as ray_services
 
     host, _, port = address.rpartition(":")
-    if not speaks_http2(host, int(port), seconds=deadline_seconds):
+    if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
         raise Unreachable(f"waited {deadline_seconds:.0f} s for a Ray head at {address}; nothing there answers")
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
         # Ray takes "127.0.0.1" for the host's outside address unless clusters are off; this head is on loopback only.

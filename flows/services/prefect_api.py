@@ -114,14 +114,26 @@ def start(
     key: str | None = None,
     tags: Collection[str] = (),
     parent: UUID | None = None,
+    at: float | None = None,
 ) -> UUID:
     """Schedule a flow run of a deployment; calls with one `key` give the same flow run, however often they are made.
 
+    `at`: when it was asked for, in seconds since the epoch; by default now.
     `parent` is the task run of another flow run under which the page shows it.
     """
+    from datetime import UTC, datetime
+
+    from prefect.states import Scheduled
+
     served = client.read_deployment_by_name(f"{flow}/{deployment}")
     made = client.create_flow_run_from_deployment(
-        served.id, parameters=parameters, name=name, idempotency_key=key, tags=tags, parent_task_run_id=parent
+        served.id,
+        parameters=parameters,
+        name=name,
+        idempotency_key=key,
+        tags=tags,
+        parent_task_run_id=parent,
+        state=None if at is None else Scheduled(scheduled_time=datetime.fromtimestamp(at, UTC)),
     )
     return made.id
 

@@ -6,13 +6,14 @@ that an older reader can show a newer run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from uuid import UUID
 
-from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.errors import Corrupt, Missing, RollflowError
 
 if TYPE_CHECKING:
     from rollflow.tasks.run_context import RunContext
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 STATUS = "status.json"  # where the supervisor keeps it in the run's storage
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
+STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # states of a stage's flow run, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,15 @@ class RunStatus:
         """Whether nothing more will happen."""
         return self.phase in ENDED
 
+    def at_end(self, phase: Phase, *messages: str) -> RunStatus:
+        """This status once the run has ended as `phase`: none of its stages runs any more."""
+        stages = {
+            role: stage if stage.state.lower() in STAGE_ENDS else replace(stage, state="Cancelled")
+            for role, stage in self.stages.items()
+        }
+        more = [message for message in messages if message not in self.messages]
+        return replace(self, phase=phase, stages=stages, messages=(*self.messages, *more))
+
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(asdict(self))
@@ -109,3 +120,11 @@ def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus 
     except (Missing, Corrupt, ValueError, TypeError, AttributeError):
         return None
     return status if flow_run is None or status.flow_run == str(flow_run) else None
+
+
+def record_end(context: RunContext, phase: Phase, why: str) -> None:
+    """Store that the run has ended, unless its supervisor has said so; a store that fails now is no other error."""
+    with contextlib.suppress(RollflowError, OSError):
+        last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
+        if not last.ended:
+            context.store.put(STATUS, last.at_end(phase, why).to_json().encode())

@@ -75,7 +75,9 @@ class StatusWriter:
         if phase or time.monotonic() - self._counted > USAGE_SECONDS:
             self._counted = time.monotonic()
             store_usage(self.context.store, self._writer, self.stages.usage)
-        self.context.store.put(STATUS, self.status(phase or self._phase()).to_json().encode())
+        status = self.status(phase or self._phase())
+        told = status.at_end(status.phase) if status.ended else status
+        self.context.store.put(STATUS, told.to_json().encode())
 
     def _evaluations(self) -> list[Evaluation]:
         """The new evaluations; at first, the newest and that of version 0, with which all others are compared."""

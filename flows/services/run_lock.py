@@ -1,0 +1,53 @@
+"""One command at a time sees a run to its end: a lock on a file of the run home, held by `run` and `resume`.
+
+Two commands of one home would serve deployments of one name, and the first to end would delete them under the other.
+The system frees the lock with the process that holds it, however that ends. Commands of two homes are told apart by
+the run's log, where the newest claim holds, and on a shared Prefect server by `services.registering`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollflow.flows.services.locks import PROBE_SECONDS, is_held, take_within
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.run_context import RunContext
+
+
+@contextlib.contextmanager
+def hold_run(home: Path, context: RunContext) -> Iterator[None]:
+    """Be the command of `home` that sees the run to its end.
+
+    Raises:
+        ConfigError: another command does.
+    """
+    file = _lock(home, context)
+    held = take_within(file, PROBE_SECONDS)
+    if held is None:
+        raise ConfigError(
+            f"run {context.run_id} goes on already, by another command of {home} (process {_holder(file)}); "
+            f"look at it with `rollflow status {context.uri}`, end it with `rollflow stop {context.uri}`"
+        )
+    try:
+        os.ftruncate(held, 0)
+        os.write(held, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(held)
+
+
+def holder(home: Path, context: RunContext) -> str | None:
+    """The process id of the command of `home` that sees the run to its end; None: no command does."""
+    file = _lock(home, context)
+    return _holder(file) if file.exists() and is_held(file) else None
+
+
+def _holder(file: Path) -> str:
+    return file.read_text() or "unknown"
+
+
+def _lock(home: Path, context: RunContext) -> Path:
+    return home / "locks" / f"{context.key}.lock"

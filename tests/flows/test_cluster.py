@@ -1,0 +1,73 @@
+"""A Ray head that is away is waited for, within a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.services import cluster
+from rollflow.flows.services.process import free_port
+from rollflow.flows.services.ray_head import RayHead
+from rollflow.storage.errors import Unreachable
+from tests.support.waiting import HANG_SECONDS
+
+ATTACH = """
+import sys
+from rollflow.flows.services import cluster
+print("waiting", flush=True)
+with cluster.attached(sys.argv[1], "test", deadline_seconds=150):
+    print(len(cluster.nodes()), flush=True)
+"""
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes on by a second at each look at it."""
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(cluster.time, "monotonic", tick)
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    return now
+
+
+def test_a_head_that_comes_back_is_attached_to(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
+    """Refused at first, then half up, then up."""
+    trouble, connected = ["nothing answers", "nothing answers", "no raylet yet"], list[str]()
+
+    def fail_or_not(at: int) -> None:
+        if len(trouble) > at:
+            raise Unreachable(trouble.pop())
+
+    monkeypatch.setattr(cluster, "_prove", lambda *_: fail_or_not(1))
+    monkeypatch.setattr(cluster, "_connect", lambda address, _: (fail_or_not(0), connected.append(address)))
+    cluster.attach("127.0.0.1:1", "test", deadline_seconds=600)
+    assert (trouble, connected) == ([], ["127.0.0.1:1"])
+
+
+def test_a_head_that_stays_away_is_named(fast: list[float]) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(Unreachable, match=f"waited 60 s for a Ray head at {address}"):
+        cluster.attach(address, "test", deadline_seconds=60)
+    assert fast[0] > 60
+
+
+@pytest.mark.slow
+def test_who_starts_while_the_head_is_away_waits_for_it(tmp_path: Path) -> None:
+    with RayHead(tmp_path, cpus=1) as head:
+        env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        head.kill()
+        command = [sys.executable, "-c", ATTACH, head.address]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "waiting\n"
+            head.restart()
+            said, _ = client.communicate(timeout=HANG_SECONDS)
+        assert said == "1\n"

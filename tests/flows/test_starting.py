@@ -1,0 +1,157 @@
+"""From its first second to its last, a run has one command that sees to it, hears a stop, and has a true status."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollflow.flows.commands import run as run_command
+from rollflow.flows.commands.cli import main
+from rollflow.flows.keepalive.following import Following
+from rollflow.flows.locations import find_run, home
+from rollflow.flows.services.run_lock import hold_run, holder
+from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status, record_end
+from rollflow.flows.views.stopping import Ended, ask, requested, take_back
+from rollflow.storage.errors import ConfigError, Unreachable
+from rollflow.storage.objects import open_store
+from rollflow.tasks.run_context import RunContext
+from tests.support.described import describe
+
+HOLD = """
+import sys, time
+from rollflow.flows.locations import find_run, home
+from rollflow.flows.services.run_lock import hold_run
+with hold_run(home(), find_run("one")):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """A run that was stopped at version 3 of 9."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("ROLLFLOW_STORE", str(tmp_path / "store"))
+    describe(open_store(f"{tmp_path}/store/runs/one"), "one")
+    context = find_run("one")
+    tell(context, RunStatus("one", "stopped", 3, 9, seconds=1.0))
+    return context
+
+
+def tell(context: RunContext, status: RunStatus) -> None:
+    context.store.put(STATUS, status.to_json().encode())
+
+
+def test_a_second_resume_is_refused_by_name(
+    run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven: list[str] = []
+    monkeypatch.setattr(run_command, "drive", lambda context: driven.append(context.uri) or 0)
+    monkeypatch.setattr(RunContext, "prompts", lambda _: None)
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        assert holder(home(), run) == str(first.pid)
+        assert main(["resume", "one"]) == 2
+        said = capsys.readouterr().err
+        assert f"run one goes on already, by another command of {Path(run.uri).parents[2] / 'home'}" in said
+        assert f"(process {first.pid})" in said
+        assert driven == []
+        first.send_signal(signal.SIGKILL)
+    assert holder(home(), run) is None
+    assert main(["resume", "one"]) == 0
+    assert driven == [run.uri]
+
+
+def test_a_run_is_held_by_one_command_of_a_home(run: RunContext) -> None:
+    with hold_run(home(), run), pytest.raises(ConfigError, match="goes on already"), hold_run(home(), run):
+        pass
+    with hold_run(home(), run):
+        pass
+
+
+def drive(run: RunContext, monkeypatch: pytest.MonkeyPatch, session: Any) -> int:
+    monkeypatch.setattr(run_command, "session_of", contextlib.contextmanager(session))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return run_command.drive(run)
+
+
+def test_a_stop_is_heard_while_the_services_start(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked of the run before its start does not count; what is asked from then on does."""
+    began: list[float] = []
+    ask(run.store, "stop")
+
+    def session(context: RunContext) -> Iterator[Any]:
+        assert requested(context.store) is None
+        assert main(["stop", "one", "--no-wait"]) == 0
+        yield SimpleNamespace(page="", login="", submit=lambda _, at: began.append(at), follow=lambda *_: [status])
+
+    status = RunStatus("one", "stopped", 3, 9)
+    assert drive(run, monkeypatch, session) == run_command.INTERRUPTED
+    asked = requested(run.store)
+    assert asked is not None
+    take_back(run.store, began[0])  # as the supervisor does, by when its flow run was asked for
+    assert requested(run.store) == asked
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+def test_a_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> None:
+    writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=3), messages=[])
+    following = Following(SimpleNamespace(), writer, SimpleNamespace())  # type: ignore[arg-type]
+    following.heed_before()
+    ask(run.store, how)
+    with pytest.raises(Ended, match=f"ended while it started, by `rollflow {how}`"):
+        following.heed_before()
+
+
+def test_a_run_whose_services_fail_is_said_to_have_failed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str | None] = []
+
+    def session(context: RunContext) -> Iterator[Any]:
+        status = read_status(context)
+        phases.append(status.phase if status else None)
+        raise Unreachable("the Prefect server does not start")
+        yield
+
+    with pytest.raises(Unreachable):
+        drive(run, monkeypatch, session)
+    status = read_status(run)
+    assert status is not None
+    assert phases == ["starting"]
+    assert (status.phase, status.version) == ("failed", 3)
+    assert status.messages == ("the Prefect server does not start",)
+
+
+def test_no_stage_of_a_failed_run_is_said_to_run(
+    run: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a supervisor that could not tell its end: its command tells it."""
+    stages = {"rollout": StageStatus("Running", "version 3"), "reward": StageStatus("Completed")}
+
+    def session(context: RunContext) -> Iterator[Any]:
+        tell(context, RunStatus("one", "training", 4, 9, stages=stages))
+        last = RunStatus("one", "failed", 4, 9, messages=("the learner died",))
+        yield SimpleNamespace(page="", login="", submit=lambda *_: None, follow=lambda *_: [last])
+
+    assert drive(run, monkeypatch, session) == 1
+    capsys.readouterr()
+    assert main(["status", "one"]) == 0
+    printed = capsys.readouterr().out
+    assert "failed" in printed
+    assert "the learner died" in printed
+    assert "running" not in printed.lower()
+
+
+def test_an_end_that_is_told_is_not_told_again(run: RunContext) -> None:
+    record_end(run, "failed", "later")
+    status = read_status(run)
+    assert status is not None
+    assert (status.phase, status.messages) == ("stopped", ())
