@@ -144,7 +144,7 @@ def _prepared(config: RunConfig, run_id: str | None, storage: str | None) -> Run
     run_id = run_id or run_id_of(config.name, flow_run.id)
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
-        prepare(config, run_id)
+        prepare(config, run_id, get_run_logger().info)
     context.prompts()  # what it asks must be what it asked
     return context
 

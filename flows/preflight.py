@@ -29,6 +29,7 @@ from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, find_policy, weight_files, with_dtype
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
+from rollflow.tasks.prompt_check import Tell, fit_files, probe_sources, read_files
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.pins import Pin, pinned, read_once
 from rollflow.tasks.run_context import open_prompts, probe_tokens
@@ -53,10 +54,10 @@ class Preflight:
     notes: tuple[str, ...] = ()
 
 
-def preflight(config: RunConfig, *, download: bool = True, ask: bool = True) -> Preflight:
+def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tell: Tell = lambda _: None) -> Preflight:
     """Check everything that can be checked before a run.
 
-    Without `download` a policy of the hub is not fetched; without `ask` no service is asked.
+    Without `download` a policy of the hub is not fetched; without `ask` no service is asked. `tell` hears of progress.
 
     Raises:
         ConfigError: with one sentence for what a person must change.
@@ -66,6 +67,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True) -> 
     notes = check_places(config, ask)
     _check_installed(config)
     read = read_once()
+    rows = read_files(config, read)
     if config.policy.path is not None and find_policy(config.policy.path, download) is None:
         notes += _few_held_out(config, open_prompts(config, None, read).count_held_out())
         notes.append(
@@ -79,7 +81,9 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True) -> 
         for name, data in files.items():
             (folder / name).write_bytes(data)
         tokenizer = _check_folder(config, folder)
+        read, found = fit_files(config, rows, tokenizer, read, tell)
         prompts = open_prompts(config, tokenizer, read)
+        notes += [*found, *probe_sources(config, prompts, tokenizer)]
         notes += _few_held_out(config, len(prompts.held_out()))
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_reading(config, folder, [prompt.text for prompt in first])

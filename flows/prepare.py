@@ -20,17 +20,20 @@ from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.own_parts import own_code
+from rollflow.tasks.prompt_check import Tell
 from rollflow.tasks.prompts.pins import keep
 from rollflow.tasks.run_context import FORMAT, RunContext
 
 
-def prepare(config: RunConfig, run_id: str) -> RunContext:
-    """Create the run in its store.
+def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunContext:
+    """Create the run in its store. `tell` hears of progress, and what a person should know.
 
     Raises:
         ConfigError: with one sentence for what a person must change.
     """
-    found = preflight(config)
+    found = preflight(config, tell=tell)
+    for note in found.notes:
+        tell(note)
     uri = store_uri(config)
     context = context_of(uri, run_id)
     if context.store.exists(entry_path(0)):

@@ -7,7 +7,9 @@ It refuses what `rollflow run` would refuse before its first token, in the same 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import sys
 
 from rollflow.flows.commands import OK
 from rollflow.flows.commands.toml import to_toml
@@ -18,7 +20,8 @@ from rollflow.flows.preflight import preflight
 def command(options: argparse.Namespace) -> int:
     """`rollflow check RECIPE`."""
     config = load_recipe(options.recipe, options.set)
-    found = preflight(config, download=False, ask=not options.offline)
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    found = preflight(config, download=False, ask=not options.offline, tell=tell)
     if options.json:
         print(json.dumps(config.model_dump(mode="json")))
         return OK

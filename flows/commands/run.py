@@ -30,7 +30,8 @@ from rollflow.tasks.run_context import RunContext
 def command(options: argparse.Namespace) -> int:
     """Prepare a run and see it to its end."""
     config = load_recipe(options.recipe, options.set)
-    context = prepare(config, new_run_id(config.name) if options.run_id is None else options.run_id)
+    run_id = new_run_id(config.name) if options.run_id is None else options.run_id
+    context = prepare(config, run_id, lambda note: print(note, file=sys.stderr, flush=True))
     with hold_run(home(), context):
         return drive(context)
 

@@ -38,6 +38,10 @@ class PolicyTokenizer:
         messages.append({"role": "user", "content": text})
         return list(self._chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
+    def encode_response(self, text: str) -> Sequence[int]:
+        """Tokens of a response that says `text`, as the tokenizer cuts it."""
+        return list(self._fast.encode(text, add_special_tokens=False).ids)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, with every special token among them."""
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))

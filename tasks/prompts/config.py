@@ -18,6 +18,9 @@ class PromptBase(Section):
     )
     chat: bool = Field(False, description="put the question through the tokenizer's chat template")
     system: str | None = Field(None, description="system message, with chat = true")
+    too_long: Literal["refuse", "drop"] = Field(
+        "refuse", description="what is done with prompts that leave no room for engine.max_new_tokens in the context"
+    )
 
 
 class ReasoningGymPrompts(PromptBase):
@@ -39,6 +42,11 @@ class JsonlPrompts(PromptBase):
     kind: Literal["jsonl"] = Field("jsonl", description="a file of your own")
     path: str = Field(description="the file, one JSON object a line")
     held_out: float = Field(0.1, ge=0, lt=1, description="part of the lines kept for evaluation")
+    answer_after: str | None = Field(
+        None,
+        min_length=1,
+        description='what stands before the answer in a worked solution, e.g. "####"',
+    )
 
     @property
     def domain(self) -> str:

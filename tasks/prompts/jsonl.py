@@ -55,7 +55,15 @@ class JsonlSource:
 
 
 def questions(config: JsonlPrompts, content: bytes) -> list[Question]:
-    """The question of every line, in the file's order; `ConfigError` names the first line without one."""
+    """The question of every line, in the file's order; `ConfigError` names the first line without one.
+
+    A new run's rows are read strictly before that (`rows.py`). Here a recorded run's are read as they always were.
+    """
+    return [_question(config, number, line) for number, line in numbered_lines(config, content)]
+
+
+def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]]:
+    """The lines that hold something, with their numbers from 1; `ConfigError` if there are none."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -65,7 +73,15 @@ def questions(config: JsonlPrompts, content: bytes) -> list[Question]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name one that has")
-    return [_question(config, number, line) for number, line in lines]
+    return lines
+
+
+def judged_part(config: JsonlPrompts, answer: str) -> str:
+    """The part of a line's answer that is judged; `ValueError` says what it lacks."""
+    mark = config.answer_after
+    if mark and mark not in answer:
+        raise ValueError(f"its answer does not hold prompts.answer_after = {mark!r}; write it there, or drop that key")
+    return answer.rpartition(mark)[2].strip() if mark else answer
 
 
 def _question(config: JsonlPrompts, number: int, line: str) -> Question:
@@ -74,7 +90,8 @@ def _question(config: JsonlPrompts, number: int, line: str) -> Question:
         question, answer = str(row["question"]), str(row["answer"])
         (question + answer).encode()  # half a surrogate pair is valid JSON, but no text
         if question.strip() and row["question"] is not None and row["answer"] is not None:
-            return Question(question, answer, {"family": None, **row})
+            row = row if config.answer_after is None else {**row, "answer": judged_part(config, answer)}
+            return Question(question, judged_part(config, answer), {"family": None, **row})
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ConfigError(f"prompts.path = {config.path!r}: line {number} has no question and answer; correct that line")

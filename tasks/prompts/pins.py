@@ -98,8 +98,9 @@ def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, .
 
 
 def _file_pin(source: JsonlPrompts, content: bytes, most: int) -> FilePin:
+    """The pin of what is read of a file. Without the lines that are dropped it is no file's, so it is always kept."""
     sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
-    kept = f"prompts/{sha256}.jsonl" if len(content) <= most else ""
+    kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
     return FilePin(path=str(path), sha256=sha256, size=len(content), kept=kept)
 
 

@@ -1,6 +1,7 @@
 """The prompts of all sources: the prompt at `index` is a function of the run's config and seed alone.
 
 - `prompt(index)` is random access, so that a restarted scheduler re-issues exactly what it had in flight.
+- A prompt that is too long for the policy's context is replaced by that of a later position; held out, it is left out.
 - Held-out prompts are chosen first; no training prompt and no demonstration has the text of one.
 - With D sources, `index` is position * D + source: each source is issued at its own pace (see `rollout/mixing.py`).
 - Demonstrations of several sources are interleaved by their shares, so evenly that the ratio holds over any stretch.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
@@ -18,6 +19,7 @@ from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
 from rollflow.tasks.prompts.config import PromptConfig
 
+TRIES, LEAP = 64, 100_003  # positions asked in place of one whose prompt is too long, and how far apart they are
 SAMPLED = 16  # training questions that a source's hash is made of
 
 
@@ -51,18 +53,28 @@ class RunPrompts:
     def prompt(self, index: int) -> Prompt:
         """The training prompt at `index`."""
         position, which = divmod(index, len(self.sources))
-        return self._prompt(which, f"{index:08d}", index, self.sources[which].training(position))
+        return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)[0]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
         """A cold-start demonstration: a prompt and its right answer."""
         which, position = self._place(index)
-        question = self.sources[which].demonstration(position)
-        return self._prompt(which, f"demo-{index:08d}", index, question), question.answer
+        prompt, question = self._first_fit(
+            which, f"demo-{index:08d}", index, self.sources[which].demonstration, position
+        )
+        return prompt, question.answer
 
     def held_out(self) -> list[Prompt]:
         """The evaluation prompts, the same for the whole run."""
-        found = self._held()
-        return [self._prompt(which, f"held-{i:06d}", i, q) for i, (which, q) in enumerate(found)]
+        made = list[Prompt]()
+        for which, question in self._held():
+            prompt = self._prompt(which, f"held-{len(made):06d}", len(made), question)
+            if self._fits(prompt):
+                made.append(prompt)
+            elif self.configs[which].too_long == "refuse":
+                raise self._too_long(which, prompt)
+        if not made:
+            raise self._nothing_held_out()
+        return made
 
     def count_held_out(self) -> int:
         """How many there are; `ConfigError` if there is nothing to evaluate with."""
@@ -72,11 +84,14 @@ class RunPrompts:
         share = -(-self._held_out // len(self.sources))
         found = [(which, q) for which, source in enumerate(self.sources) for q in source.held_out(share)]
         if not found:
-            raise ConfigError(
-                f"evaluation.prompts = {self._held_out}: no prompt is held out to evaluate with; raise "
-                "prompts.held_out or give more lines"
-            )
+            raise self._nothing_held_out()
         return found[: self._held_out]
+
+    def _nothing_held_out(self) -> ConfigError:
+        return ConfigError(
+            f"evaluation.prompts = {self._held_out}: no prompt is held out to evaluate with; raise "
+            "prompts.held_out or give more lines"
+        )
 
     def sha256(self, which: int) -> str:
         """A hash of what a source asks: its held-out and first training questions, with their answers."""
@@ -106,9 +121,27 @@ class RunPrompts:
         config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "they were opened for texts only"
         tokens = tuple(self._encode(question.text, config.chat, config.system))
-        if len(tokens) > self._longest:
-            raise ConfigError(
-                f"prompts.{which}: a prompt of {len(tokens)} tokens is longer than the context leaves room for "
-                f"({self._longest}); lower engine.max_new_tokens, raise the policy's context, or choose shorter prompts"
-            )
         return Prompt(f"{domain}/{name}", index, domain, question.text, tokens, question.reference)
+
+    def _first_fit(
+        self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
+    ) -> tuple[Prompt, Question]:
+        """The prompt at `position`; one that is too long is replaced by that of a later position.
+
+        Which one is a function of the position alone, so every process replaces it by the same one.
+        """
+        for place in range(position, position + TRIES * LEAP, LEAP):
+            question = ask(place)
+            prompt = self._prompt(which, name, index, question)
+            if self._fits(prompt):
+                return prompt, question
+        raise self._too_long(which, prompt)
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return 0 < len(prompt.tokens) <= self._longest
+
+    def _too_long(self, which: int, prompt: Prompt) -> ConfigError:
+        return ConfigError(
+            f"prompts.{which}: a prompt of {len(prompt.tokens)} tokens is longer than the context leaves room for "
+            f"({self._longest}); lower engine.max_new_tokens, raise the policy's context, or choose shorter prompts"
+        )

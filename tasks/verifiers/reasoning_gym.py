@@ -17,6 +17,15 @@ def family_score(response: str, reference: Mapping[str, Any]) -> Score:
     return Score(reward, "right" if reward == 1.0 else "wrong" if reward <= 0.01 else "partly right")
 
 
+def has_scorer(family: str) -> bool:
+    """Whether reasoning-gym has a family of that name."""
+    try:
+        _scorer(family)
+    except ValueError:
+        return False
+    return True
+
+
 @lru_cache(maxsize=128)
 def _scorer(family: str) -> Any:
     return reasoning_gym.get_score_answer_fn(family)

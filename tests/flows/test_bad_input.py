@@ -246,8 +246,8 @@ def test_policy_whose_config_is_none(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_prompt_longer_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", max_position_embeddings=70)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
-    assert "prompts.0: a prompt of" in sentence
-    assert "longer than the context leaves room for (6)" in sentence
+    assert "prompts.0: of its first 512 prompts, 512 are too long (" in sentence
+    assert "tokens, and the context leaves room for 6); shorten it" in sentence
 
 
 def test_more_new_tokens_than_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_more_new_tokens_than_the_context(capsys: pytest.CaptureFixture[str], tm
     [
         (None, "cannot be read: No such file or directory"),
         (b"", "the file has no lines"),
-        (b'{"question": "1+1"}', "line 1 has no question and answer"),
+        (b'{"question": "1+1"}', "line 1: it has no answer"),
         (b'{"question": "1+1", "answer": 2}\n' * 3, "evaluation.prompts = 256: no prompt is held out"),
         (b'{"question": "1+1", "answer": 2}\n' * 30, "no line is left to train on"),
     ],
@@ -273,7 +273,7 @@ def test_check_opens_files_of_prompts(
     file, recipe = tmp_path / "mine.jsonl", tmp_path / "recipe.toml"
     if content is not None:
         file.write_bytes(content)
-    recipe.write_text(f'[policy.cold_start]\n[[prompts]]\nkind = "jsonl"\npath = "{file}"\n')
+    recipe.write_text(f'[policy.cold_start]\n[reward]\nkind = "exact"\n[[prompts]]\nkind = "jsonl"\npath = "{file}"\n')
     assert words in refused(capsys, "check", str(recipe))
     file.write_text("".join(f'{{"question": "{i}+1", "answer": {i + 1}}}\n' for i in range(30)))
     assert main(["check", str(recipe)]) == 0

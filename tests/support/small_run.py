@@ -88,6 +88,8 @@ def prepare_small(
     **store: object,
 ) -> RunContext:
     """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
+    if reward is None and any(source["kind"] == "jsonl" for source in prompts or ()):
+        reward = {"kind": "exact"}  # such rows are of no family
     policy = folder / "policy"
     if not policy.exists():
         make_policy(policy)

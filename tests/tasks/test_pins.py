@@ -278,6 +278,19 @@ def test_questions_that_stand_twice_are_held_out_once(tmp_path: Path) -> None:
     assert not set(held) & {prompts.prompt(index).text for index in range(200)}
 
 
+def test_dropped_lines_are_pinned(tmp_path: Path) -> None:
+    """What is left of a file is kept whatever its size, so no process has to find again what was too long."""
+    long = b'{"question": "' + b"x" * 500 + b'", "answer": 1}\n'
+    (file := tmp_path / "mine.jsonl").write_bytes(long + content(30) + long)
+    source = {"kind": "jsonl", "path": str(file), "too_long": "drop"}
+    context = prepare_small(tmp_path, versions=1, prompts=[source], keep_prompts_bytes=0)
+    before = asked(context)
+    file.unlink()
+    assert asked(context) == before
+    assert set(before) == {f"{i}+1" for i in range(30)}
+    assert context.store.get(context.created.prompts[0]["kept"]) == content(30)
+
+
 def test_nothing_to_evaluate_with_is_said_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_bytes(content(3))
     source = {"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "held_out": 0.1}

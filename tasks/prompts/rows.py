@@ -1,0 +1,145 @@
+"""The rows of a prompt file, read strictly: before a run begins, and before any of them is a question.
+
+Every row is a JSON object whose `question` is text and whose `answer` is text, or an integer, which means its digits.
+Nothing else is turned into text: a list, a number with a fraction, `true` or `null` is refused. The first row that is
+wrong is named by its line, with the count of rows that are wrong in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
+
+DEEPEST = 100  # levels of lists and objects; more would not survive the way to another process
+LONGEST_SHOWN = 40  # characters of a value in a sentence
+NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
+Fault = Callable[[Mapping[str, Any]], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a file of prompts: its number, what is asked, and what the verifier gets."""
+
+    line: int
+    question: str
+    reference: Mapping[str, Any]
+
+
+def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda reference: None) -> list[Row]:
+    """Every row of a file; `fault` says what is wrong with a row's reference, None if nothing is.
+
+    Raises:
+        ConfigError: it names the first row that is wrong.
+    """
+    rows, faults = list[Row](), list[tuple[int, str]]()
+    for number, line in numbered_lines(config, content):
+        found = _read_row(config, number, line)
+        if isinstance(found, Row) and (wrong := fault(found.reference)) is None:
+            rows.append(found)
+        else:
+            faults.append((number, found if isinstance(found, str) else str(wrong)))
+    if faults:
+        raise refuse_lines(config, faults)
+    return rows
+
+
+def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigError:
+    """The error that names the first of some lines that are wrong, and counts the others."""
+    first, what = faults[0]
+    kinds = Counter(_kind(fault) for _, fault in faults)
+    alike = kinds[_kind(what)]
+    counts = [f"{alike} such lines"] if alike > 1 else []
+    counts += [f"{len(faults) - alike} with other faults"] if len(faults) > alike else []
+    return ConfigError(f"prompts.path = {config.path!r}: line {first}: {what}" + _in_brackets(counts))
+
+
+def shown(value: object) -> str:
+    """A value as it stands in the file, cut short."""
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def _in_brackets(counts: list[str]) -> str:
+    return f" ({', '.join(counts)})" if counts else ""
+
+
+def _kind(fault: str) -> str:
+    """What faults of one kind have in common: all but the value, which stands between brackets."""
+    return fault.partition(" (")[0]
+
+
+def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
+    """A row, or what is wrong with it."""
+    if max(line.count("["), line.count("{")) > DEEPEST and _depth(line) > DEEPEST:
+        return f"it is nested more than {DEEPEST} levels deep; flatten it"
+    twice = list[str]()
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return found
+
+    try:
+        row = json.loads(line, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        return f"it is no JSON ({error}); write one object a line"
+    if not isinstance(row, dict):
+        return "it is no JSON object; write {" + '"question": ..., "answer": ...}'
+    if twice:
+        return f"a key stands in it twice ({twice[0]}); keep one"
+    if wrong := _text_fault(row, "question") or _answer_fault(row):
+        return wrong
+    try:
+        answer = judged_part(config, str(row["answer"]))
+    except ValueError as error:
+        return str(error)
+    return Row(number, row["question"], {"family": None, **row, "answer": answer})
+
+
+def _answer_fault(row: Mapping[str, Any]) -> str | None:
+    answer = row.get("answer")
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return None
+    return _text_fault(row, "answer", 'text, or an integer such as 7, which means "7"')
+
+
+def _text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
+    """What is wrong with a value that must be text; None if nothing is."""
+    if key not in row:
+        return f"it has no {key}; give it one"
+    value = row[key]
+    if not isinstance(value, str):
+        name = NAMES.get(type(value), "a number with a fraction")
+        return f"{key} is {name} ({shown(value)}); give {wanted}"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return f"{key} holds half of a surrogate pair ({shown(value)}), which no text has; remove it"
+    if key == "question" and not value.strip():
+        return "question is empty; ask something"
+    return None
+
+
+def _depth(line: str) -> int:
+    """How deep the lists and objects of a line are nested; brackets within strings do not count."""
+    depth = deepest = 0
+    within = escaped = False
+    for letter in line:
+        if within:
+            within, escaped = escaped or letter != '"', not escaped and letter == "\\"
+        elif letter == '"':
+            within = True
+        elif letter in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in "]}":
+            depth -= 1
+    return deepest
