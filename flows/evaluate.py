@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -24,16 +25,20 @@ from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 @flow(name="evaluate")
 def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
     """The evaluation of `version`: as the run itself stored it, or made now on an engine of its own."""
-    context = await_run(run)
+    return asdict(evaluate_version(await_run(run), version))
+
+
+def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
+    """The evaluation as stored, or made and stored now; `note` is called now and then while that makes progress."""
     if stored := evaluation_of(context.store, version):
-        return asdict(stored)
-    evaluation = asyncio.run(evaluate_now(context, version))
+        return stored
+    evaluation = asyncio.run(evaluate_now(context, version, note))
     store_evaluation(context.store, evaluation)
-    return asdict(evaluation)
+    return evaluation
 
 
-async def evaluate_now(context: RunContext, version: int) -> Evaluation:
-    """Load a version into a fresh engine and ask the held-out prompts."""
+async def evaluate_now(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
+    """Load a version into a fresh engine and ask the held-out prompts; see `evaluate_version`."""
     config = context.config
     published = context.policies.find(version)
     try:
@@ -49,16 +54,18 @@ async def evaluate_now(context: RunContext, version: int) -> Evaluation:
         proxy = InferenceProxy([engine], config.engine.slots)
         probe = Probe(context.probe_tokens, published.probe, config.probe_tolerance)
         await proxy.update(version, await asyncio.to_thread(context.weights, version), probe, "continue")
-        return await evaluator(context, pool).run(proxy, version)
+        return await evaluator(context, pool, note).run(proxy, version)
     finally:
         await asyncio.gather(engine.close(), pool.close())
 
 
-def evaluator(context: RunContext, pool: RewardPool) -> Evaluator:
-    """The run's held-out prompts, scored by `pool`."""
+def evaluator(context: RunContext, pool: RewardPool, note: Callable[[], None]) -> Evaluator:
+    """The run's held-out prompts, scored by `pool`; `note` is called after each."""
 
     async def score(request: ScoreRequest) -> Score:
-        return (await pool.score([request]))[0]
+        score = (await pool.score([request]))[0]
+        note()
+        return score
 
     settings, longest = context.config.evaluation, context.config.engine.max_new_tokens
     held, environment = context.prompts().held_out(), build_environment(context.config.environment)

@@ -24,7 +24,7 @@ from prefect import State, flow, get_run_logger
 from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
 
-from rollflow.flows.evaluate import evaluate
+from rollflow.flows.evaluate import evaluate_version
 from rollflow.flows.keepalive.crashed import follows_another
 from rollflow.flows.keepalive.following import Following
 from rollflow.flows.keepalive.restarts import GaveUp
@@ -90,12 +90,9 @@ def post_training(
                 step("end the stages", stages.clear)
             else:
                 _train(step, stages, following, writer, page)
-            accuracy = step(
-                "evaluate", lambda: _evaluate(context), lambda of: ", then ".join(f"{one:.3f}" for one in of)
-            )
-            log("held-out accuracy %s", accuracy)
+            log("held-out accuracy %s", step("evaluate", lambda: _evaluate(writer), _accuracies))
             following.heed_after()
-            report = step("audit", lambda: audit(context.store), lambda found: "clean" if found.clean else "violations")
+            report = step("audit", lambda: _audit(writer), lambda found: "clean" if found.clean else "violations")
             following.heed_after()
         except Ended as person:
             _give_up(stages, writer, supervisor, person)
@@ -130,11 +127,21 @@ def _end(following: Following, stages: Stages, writer: StatusWriter) -> None:
     stages.end()
 
 
-def _evaluate(context: RunContext) -> list[float]:
+def _audit(writer: StatusWriter) -> AuditReport:
+    """The audit of the run; whoever looks sees that it comes further."""
+    return audit(writer.context.store, progress=lambda _: writer.came_further("ending"))
+
+
+def _accuracies(found: list[float]) -> str:
+    return ", then ".join(f"{one:.3f}" for one in found)
+
+
+def _evaluate(writer: StatusWriter) -> list[float]:
     """Held-out accuracy of the first and the last version, as the run stored it or made now."""
+    context, note = writer.context, functools.partial(writer.came_further, "evaluating")
     left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
     ends = [version for version in (0, context.config.versions) if version not in left_out]
-    return [evaluate.fn(context.uri, version)["accuracy"] for version in ends]
+    return [evaluate_version(context, version, note).accuracy for version in ends]
 
 
 def _prepared(config: RunConfig, run_id: str | None, storage: str | None) -> RunContext:

@@ -19,6 +19,7 @@ from rollflow.flows.services.run_lock import hold_run
 from rollflow.flows.session import Session, session_of
 from rollflow.flows.views.audit_table import show_audit
 from rollflow.flows.views.console import open_view, print_summary
+from rollflow.flows.views.seen import keep_seen
 from rollflow.flows.views.status import STATUS, RunStatus, read_status, record_end
 from rollflow.flows.views.stopping import take_back
 from rollflow.flows.views.summary import SUMMARY
@@ -96,6 +97,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
+                keep_seen(home(), context.uri, status)
     except KeyboardInterrupt:
         print("\nstopping: ending the flows, the cluster and the server", flush=True)
         session.cancel(context)

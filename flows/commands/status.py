@@ -3,24 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from dataclasses import dataclass
 
 from rich.console import Console
 
-from rollflow.flows.commands import OK
-from rollflow.flows.locations import find_run
-from rollflow.flows.views.console import render
-from rollflow.flows.views.status import RunStatus, read_status
+from rollflow.flows.commands import FAILED, OK
+from rollflow.flows.locations import find_run, home
+from rollflow.flows.services.in_time import call_in_time
+from rollflow.flows.views.console import duration, render
+from rollflow.flows.views.seen import keep_seen, read_seen
+from rollflow.flows.views.status import STATUS, RunStatus, read_status
+from rollflow.storage.errors import Unreachable
+from rollflow.tasks.run_context import RunContext
+
+STORE_SECONDS = 6.0  # for all that is read: with the imports, a person has an answer within ten
+SILENT_SECONDS = 60.0  # a supervisor writes once a second while it follows its stages
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the store says of a run. `age`: seconds since its status was written."""
+
+    context: RunContext
+    status: RunStatus | None
+    age: float = 0.0
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the run's `status.json` as the live view shows it."""
-    context = find_run(options.run, options.store)
-    context.created  # noqa: B018 - says which run is not there
-    status = read_status(context)
+    """Print the run's `status.json` as the live view shows it; if the store is silent, what this machine saw last."""
+    try:
+        found = call_in_time(lambda: _look(options.run, options.store), STORE_SECONDS, "the run's store")
+    except Unreachable as error:
+        return _show_seen(options, error)
+    status = found.status
+    if status is not None:
+        keep_seen(home(), found.context.uri, status)
     if options.json:
-        print((status or RunStatus(context.run_id, versions=context.config.versions)).to_json())
+        print((status or RunStatus(found.context.run_id, versions=found.context.config.versions)).to_json())
     elif status is None:
-        print(f"run {context.run_id} was prepared and has not started")
+        print(f"run {found.context.run_id} was prepared and has not started")
     else:
         Console().print(render(status))
+        if found.age > SILENT_SECONDS and not status.ended and status.phase != "paused":
+            print(
+                f"nothing was heard of it for {duration(found.age)}; "
+                f"if its processes are gone, go on with: rollflow resume {found.context.uri}"
+            )
+    return OK
+
+
+def _look(run: str | None, store: str | None) -> Look:
+    context = find_run(run, store)
+    context.created  # noqa: B018 - says which run is not there
+    status = read_status(context)
+    age = time.time() - context.store.stat(STATUS).modified if status else 0.0
+    return Look(context, status, age)
+
+
+def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
+    """The store is silent: what this machine saw of the run last."""
+    seen = read_seen(home(), find_run(options.run, options.store).uri if options.run else None)
+    if seen is None:
+        print(f"rollflow: {why}; this machine has seen nothing of the run", file=sys.stderr)
+        return FAILED
+    print(f"{why}; {duration(seen.age)} ago it stood like this:", file=sys.stderr, flush=True)
+    if options.json:
+        print(seen.status.to_json())
+    else:
+        Console().print(render(seen.status))
     return OK

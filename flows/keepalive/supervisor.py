@@ -44,7 +44,8 @@ class SupervisorKeeper:
         self._since = time.monotonic()
         self._successor: Successor | None = None
         self._notes = Notes(context.store)
-        self._moved = (-1.0, time.monotonic())
+        self._window = context.config.recovery.window_seconds
+        self._moved: tuple[object, float] = (None, time.monotonic())
 
     def read(self, before: RunStatus) -> RunStatus:
         """The run's status, if the present supervisor has written one, or what it was before."""
@@ -105,18 +106,26 @@ class SupervisorKeeper:
             self._successor = None
         if state.is_paused():
             return replace(status, phase="paused")
-        if self._stuck(status):
-            self._crash("it wrote no status for too long")
+        if self._stuck(status, state):
+            if status.ended:
+                return status
+            self._crash(f"it wrote no status for too long ({status.phase})")
             return self._start_again(status)
         return (
             replace(status, phase="ending") if status.ended else status
         )  # what a dying supervisor wrote is not the end
 
-    def _stuck(self, status: RunStatus) -> bool:
-        """A supervisor that follows its stages writes its status once a second."""
-        if status.phase != "training" or status.seconds != self._moved[0]:
-            self._moved = status.seconds, time.monotonic()
-        return time.monotonic() - self._moved[1] > self._patience
+    def _stuck(self, status: RunStatus, state: Any) -> bool:
+        """Whether nothing was seen of it for too long, in whatever phase.
+
+        A supervisor writes its status once a second while it follows its stages. Before and after it does so whenever
+        a step has come further, and a step may wait as long as recoveries have.
+        """
+        seen = (status.phase, status.seconds, state.type)
+        if seen != self._moved[0]:
+            self._moved = seen, time.monotonic()
+        longest = self._patience if status.phase == "training" else self._patience + self._window
+        return time.monotonic() - self._moved[1] > longest
 
     def _crash(self, reason: str) -> None:
         from prefect.states import Crashed
@@ -131,6 +140,7 @@ class SupervisorKeeper:
         if successor is None:
             return replace(status, phase="done")
         self._successor, self.flow_run, self._since = successor, successor.flow_run, time.monotonic()
+        self._moved = None, time.monotonic()
         reason = successor.pending.reason if successor.pending else "somebody else saw it end"
         return replace(status, phase="starting", messages=(f"the supervisor starts again: {reason}",))
 

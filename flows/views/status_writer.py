@@ -5,6 +5,7 @@ Both are made from the run's log and from what the stages say. Nothing that deci
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from rollflow.flows.views.mlflow_run import EVALUATED, Point
 from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
 from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
+from rollflow.storage.errors import Unreachable
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import Usage, store_usage
 from rollflow.storage.policies import PolicyVersion
@@ -26,6 +28,7 @@ from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutS
 from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
 from rollflow.tasks.run_context import RunContext
 
+TELL_SECONDS = 1.0
 MESSAGES = 3  # the latest ones that the live view shows
 USAGE_SECONDS = 30.0  # how often the actors' CPU seconds are written down
 
@@ -59,6 +62,7 @@ class StatusWriter:
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
         self._before: PolicyVersion | None = None  # the version that was told last
         self._evaluated: dict[int, Evaluation] = {}
+        self._told = 0.0
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
@@ -77,7 +81,14 @@ class StatusWriter:
             store_usage(self.context.store, self._writer, self.stages.usage)
         status = self.status(phase or self._phase())
         told = status.at_end(status.phase) if status.ended else status
+        self._told = time.monotonic()
         self.context.store.put(STATUS, told.to_json().encode())
+
+    def came_further(self, phase: Phase) -> None:
+        """A step of the supervisor's own has come further; tells so once a second at most."""
+        if time.monotonic() - self._told > TELL_SECONDS:
+            with contextlib.suppress(Unreachable, OSError):
+                self.refresh(phase)
 
     def _evaluations(self) -> list[Evaluation]:
         """The new evaluations; at first, the newest and that of version 0, with which all others are compared."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +20,14 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive.following import Following
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.services.run_lock import hold_run, holder
+from rollflow.flows.views.seen import keep_seen, read_seen
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status, record_end
 from rollflow.flows.views.stopping import Ended, ask, requested, take_back
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
+from tests.support.waiting import HANG_SECONDS
 
 HOLD = """
 import sys, time
@@ -148,6 +152,64 @@ def test_no_stage_of_a_failed_run_is_said_to_run(
     assert "failed" in printed
     assert "the learner died" in printed
     assert "running" not in printed.lower()
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a service that accepts connections and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield listener.getsockname()[1]
+
+
+SILENT = ["status", "s3://bucket/runs/one"]
+
+
+def status_of(home: Path, port: int, *options: str) -> subprocess.CompletedProcess[str]:
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    env = {**os.environ, **keys, "ROLLFLOW_HOME": str(home), "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}"}
+    command = [sys.executable, "-m", "rollflow.flows.commands.cli", *SILENT, *options]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+
+
+@pytest.mark.long
+def test_status_answers_though_the_store_is_silent(tmp_path: Path, silent: int) -> None:
+    done = status_of(tmp_path, silent)
+    assert done.returncode == 1
+    assert "did not answer within 6 s; this machine has seen nothing of the run" in done.stderr
+    keep_seen(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
+    done = status_of(tmp_path, silent)
+    assert done.returncode == 0
+    assert "did not answer within 6 s" in done.stderr
+    assert "ago it stood like this" in done.stderr
+    assert "4 / 9" in done.stdout
+    done = status_of(tmp_path, silent, "--json")
+    assert RunStatus.from_json(done.stdout).version == 4
+
+
+def test_the_newest_run_that_was_seen_is_shown_without_a_name(tmp_path: Path) -> None:
+    assert read_seen(tmp_path, None) is None
+    keep_seen(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
+    os.utime(next((tmp_path / "seen").iterdir()), (0, 0))
+    keep_seen(tmp_path, "s3://bucket/runs/two", RunStatus("two", "training", 5, 9))
+    newest, one = read_seen(tmp_path, None), read_seen(tmp_path, "s3://bucket/runs/one/")
+    assert newest is not None
+    assert one is not None
+    assert (newest.status.run_id, one.status.run_id) == ("two", "one")
+
+
+@pytest.mark.parametrize(("phase", "told"), [("training", True), ("failed", False), ("paused", False)])
+def test_status_says_that_a_run_was_not_heard_of(
+    run: RunContext, phase: Any, capsys: pytest.CaptureFixture[str], *, told: bool
+) -> None:
+    """As after a machine that lost power: nobody has written how it ended."""
+    tell(run, RunStatus("one", phase, 4, 9))
+    assert main(["status", "one"]) == 0
+    assert "nothing was heard of it" not in capsys.readouterr().out
+    os.utime(Path(run.uri) / STATUS, (0, 0))
+    assert main(["status", "one"]) == 0
+    assert ("nothing was heard of it" in capsys.readouterr().out) == told
 
 
 def test_an_end_that_is_told_is_not_told_again(run: RunContext) -> None:

@@ -15,7 +15,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.states import Cancelled, Crashed, Failed, Paused, Suspended
+from prefect.states import Cancelled, Crashed, Failed, Paused, Scheduled, Suspended
 
 from rollflow.flows import post_training
 from rollflow.flows.commands import run as run_command
@@ -79,7 +79,53 @@ def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monke
     assert status.messages == (AWAY,)
     answers += [RunStatus("long", "training", seconds=5.0)] * 100  # it can be read again, and does not change
     looks(config.rollout.patience_seconds + 10)
-    assert crashes == ["it wrote no status for too long"]
+    assert crashes == ["it wrote no status for too long (training)"]
+
+
+@pytest.mark.parametrize("state", [Scheduled(), RUNNING], ids=["no runner takes it", "it runs"])
+@pytest.mark.parametrize("phase", ["starting", "cold start", "training", "evaluating", "ending"])
+def test_a_supervisor_without_progress_is_noticed_in_every_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Any, state: State
+) -> None:
+    config = RunConfig()
+    describe(open_store(str(tmp_path)), "long", config)
+    clock, crashes = Clock(), list[str]()
+    successor = SimpleNamespace(flow_run=uuid4(), pending=None, up=lambda: True)
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(supervisor_module, "flow_state", lambda _: state)
+    monkeypatch.setattr(SupervisorKeeper, "_crash", lambda self, reason: crashes.append(reason))
+    monkeypatch.setattr(crashed_module, "start_again", lambda *_: successor)
+    services: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
+    followed = SupervisorKeeper(RunContext(str(tmp_path), tmp_path), uuid4(), services)
+    longest = config.rollout.patience_seconds + config.recovery.window_seconds
+    for second in range(0, 3 * round(longest), 10):  # it comes further, now and then
+        clock.now += 10.0
+        followed.look(RunStatus("long", phase, seconds=second // 500))
+    assert crashes == []
+    while not crashes and clock.now < 5 * longest:
+        clock.now += 10.0
+        status = followed.look(RunStatus("long", phase, seconds=7.0))
+    assert crashes == [f"it wrote no status for too long ({phase})"]
+    assert status.phase == "starting"
+    followed.look(RunStatus("long", phase, seconds=7.0))  # its successor has as long
+    assert len(crashes) == 1
+
+
+def test_a_supervisor_that_ended_and_hangs_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person stopped the run, and its flow run does not come to its end."""
+    config = RunConfig()
+    describe(open_store(str(tmp_path)), "long", config)
+    clock = Clock()
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(supervisor_module, "flow_state", lambda _: RUNNING)
+    services: Any = SimpleNamespace(look=lambda _: None, cluster_lost_at=0.0, services={})
+    followed = SupervisorKeeper(RunContext(str(tmp_path), tmp_path), uuid4(), services)
+    stopped = RunStatus("long", "stopped", seconds=7.0)
+    assert followed.look(stopped).phase == "ending"
+    clock.now += config.rollout.patience_seconds + config.recovery.window_seconds + 1.0
+    assert followed.look(stopped).phase == "stopped"
 
 
 @pytest.mark.parametrize(

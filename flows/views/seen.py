@@ -1,0 +1,48 @@
+"""What this machine last saw of a run: a copy of its status in the run home, for when the run's store is silent.
+
+One small file a run, named after the run's address; whoever shows a status keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollflow.flows.views.status import RunStatus
+
+FOLDER = "seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A status and its age in seconds."""
+
+    status: RunStatus
+    age: float
+
+
+def keep_seen(home: Path, uri: str, status: RunStatus) -> None:
+    """Keep the status of the run at `uri`; a home that cannot be written is no reason not to show it."""
+    file = _file(home, uri)
+    new = file.with_suffix(f".{os.getpid()}.new")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(status.to_json())
+        new.replace(file)
+
+
+def read_seen(home: Path, uri: str | None) -> Seen | None:
+    """What was last seen of the run at `uri`; None: of any run."""
+    files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        newest = max(files, key=lambda file: file.stat().st_mtime)
+        return Seen(RunStatus.from_json(newest.read_text()), max(0.0, time.time() - newest.stat().st_mtime))
+    return None
+
+
+def _file(home: Path, uri: str) -> Path:
+    return home / FOLDER / f"{hashlib.sha256(uri.rstrip('/').encode()).hexdigest()[:16]}.json"
