@@ -9,6 +9,7 @@ from rollflow.tasks.prompts.config import (
     JsonlPrompts,
     PromptConfig,
     ReasoningGymPrompts,
+    SortingPrompts,
 )
 
 
@@ -31,6 +32,10 @@ def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -
             from rollflow.tasks.prompts.column_sums import ColumnSumsSource
 
             return ColumnSumsSource(config, seed, held_out)
+        case SortingPrompts():
+            from rollflow.tasks.prompts.sorting import SortingSource
+
+            return SortingSource(config, seed)
         case ImportPrompts():
             from rollflow.tasks.prompts.imported import ImportedSource
 

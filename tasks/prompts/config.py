@@ -77,6 +77,19 @@ class ColumnSumsPrompts(PromptBase):
         return self.kind
 
 
+class SortingPrompts(PromptBase):
+    """Digits to sort, as one word. The verifier is `exact`."""
+
+    kind: Literal["sorting"] = Field("sorting", description="digits to sort")
+    digits: int = Field(5, ge=2, le=8, description="digits of a question")
+    held_out: float = Field(0.2, gt=0, lt=1, description="part of the multisets of digits that is kept for evaluation")
+
+    @property
+    def domain(self) -> str:
+        """What its prompts are called in counts."""
+        return self.kind
+
+
 class ImportPrompts(Imported, PromptBase):
     """Prompts of your own making."""
 
@@ -90,5 +103,5 @@ class ImportPrompts(Imported, PromptBase):
 
 
 PromptConfig = Annotated[
-    ReasoningGymPrompts | JsonlPrompts | ColumnSumsPrompts | ImportPrompts, Field(discriminator="kind")
+    ReasoningGymPrompts | JsonlPrompts | ColumnSumsPrompts | SortingPrompts | ImportPrompts, Field(discriminator="kind")
 ]

@@ -5,6 +5,7 @@ again.
                    and only that copy is read from then on
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
     column-sums    the sha256 of its held-out and first training questions
+    sorting        the same
     import         the sha256 of its held-out and first training questions
 
 So the prompt behind an index is the same until the run's end, on any machine; else the run is refused.
@@ -25,7 +26,7 @@ from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.config import ColumnSumsPrompts, ImportPrompts, JsonlPrompts, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import ColumnSumsPrompts, ImportPrompts, JsonlPrompts, ReasoningGymPrompts, SortingPrompts
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
@@ -63,6 +64,15 @@ class ColumnSumsPin(BaseModel):
     sha256: str
 
 
+class SortingPin(BaseModel):
+    """Digits to sort, as rollflow made them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["sorting"] = "sorting"
+    sha256: str
+
+
 class ImportPin(BaseModel):
     """Questions of a person's own making, as they were asked."""
 
@@ -72,7 +82,7 @@ class ImportPin(BaseModel):
     sha256: str
 
 
-Pin = Annotated[FilePin | FamilyPin | ColumnSumsPin | ImportPin, Field(discriminator="kind")]
+Pin = Annotated[FilePin | FamilyPin | ColumnSumsPin | SortingPin | ImportPin, Field(discriminator="kind")]
 PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
@@ -92,6 +102,8 @@ def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, .
                 pins.append(FamilyPin(version=package_version(PACKAGE), sha256=prompts.sha256(which)))
             case ColumnSumsPrompts():
                 pins.append(ColumnSumsPin(sha256=prompts.sha256(which)))
+            case SortingPrompts():
+                pins.append(SortingPin(sha256=prompts.sha256(which)))
             case ImportPrompts():
                 pins.append(ImportPin(sha256=prompts.sha256(which)))
     return tuple(pins)
@@ -150,7 +162,7 @@ def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> 
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
             _check_family(source, pin, functools.partial(prompts.sha256, which))
-        if isinstance(pin, ColumnSumsPin) and prompts.sha256(which) != pin.sha256:
+        if isinstance(pin, ColumnSumsPin | SortingPin) and prompts.sha256(which) != pin.sha256:
             raise ConfigError(
                 f"prompts.kind = {source.kind!r}: this rollflow asks other questions than when the run began; use "
                 "the one that it began with, or start a new run"
