@@ -32,7 +32,8 @@ from rollflow.tasks.node import node_cache
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.pins import PINS, check_asked, reader
+from rollflow.tasks.prompts.held_out import Split
+from rollflow.tasks.prompts.pins import PINS, check_asked, reader, split_of
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.evaluation import evaluated
 
@@ -230,7 +231,7 @@ class RunContext:
             Corrupt: what the run kept of them is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
-        prompts = open_prompts(self.config, self.tokenizer, reader(self.store, self.config, pins))
+        prompts = open_prompts(self.config, self.tokenizer, reader(self.store, self.config, pins), split_of(pins))
         check_asked(self.config, pins, prompts)
         return prompts
 
@@ -268,11 +269,13 @@ def claim(context: RunContext, role: Role, address: str, who: str = "") -> Write
     return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
 
 
-def open_prompts(config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader) -> RunPrompts:
+def open_prompts(
+    config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader, split: Split = "key"
+) -> RunPrompts:
     """The prompts a config describes; without a tokenizer only their texts."""
     longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
     encode = tokenizer.encode if tokenizer else None
-    return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read)
+    return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read, split)
 
 
 def probe_tokens(prompts: RunPrompts) -> list[int]:

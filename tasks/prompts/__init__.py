@@ -11,10 +11,13 @@ from rollflow.tasks.prompts.config import (
     ReasoningGymPrompts,
     SortingPrompts,
 )
+from rollflow.tasks.prompts.held_out import HeldOut
 
 
-def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -> QuestionSource:
-    """The question source of one `[[prompts]]` entry, with `held_out` questions kept for evaluation.
+def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
+    """The question source of one `[[prompts]]` entry, with `count` questions kept for evaluation.
+
+    It adds those to `held`, and asks none that is there by the time it is asked for a question.
 
     Raises:
         ConfigError: with one sentence for what a person must change.
@@ -23,20 +26,20 @@ def build_source(config: PromptConfig, seed: int, held_out: int, read: Reader) -
         case ReasoningGymPrompts():
             from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
 
-            return ReasoningGymSource(config, seed, held_out)
+            return ReasoningGymSource(config, seed, count, held)
         case JsonlPrompts():
             from rollflow.tasks.prompts.jsonl import JsonlSource
 
-            return JsonlSource(config, seed, read(config))
+            return JsonlSource(config, seed, read(config), held)
         case ColumnSumsPrompts():
             from rollflow.tasks.prompts.column_sums import ColumnSumsSource
 
-            return ColumnSumsSource(config, seed, held_out)
+            return ColumnSumsSource(config, seed, count, held)
         case SortingPrompts():
             from rollflow.tasks.prompts.sorting import SortingSource
 
-            return SortingSource(config, seed)
+            return SortingSource(config, seed, held)
         case ImportPrompts():
             from rollflow.tasks.prompts.imported import ImportedSource
 
-            return ImportedSource(config, seed, held_out)
+            return ImportedSource(config, seed, count, held)

@@ -7,23 +7,33 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.keys import normalised
 
 Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt before it is tokens: its text, the right answer, and what the verifier needs (as JSON can say it)."""
+    """A prompt before it is tokens: its text, the right answer, and what the verifier needs (as JSON can say it).
+
+    Questions of one `key` are one question in several forms. A source without keys has the normalised text for it.
+    """
 
     text: str
     answer: str
     reference: Mapping[str, Any]
+    key: str = ""
+
+    @property
+    def canonical_key(self) -> str:
+        """The key, or the normalised text."""
+        return self.key or normalised(self.text)
 
 
 class QuestionSource(Protocol):
     """One `[[prompts]]` entry: a function of its config and the run's seed alone, in any process, on any machine.
 
-    A position may be asked for at any time and in any order. All three streams are free of held-out texts but the last.
+    A position may be asked for at any time and in any order. Training and demonstrations have no held-out key.
     """
 
     def training(self, position: int) -> Question:
@@ -33,7 +43,7 @@ class QuestionSource(Protocol):
         """A question for supervised cold start, from another stream than training."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Up to `count` distinct questions for evaluation: the first of those that are held out."""
+        """Up to `count` questions of distinct keys for evaluation: the first of those that are held out."""
 
 
 class Encoder(Protocol):

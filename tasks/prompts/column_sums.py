@@ -15,6 +15,7 @@ from itertools import accumulate
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import ColumnSumsPrompts
+from rollflow.tasks.prompts.held_out import HeldOut
 
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
 TRIES = 64  # draws for one position before the held-out set is called too large
@@ -23,14 +24,16 @@ TRIES = 64  # draws for one position before the held-out set is called too large
 class ColumnSumsSource:
     """`QuestionSource` of sums; the question at a position is drawn from the seed, its stream and the position."""
 
-    def __init__(self, config: ColumnSumsPrompts, seed: int, held_out: int) -> None:
-        self._config, self._seed = config, seed
-        self._held: dict[tuple[int, ...], Question] = {}
-        for position in range(held_out * 20):
-            if len(self._held) == held_out:
+    def __init__(self, config: ColumnSumsPrompts, seed: int, count: int, excluded: HeldOut) -> None:
+        self._config, self._seed, self._excluded = config, seed, excluded
+        self._held: dict[str, Question] = {}
+        for position in range(count * 20):
+            if len(self._held) == count:
                 break
-            terms = self._terms(self._draw("held out", position))
-            self._held.setdefault(_sorted(terms), question(terms))
+            asked = question(self._terms(self._draw("held out", position)))
+            self._held.setdefault(asked.canonical_key, asked)
+        for asked in self._held.values():
+            excluded.add(asked)
 
     def training(self, position: int) -> Question:
         """See `QuestionSource`."""
@@ -55,9 +58,9 @@ class ColumnSumsSource:
     def _outside(self, stream: str, position: int) -> Question:
         draw = self._draw(stream, position)
         for _ in range(TRIES):
-            terms = self._terms(draw)
-            if _sorted(terms) not in self._held:
-                return question(terms)
+            asked = question(self._terms(draw))
+            if asked not in self._excluded:
+                return asked
         raise ConfigError(
             f"evaluation.prompts: the {len(self._held)} held-out sums leave nothing to train on; lower "
             "evaluation.prompts or raise prompts.max_digits"
@@ -67,7 +70,8 @@ class ColumnSumsSource:
 def question(terms: list[int]) -> Question:
     """The sum of `terms` as a question; its answer are the steps, what is judged is the tag's."""
     asked = f"Add {' + '.join(map(str, terms))}."
-    return Question(asked, steps(terms), {"family": None, "answer": str(sum(terms))})
+    key = f"add {' '.join(map(str, sorted(terms)))}"
+    return Question(asked, steps(terms), {"family": None, "answer": str(sum(terms))}, key)
 
 
 def steps(terms: list[int]) -> str:
@@ -81,8 +85,3 @@ def steps(terms: list[int]) -> str:
         columns.append(f"{PLACES[place]} {totals[0]}{''.join(pairs)}")
         carried = totals[-1] // 10
     return f"{', '.join(columns)}, <answer>{sum(terms)}</answer>"
-
-
-def _sorted(terms: list[int]) -> tuple[int, ...]:
-    """The same for every order of the numbers."""
-    return tuple(sorted(terms))

@@ -7,53 +7,65 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
+from functools import partial
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.imports import imported_object, made
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import ImportPrompts
+from rollflow.tasks.prompts.held_out import HeldOut
 
 KEY = "prompts"
+TRIES = 64  # positions that are asked in place of one that another source holds out
+STEP = 1_000_003  # from one of them to the next
 
 
 class ImportedSource:
     """`QuestionSource` over the one that `prompts.path` names."""
 
-    def __init__(self, config: ImportPrompts, seed: int, held_out: int) -> None:
+    def __init__(self, config: ImportPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         """ConfigError: there is no such class, or it takes other options."""
-        self._config = config
+        self._config, self._excluded = config, excluded
         contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
-        self._own = imported_object(KEY, config, contract, seed=seed, held_out=held_out)
-        self._held = {question.text for question in self.held_out(held_out)}
+        self._own = imported_object(KEY, config, contract, seed=seed, held_out=count)
+        self._held = HeldOut(excluded.split)
+        for question in self.held_out(count):
+            self._held.add(question)
+            excluded.add(question)
 
     def training(self, position: int) -> Question:
         """See `QuestionSource`."""
-        return self._outside(f"training({position})", made(KEY, self._config, lambda: self._own.training(position)))
+        return self._outside("training", self._own.training, position)
 
     def demonstration(self, position: int) -> Question:
         """See `QuestionSource`."""
-        found = made(KEY, self._config, lambda: self._own.demonstration(position))
-        return self._outside(f"demonstration({position})", found)
+        return self._outside("demonstration", self._own.demonstration, position)
 
     def held_out(self, count: int) -> list[Question]:
         """See `QuestionSource`."""
         found = made(KEY, self._config, lambda: list(itertools.islice(self._own.held_out(count), count)))
         for question in found:
             self._check(f"held_out({count})", question)
-        if len({question.text for question in found}) < len(found):
+        if len({self._excluded.identity(question) for question in found}) < len(found):
             raise self._refused(f"held_out({count})", "asks a question twice; hold out distinct ones")
         return found
 
-    def _outside(self, call: str, question: Question) -> Question:
-        self._check(call, question)
-        if question.text in self._held:
-            raise self._refused(call, "asks a question that is held out; leave those out of what is trained on")
-        return question
+    def _outside(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
+        """The question at `position`, or at a later one if another source of the run holds it out."""
+        for place in range(position, position + TRIES * STEP, STEP):
+            call, question = f"{stream}({place})", made(KEY, self._config, partial(ask, place))
+            self._check(call, question)
+            if question in self._held:
+                raise self._refused(call, "asks a question that is held out; leave those out of what is trained on")
+            if question not in self._excluded:
+                return question
+        raise self._refused(f"{stream}({position})", "asks what other sources hold out; leave one of them out")
 
     def _check(self, call: str, question: object) -> None:
         if not isinstance(question, Question):
             raise self._refused(call, f"gave a {type(question).__name__}; give rollflow's Question")
-        for name, text in (("text", question.text), ("answer", question.answer)):
+        for name, text in (("text", question.text), ("answer", question.answer), ("key", question.key)):
             if not isinstance(text, str) or not _is_utf8(text):
                 raise self._refused(call, f"has the {name} {text!r}; give a str that UTF-8 can say")
         if not question.text.strip():

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import random
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.held_out import HeldOut
 
 
 def read_file(config: JsonlPrompts) -> bytes:
@@ -27,15 +28,24 @@ def read_file(config: JsonlPrompts) -> bytes:
 class JsonlSource:
     """`QuestionSource` over a file. Each pass visits every training line once, in an order of its own."""
 
-    def __init__(self, config: JsonlPrompts, seed: int, content: bytes) -> None:
-        self._seed = seed
+    def __init__(self, config: JsonlPrompts, seed: int, content: bytes, excluded: HeldOut) -> None:
+        self._config, self._seed, self._excluded = config, seed, excluded
         lines = questions(config, content)
         random.Random(f"{seed}:split").shuffle(lines)
         kept = int(len(lines) * config.held_out)
-        self._held = {q.text: q for q in lines[:kept]}
-        self._lines = [q for q in lines[kept:] if q.text not in self._held]
-        if not self._lines:
-            raise ConfigError(f"prompts.path = {config.path!r}: no line is left to train on; lower prompts.held_out")
+        self._held = {excluded.identity(question): question for question in lines[:kept]}
+        self._others = lines[kept:]
+        for question in lines[:kept]:
+            excluded.add(question)
+
+    @cached_property
+    def _lines(self) -> list[Question]:
+        """The lines to train on: those that neither this source nor another one of the run holds out."""
+        lines = [question for question in self._others if question not in self._excluded]
+        if not lines:
+            cure = "lower prompts.held_out or give more lines"
+            raise ConfigError(f"prompts.path = {self._config.path!r}: no line is left to train on; {cure}")
+        return lines
 
     def training(self, position: int) -> Question:
         """See `QuestionSource`."""

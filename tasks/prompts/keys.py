@@ -1,29 +1,34 @@
-"""What makes two questions the same, and which questions a run holds out.
+"""What makes two questions one: the canonical key.
 
-Each question has a canonical key: all orders of a sum's numbers have one key, and so have all spellings of a question.
-A question is held out if its key, or its normalised text, is that of a question that some source of the run holds out.
+All orders of a sum's numbers have one key, and so have all spellings of a question. A source gives a question its key
+(`Question.key`); without one it is the normalised text.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
-from typing import Literal
 
-Split = Literal["text", "key"]  # of a run that was recorded before there were keys; of any other
-
-ENDS = re.compile(r"^[\W_]+|[\W_]+$")
 WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def normalised(text: str) -> str:
-    """`text` in NFKC and lower case, with single spaces, without punctuation and symbols at its ends.
+    """`text` in NFKC and lower case, with single spaces and without punctuation at its ends.
 
-    A text of nothing else keeps them.
+    A text of nothing but punctuation keeps it.
     """
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return ENDS.sub("", words) or words
+    first, last = 0, len(words)
+    while first < last and _is_outer(words[first]):
+        first += 1
+    while last > first and _is_outer(words[last - 1]):
+        last -= 1
+    return words[first:last] or words
+
+
+def _is_outer(letter: str) -> bool:
+    """True of blanks, stops and quotation marks. A dash may be a sign, and brackets belong to what they hold."""
+    return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 
 def words_of(text: str) -> list[str]:
@@ -32,33 +37,10 @@ def words_of(text: str) -> list[str]:
 
 
 def unordered_key(text: str, answer: str) -> str:
-    """The same for all orders of a question's words, numbers and signs that have one answer.
+    """One key for all orders of the words, numbers and signs of each line that have one answer.
 
-    So `3 + 5 + 1` and `1 + 3 + 5` are one question, `5 - 3` and `3 - 5` two.
+    So `3 + 5 + 1` and `1 + 3 + 5` are one question, `5 - 3` and `3 - 5` two. Lines keep their order: they are the rows
+    of a grid, and many grids have the same cells.
     """
-    return "\n".join([" ".join(sorted(words_of(text))), normalised(answer)])
-
-
-class HeldOut:
-    """The keys of the questions that are held out. All sources of a run share one.
-
-    A run that was recorded before there were keys has one for each source, with the texts as they are (`exact`).
-    """
-
-    def __init__(self, *, exact: bool = False) -> None:
-        self._exact = exact
-        self._keys: set[str] = set()
-
-    def add(self, text: str, key: str) -> None:
-        """Hold a question out."""
-        self._keys.update(self._of(text, key))
-
-    def holds(self, text: str, key: str) -> bool:
-        """True if the question is held out, in whatever form."""
-        return not self._keys.isdisjoint(self._of(text, key))
-
-    def _of(self, text: str, key: str) -> Iterable[str]:
-        return (text,) if self._exact else (key, normalised(text))
-
-    def __len__(self) -> int:
-        return len(self._keys)
+    lines = [" ".join(sorted(words_of(line))) for line in text.splitlines()]
+    return "\n".join([*lines, normalised(answer)])

@@ -8,7 +8,8 @@ again.
     sorting        the same
     import         the sha256 of its held-out and first training questions
 
-So the prompt behind an index is the same until the run's end, on any machine; else the run is refused.
+Each pin says what the split compares: the questions' keys, or in a run that was recorded before there were keys, their
+texts. So the prompt behind an index is the same until the run's end, on any machine; else the run is refused.
 """
 
 from __future__ import annotations
@@ -26,17 +27,30 @@ from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.config import ColumnSumsPrompts, ImportPrompts, JsonlPrompts, ReasoningGymPrompts, SortingPrompts
+from rollflow.tasks.prompts.config import (
+    ColumnSumsPrompts,
+    ImportPrompts,
+    JsonlPrompts,
+    ReasoningGymPrompts,
+    SortingPrompts,
+)
+from rollflow.tasks.prompts.held_out import Split
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 PACKAGE = "reasoning-gym"
 
 
-class FilePin(BaseModel):
-    """One file of prompts; `kept` is where the run's storage has it, "" where it does not."""
+class PinBase(BaseModel):
+    """What all pins share. `split`: what held-out questions and the others differ in, texts before there were keys."""
 
     model_config = ConfigDict(frozen=True)
+
+    split: Split = "text"
+
+
+class FilePin(PinBase):
+    """One file of prompts; `kept` is where the run's storage has it, "" where it does not."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: str  # absolute: the processes of a run have working directories of their own
@@ -45,38 +59,30 @@ class FilePin(BaseModel):
     kept: str
 
 
-class FamilyPin(BaseModel):
+class FamilyPin(PinBase):
     """One procedural family, as the package made it."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     version: str
     sha256: str
 
 
-class ColumnSumsPin(BaseModel):
+class ColumnSumsPin(PinBase):
     """Sums, as rollflow made them."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["column-sums"] = "column-sums"
     sha256: str
 
 
-class SortingPin(BaseModel):
+class SortingPin(PinBase):
     """Digits to sort, as rollflow made them."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["sorting"] = "sorting"
     sha256: str
 
 
-class ImportPin(BaseModel):
+class ImportPin(PinBase):
     """Questions of a person's own making, as they were asked."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Literal["import"] = "import"
     sha256: str
@@ -94,26 +100,32 @@ def read_once() -> Reader:
 def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
     """The pins of prompts that were opened with `read`."""
     pins: list[Pin] = []
+    split = prompts.split
     for which, source in enumerate(config.prompts):
         match source:
             case JsonlPrompts():
-                pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes))
+                pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes, split))
             case ReasoningGymPrompts():
-                pins.append(FamilyPin(version=package_version(PACKAGE), sha256=prompts.sha256(which)))
+                pins.append(FamilyPin(split=split, version=package_version(PACKAGE), sha256=prompts.sha256(which)))
             case ColumnSumsPrompts():
-                pins.append(ColumnSumsPin(sha256=prompts.sha256(which)))
+                pins.append(ColumnSumsPin(split=split, sha256=prompts.sha256(which)))
             case SortingPrompts():
-                pins.append(SortingPin(sha256=prompts.sha256(which)))
+                pins.append(SortingPin(split=split, sha256=prompts.sha256(which)))
             case ImportPrompts():
-                pins.append(ImportPin(sha256=prompts.sha256(which)))
+                pins.append(ImportPin(split=split, sha256=prompts.sha256(which)))
     return tuple(pins)
 
 
-def _file_pin(source: JsonlPrompts, content: bytes, most: int) -> FilePin:
+def _file_pin(source: JsonlPrompts, content: bytes, most: int, split: Split) -> FilePin:
     """The pin of what is read of a file. Without the lines that are dropped it is no file's, so it is always kept."""
     sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
     kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
-    return FilePin(path=str(path), sha256=sha256, size=len(content), kept=kept)
+    return FilePin(split=split, path=str(path), sha256=sha256, size=len(content), kept=kept)
+
+
+def split_of(pins: Sequence[Pin]) -> Split:
+    """What the run's held-out questions and the others differ in."""
+    return pins[0].split if pins else "text"
 
 
 def keep(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:

@@ -2,7 +2,7 @@
 
 - `prompt(index)` is random access, so that a restarted scheduler re-issues exactly what it had in flight.
 - A prompt that is too long for the policy's context is replaced by that of a later position; held out, it is left out.
-- Held-out prompts are chosen first; no training prompt and no demonstration has the text of one.
+- Held-out prompts are chosen first; no training prompt and no demonstration of any source has the key of one.
 - With D sources, `index` is position * D + source: each source is issued at its own pace (see `rollout/mixing.py`).
 - Demonstrations of several sources are interleaved by their shares, so evenly that the ratio holds over any stretch.
 """
@@ -17,7 +17,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
 from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
-from rollflow.tasks.prompts.config import PromptConfig
+from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
+from rollflow.tasks.prompts.held_out import HeldOut, Split
 
 TRIES, LEAP = 64, 100_003  # positions asked in place of one whose prompt is too long, and how far apart they are
 SAMPLED = 16  # training questions that a source's hash is made of
@@ -34,14 +35,18 @@ class RunPrompts:
         encode: Encoder | None,
         longest: int,
         read: Reader,
+        split: Split = "key",
     ) -> None:
         """`longest` is the most tokens that a prompt may have. Without an encoder there are only texts.
 
-        `read` gives the content of a source's file.
+        `read` gives the content of a source's file, `split` says what held-out and other questions differ in.
         """
-        self.configs = configs
+        self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
-        self.sources = [build_source(config, seed, share, read) for config in configs]
+        self._excluded = _held_out_of(configs, split)
+        self.sources = [
+            build_source(config, seed, share, read, held) for config, held in zip(configs, self._excluded, strict=True)
+        ]
         self._held_out = held_out
         self._encode = encode
         self._longest = longest
@@ -54,6 +59,15 @@ class RunPrompts:
         """The training prompt at `index`."""
         position, which = divmod(index, len(self.sources))
         return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)[0]
+
+    def question(self, index: int) -> Question:
+        """What the source of `index` asks there, whatever its length in tokens."""
+        position, which = divmod(index, len(self.sources))
+        return self.sources[which].training(position)
+
+    def is_held_out(self, which: int, question: Question) -> bool:
+        """True if source `which` must not train on the question."""
+        return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
         """A cold-start demonstration: a prompt and its right answer."""
@@ -145,3 +159,12 @@ class RunPrompts:
             f"prompts.{which}: a prompt of {len(prompt.tokens)} tokens is longer than the context leaves room for "
             f"({self._longest}); lower engine.max_new_tokens, raise the policy's context, or choose shorter prompts"
         )
+
+def _held_out_of(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
+    """What each source must not ask: what any holds out, or what it holds out itself in a run without keys.
+
+    Sums by columns always compared the sorted numbers.
+    """
+    if split == "key":
+        return [HeldOut()] * len(configs)
+    return [HeldOut("key" if isinstance(config, ColumnSumsPrompts) else "text") for config in configs]

@@ -15,44 +15,56 @@ from itertools import combinations_with_replacement
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import SortingPrompts
+from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
+TRIES = 64  # draws for one position before all multisets are taken to be held out
 
 
 class SortingSource:
-    """`QuestionSource` of digits to sort; the question at a position is drawn from the seed, its stream and position."""
+    """`QuestionSource` of digits to sort. A question is drawn from the seed, its stream and its position."""
 
-    def __init__(self, config: SortingPrompts, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, config: SortingPrompts, seed: int, excluded: HeldOut) -> None:
+        self._seed, self._excluded = seed, excluded
         multisets = ["".join(digits) for digits in combinations_with_replacement(DIGITS, config.digits)]
         random.Random(f"{seed}:split").shuffle(multisets)
         kept = int(len(multisets) * config.held_out)
-        self._asked = multisets[kept:]
-        self._held = [self._question("held out", place, multiset) for place, multiset in enumerate(multisets[:kept])]
+        self._others = multisets[kept:]
+        self._held = [_shuffled(digits, self._draw("held out", place)) for place, digits in enumerate(multisets[:kept])]
+        for asked in self._held:
+            excluded.add(asked)
 
     def training(self, position: int) -> Question:
         """See `QuestionSource`."""
-        return self._drawn("training", position)
+        return self._outside("training", position)
 
     def demonstration(self, position: int) -> Question:
         """See `QuestionSource`."""
-        return self._drawn("demonstration", position)
+        return self._outside("demonstration", position)
 
     def held_out(self, count: int) -> list[Question]:
         """See `QuestionSource`."""
         return self._held[:count]
 
-    def _drawn(self, stream: str, position: int) -> Question:
-        return self._question(stream, position, None)
+    def _draw(self, stream: str, position: int) -> random.Random:
+        return random.Random(f"{self._seed}:{stream}:{position}")
 
-    def _question(self, stream: str, position: int, multiset: str | None) -> Question:
-        draw = random.Random(f"{self._seed}:{stream}:{position}")
-        digits = list(multiset or draw.choice(self._asked))
-        draw.shuffle(digits)
-        return question("".join(digits))
+    def _outside(self, stream: str, position: int) -> Question:
+        draw = self._draw(stream, position)
+        for _ in range(TRIES):
+            asked = _shuffled(draw.choice(self._others), draw)
+            if asked not in self._excluded:
+                return asked
+        raise ConfigError("prompts.kind = 'sorting': other sources hold out what it asks; leave one of them out")
+
+
+def _shuffled(multiset: str, draw: random.Random) -> Question:
+    digits = list(multiset)
+    draw.shuffle(digits)
+    return question("".join(digits))
 
 
 def question(digits: str) -> Question:
     """The question that asks for `digits` in ascending order."""
     answer = "".join(sorted(digits))
-    return Question(f"Sort {digits}.", answer, {"family": None, "answer": answer})
+    return Question(f"Sort {digits}.", answer, {"family": None, "answer": answer}, f"sort {answer}")

@@ -6,7 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,10 @@ from rollflow.tasks.prompts.config import (
     JsonlPrompts,
     PromptConfig,
     ReasoningGymPrompts,
+    SortingPrompts,
 )
 from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.prompts.keys import normalised
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from tests.support.own_parts import FOLDER, put_in_reach
 
@@ -43,6 +45,7 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "reasoning-gym": lambda _: ReasoningGymPrompts(family="chain_sum", options=SUMS),
     "jsonl": questions,
     "column-sums": lambda _: ColumnSumsPrompts(min_digits=1, max_digits=1),
+    "sorting": lambda _: SortingPrompts(digits=3),  # 220 multisets
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
 }
 
@@ -56,6 +59,11 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def encode(text: str, chat: bool, system: str | None) -> list[int]:
     return list(text.encode())
+
+
+def keys(questions: Iterable[Question]) -> set[str]:
+    """Their keys and normalised texts."""
+    return {key for question in questions for key in (question.canonical_key, normalised(question.text))}
 
 
 def opened(config: PromptConfig, seed: int = 0, held_out: int = HELD_OUT) -> RunPrompts:
@@ -92,10 +100,12 @@ def test_another_process_asks_the_same(config: PromptConfig) -> None:
 
 def test_held_out_prompts_are_never_trained_on_nor_demonstrated(config: PromptConfig) -> None:
     made = opened(config)
-    held = {prompt.text for prompt in made.held_out()}
-    assert len(held) == HELD_OUT
-    assert not held & {made.prompt(i).text for i in range(ASKED)}
-    assert not held & {made.demonstration(i)[0].text for i in range(ASKED)}
+    source = made.sources[0]
+    held = source.held_out(HELD_OUT)
+    assert len(held) == len(made.held_out()) == HELD_OUT
+    assert len(keys(held)) >= HELD_OUT
+    for stream in (source.training, source.demonstration):
+        assert not keys(held) & keys(stream(i) for i in range(ASKED))
 
 
 def test_training_and_demonstrations_are_two_streams(config: PromptConfig) -> None:
@@ -140,7 +150,7 @@ class Own(QuestionSource):
             return self._question(" ")
         if self._wrong == "half":
             return self._question("\ud83d")
-        return self._question("h1" if self._wrong == "leak" else f"t{position}")
+        return self._question({"leak": "h1", "spelled": " H1!", "keyed": "t"}.get(self._wrong, f"t{position}"))
 
     def demonstration(self, position: int) -> Question:
         return self._question("h0" if self._wrong == "shown" else f"d{position}")
@@ -155,7 +165,8 @@ class Own(QuestionSource):
     def _question(self, text: str) -> Question:
         if self._wrong == "number":
             return Question(text, 1, {})  # type: ignore[arg-type]
-        return Question(text, "1", {"answer": {1} if self._wrong == "set" else 1})
+        key = {"keyed": "one for all", "no key": 1}.get(self._wrong, "")
+        return Question(text, "1", {"answer": {1} if self._wrong == "set" else 1}, key)  # type: ignore[arg-type]
 
 
 def own(wrong: str) -> ImportPrompts:
@@ -168,6 +179,8 @@ def own(wrong: str) -> ImportPrompts:
         ("error", "failed with LookupError: no more words"),
         ("string", "training(0) gave a str; give rollflow's Question"),
         ("leak", "training(0) asks a question that is held out"),
+        ("spelled", "training(0) asks a question that is held out"),
+        ("no key", "has the key 1; give a str that UTF-8 can say"),
         ("twice", "asks a question twice; hold out distinct ones"),
         ("set", "has a reference that is no JSON"),
         ("nothing", "failed with TypeError: 'NoneType' object is not iterable"),

@@ -17,6 +17,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.column_sums import PLACES, ColumnSumsSource, steps
 from rollflow.tasks.prompts.config import ColumnSumsPrompts
+from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.run_context import open_prompts
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
@@ -44,7 +45,7 @@ def test_steps_worked_by_hand(terms: list[int], written: str) -> None:
 
 
 def test_every_step_is_right_and_the_answer_is_the_sum() -> None:
-    source = ColumnSumsSource(WIDE, 0, 0)
+    source = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     for asked in map(source.demonstration, range(ASKED)):
         terms, carried = numbers(asked), 0
         *columns, tag = asked.answer.split(", ")
@@ -59,7 +60,7 @@ def test_every_step_is_right_and_the_answer_is_the_sum() -> None:
 
 
 def test_no_order_of_a_held_out_sum_is_asked_demonstrated_or_held_out_again() -> None:
-    source = ColumnSumsSource(SMALL, 0, 60)
+    source = ColumnSumsSource(SMALL, 0, 60, HeldOut())
     held = [tuple(sorted(numbers(asked))) for asked in source.held_out(60)]
     assert len(set(held)) == 60
     for stream in (source.training, source.demonstration):
@@ -69,7 +70,7 @@ def test_no_order_of_a_held_out_sum_is_asked_demonstrated_or_held_out_again() ->
 
 
 def test_what_is_drawn_is_within_its_bounds_and_reaches_them() -> None:
-    source = ColumnSumsSource(ColumnSumsPrompts(min_terms=2, max_terms=4, min_digits=2, max_digits=3), 0, 0)
+    source = ColumnSumsSource(ColumnSumsPrompts(min_terms=2, max_terms=4, min_digits=2, max_digits=3), 0, 0, HeldOut())
     drawn = [numbers(source.training(position)) for position in range(ASKED)]
     assert {len(terms) for terms in drawn} == {2, 3, 4}
     assert {len(str(term)) for terms in drawn for term in terms} == {2, 3}
@@ -77,7 +78,7 @@ def test_what_is_drawn_is_within_its_bounds_and_reaches_them() -> None:
 
 def test_nothing_left_to_train_on_is_said() -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.prompts: the 210 held-out sums leave nothing to train on"):
-        ColumnSumsSource(SMALL, 0, 300).training(0)
+        ColumnSumsSource(SMALL, 0, 300, HeldOut()).training(0)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def recipe() -> RunConfig:
 def tokenizer(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
     """That of the recipe's cold start."""
     folder = tmp_path_factory.mktemp("policy")
-    texts = ColumnSumsSource(WIDE, 0, 0)
+    texts = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     shown = [text for asked in map(texts.demonstration, range(ASKED)) for text in (asked.text, asked.answer)]
     for name, data in build_cold_folder(recipe.policy.cold_start or ColdStart(), shown).items():
         (folder / name).write_bytes(data)
@@ -98,7 +99,7 @@ def tokenizer(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Po
 
 def test_every_digit_and_every_phrase_is_one_token(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
     """A phrase that is cut here so and there so, or digits in pairs, would hide the columns."""
-    source = ColumnSumsSource(WIDE, 0, 0)
+    source = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     for asked in map(source.demonstration, range(ASKED)):
         for text in (asked.text, asked.answer):
             pieces = [tokenizer.decode([token]) for token in tokenizer.encode(text)]
@@ -115,7 +116,7 @@ def test_the_recipe_s_answers_fit_and_differ_in_length(recipe: RunConfig, tokeni
 
 def test_a_demonstration_is_judged_right_and_a_slip_wrong(recipe: RunConfig) -> None:
     verify, where = build_verifier(recipe.reward), recipe.reward.answer
-    for asked in map(ColumnSumsSource(WIDE, 0, 0).demonstration, range(50)):
+    for asked in map(ColumnSumsSource(WIDE, 0, 0, HeldOut()).demonstration, range(50)):
         assert judge(verify, where, asked.answer, asked.reference).reward == 1.0
         assert judge(verify, where, asked.answer.replace("</answer>", "0</answer>"), asked.reference).reward == 0.0
         assert judge(verify, where, asked.answer.removesuffix("</answer>"), asked.reference).reward == 0.0

@@ -8,8 +8,10 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.locations import attach_run
@@ -18,9 +20,10 @@ from rollflow.storage.log.audit import audit
 from rollflow.tasks.prompts import pins
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import JsonlPrompts
-from rollflow.tasks.prompts.jsonl import questions
+from rollflow.tasks.prompts.jsonl import questions, read_file
 from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.run_context import RunContext, open_prompts
 from tests.support.small_run import prepare_small, train_small
 
 LINES = 90
@@ -296,3 +299,48 @@ def test_nothing_to_evaluate_with_is_said_before_the_run(tmp_path: Path) -> None
     source = {"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "held_out": 0.1}
     with pytest.raises(ConfigError, match=r"evaluation\.prompts = 4: no prompt is held out .*prompts\.held_out"):
         prepare_small(tmp_path, versions=1, prompts=[source])
+
+
+SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+
+
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """A run as it was recorded before questions had keys: split by text, and no word of the split in its pins."""
+
+    def by_text(*opened: Any) -> RunPrompts:
+        return open_prompts(*opened, "text")
+
+    def without_split(pin: Any) -> dict[str, Any]:
+        return {key: value for key, value in BaseModel.model_dump(pin).items() if key != "split"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rollflow.flows.preflight.open_prompts", by_text)
+        patch.setattr(pins.PinBase, "model_dump", without_split)
+        file = tmp_path / "mine.jsonl"
+        file.write_bytes(content() + content().replace(b'"question": "', b'"question": " '))
+        family = {"kind": "reasoning-gym", "family": "chain_sum", "options": SUMS}
+        context = prepare_small(
+            tmp_path, versions=3, prompts=[family, {"kind": "jsonl", "path": str(file), "held_out": 0.2}]
+        )
+    assert all("split" not in pin for pin in context.created.prompts)
+    return context
+
+
+def test_a_recorded_run_keeps_its_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = recorded(tmp_path, monkeypatch)
+    prompts, config = attach_run(context.uri).prompts(), context.config
+    by_text = open_prompts(config, context.tokenizer, read_file, "text")
+    by_key = open_prompts(config, context.tokenizer, read_file)
+    assert prompts.split == "text"
+    assert [p.text for p in prompts.held_out()] == [p.text for p in by_text.held_out()]
+    asked = [prompts.prompt(index).text for index in range(2000)]
+    assert asked == [by_text.prompt(index).text for index in range(2000)]
+    assert asked != [by_key.prompt(index).text for index in range(2000)]
+    train_small(context)
+    assert audit(context.store, deep=True).clean
+
+
+def test_a_new_run_says_that_it_is_split_by_keys(tmp_path: Path) -> None:
+    context, _ = prepared(tmp_path)
+    assert [pin["split"] for pin in context.created.prompts] == ["key"]
+    assert context.prompts().split == "key"
