@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml $(PINS)
 	@touch $@
 
 run: $(STAMP)
-	$(BIN)/rollflow run flows/recipes/arithmetic.toml $(ARGS)
+	$(BIN)/rollflow run flows/recipes/sorting.toml $(ARGS)
 
 lint: $(STAMP)
 	@echo "ruff check"

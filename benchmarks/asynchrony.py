@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.report import Row, arguments, publish
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 ALPHAS = (0, 2)
 
 

@@ -29,7 +29,7 @@ from rollflow.tasks.prompts.pins import read_once
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run_context import open_prompts
 
-RECIPE = Path("flows/recipes/arithmetic.toml")
+RECIPE = Path("flows/recipes/sorting.toml")
 BATCH = "batch.arrow"
 NOISE = 0.25  # nats, between the policy and the one that sampled
 PROMPT = (16, 65)  # tokens of a made-up prompt: from, to

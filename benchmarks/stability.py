@@ -31,10 +31,10 @@ from rollflow.flows.config import load_recipe
 OBJECTIVES = ("grpo", "ppo", "decoupled-ppo", "tis", "cispo", "topr", "roll-current")
 UNCORRECTED = "roll-current"  # its ratio is to the current policy: shown beside the others
 RECIPES = {  # what is changed: fewer versions, of fewer answers
-    "arithmetic": {"versions": 200},
+    "sorting": {"versions": 200},
     "reasoning": {"versions": 120, "groups": 32},
 }
-RATES = {"arithmetic": 0.5, "reasoning": 1.0}  # of the recipe's own: no preset weighs wrong answers less, as those do
+RATES = {"sorting": 0.5, "reasoning": 1.0}  # of the recipe's own: no preset weighs wrong answers less, as those do
 ALPHAS = (0, 2, 8)
 LAST = 3  # looks whose mean a training ends with
 

@@ -181,7 +181,7 @@ def _best(run: Run) -> float:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--recipe", type=Path, default=Path("flows/recipes/arithmetic.toml"))
+    parser.add_argument("--recipe", type=Path, default=Path("flows/recipes/sorting.toml"))
     parser.add_argument("--runs", type=Path, default=Path(".rollflow/time_to_reward"), help="where runs are kept")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2, 3, 4])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -22,7 +22,7 @@ from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvi
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
-from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.config import PromptConfig, SortingPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward, RewardConfig
@@ -84,15 +84,9 @@ class TrackingConfig(Section):
     )
 
 
-SUMS = {
-    "min_terms": 3,
-    "max_terms": 3,
-    "min_digits": 1,
-    "max_digits": 1,
-    "operators": ["+"],
-    "allow_parentheses": False,
-    "allow_negation": False,
-}
+def _kind_of(source: object) -> object:
+    """The kind that a section says it is of, as a model or as a tree."""
+    return source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
 
 
 class RunConfig(Section):
@@ -105,11 +99,11 @@ class RunConfig(Section):
     groups: int = Field(32, gt=0, description="prompt groups in a train step")
     group_size: int = Field(8, gt=0, description="responses to one prompt")
     policy: PolicyConfig = PolicyConfig(cold_start=ColdStart())
-    prompts: tuple[PromptConfig, ...] = (ReasoningGymPrompts(family="basic_arithmetic", options=SUMS),)
+    prompts: tuple[PromptConfig, ...] = (SortingPrompts(),)
     engine: EngineConfig = VllmEngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = SingleTurnEnvironment()
-    reward: RewardConfig = ReasoningGymReward()
+    reward: RewardConfig = ExactReward()
     train: TrainConfig = TorchTrain()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
@@ -121,6 +115,18 @@ class RunConfig(Section):
     @classmethod
     def _storable(cls, tree: Any) -> Any:
         check_storable(tree)
+        return tree
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_fitting_reward(cls, tree: Any) -> Any:
+        """Let the family's own scorer judge prompts of reasoning-gym where no verifier is named."""
+        if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
+            return tree
+        reward = tree.get("reward", {})
+        families = any(_kind_of(source) == "reasoning-gym" for source in sources)
+        if families and isinstance(reward, Mapping) and "kind" not in reward:
+            return {**tree, "reward": {"kind": "reasoning-gym", **reward}}
         return tree
 
     @model_validator(mode="after")
@@ -175,12 +181,13 @@ class RunConfig(Section):
 
     def _judged(self) -> Refusals:
         """Not every verifier can judge every source: it would score 0 without end."""
-        if not any(isinstance(source, ColumnSumsPrompts) for source in self.prompts):
-            return
+        kinds = {source.kind for source in self.prompts}
         if isinstance(self.reward, ReasoningGymReward):
-            cure = 'prompts of kind "column-sums" are of no family; set reward.kind = "exact", reward.answer = "tag"'
-            yield refusal("reward.kind", self.reward.kind, cure)
-        if isinstance(self.reward, ExactReward) and self.reward.answer == "all":
+            for kind, rest in (("column-sums", ', reward.answer = "tag"'), ("sorting", "")):
+                if kind in kinds:
+                    cure = f'prompts of kind "{kind}" are of no family; set reward.kind = "exact"{rest}'
+                    yield refusal("reward.kind", self.reward.kind, cure)
+        if isinstance(self.reward, ExactReward) and self.reward.answer == "all" and "column-sums" in kinds:
             cure = 'answers to "column-sums" are steps that end in a tag; set reward.answer = "tag"'
             yield refusal("reward.answer", self.reward.answer, cure)
 

@@ -1,7 +1,7 @@
 """What the run's actors say of themselves, for Prometheus: by Ray's own metrics, which each node's agent serves.
 
-    rollflow_rollout_running{run="arithmetic-1"} 64
-    rollflow_rollout_discards{run="arithmetic-1", what="stale"} 3
+    rollflow_rollout_running{run="sorting-1"} 64
+    rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 
 A gauge is a number of a status (`statuses`), of the same name; of a field that holds several, `what` says which. They
 are told whenever a status is asked for, once a second. Where Ray collects no metrics, as in a private cluster, nothing

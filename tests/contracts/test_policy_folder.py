@@ -89,7 +89,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["arithmetic", "reasoning"])
+@pytest.mark.parametrize("recipe", ["sorting", "reasoning"])
 def test_the_policy_of_a_cold_start_is_the_same_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:

@@ -42,7 +42,7 @@ def trained(home: Path, recipe: str, changes: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("changes", LEARNERS.values(), ids=LEARNERS)
 def test_the_quick_start_is_learned(tmp_path: Path, changes: list[str]) -> None:
-    found = trained(tmp_path, "arithmetic.toml", [SEED, *changes])
+    found = trained(tmp_path, "sorting.toml", [SEED, *changes])
     assert found["audit"] == "clean"
     assert found["accuracy"]["before"] < 0.4
     assert found["accuracy"]["after"] >= 0.85

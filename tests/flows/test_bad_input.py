@@ -26,7 +26,7 @@ from tests.support.described import describe
 from tests.support.refused import refused, refused_alike
 from tests.support.waiting import HANG_SECONDS
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +99,10 @@ def test_config(capsys: pytest.CaptureFixture[str], override: str, words: list[s
         ("train.learnin_rate={a=1}", None),  # a section is no value
         ('prompt=[{kind="jsonl"}]', "prompts?"),
         ("prompt={}", None),  # a section is no list of sections
-        ("prompts.0.familly=x", "prompts.0.family?"),
+        ('prompts=[{kind="reasoning-gym",familly="x"}]', "prompts.0.family?"),
         ('prompts=[{kind="jsonl",path="x",familly="y"}]', None),  # a file has no family
-        ("prompts.0.option={}", "prompts.0.options?"),
+        ('prompts=[{kind="reasoning-gym",option={}}]', "prompts.0.options?"),
+        ("prompts.0.digit=3", "prompts.0.digits?"),
         ("engine.slot=3", "engine.slots?"),
         ('engine={kind="timed",slot=3}', "engine.slots?"),
         ("engine.slowin=3", None),  # only the timed engine has `slowing`
@@ -372,9 +373,10 @@ def test_a_database_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_unknown_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = refused_alike(capsys, RECIPE, "--set", "prompts.0.family=no_such_family")
+    family = ["--set", "reward.kind=reasoning-gym", "--set", "prompts.0.kind=reasoning-gym"]
+    sentence = refused_alike(capsys, RECIPE, *family, "--set", "prompts.0.family=no_such_family")
     assert "prompts.family = 'no_such_family'" in sentence
-    sentence = refused_alike(capsys, RECIPE, "--set", "prompts.0.options.depth=3")
+    sentence = refused_alike(capsys, RECIPE, *family, "--set", "prompts.0.options.depth=3")
     assert "prompts.options" in sentence
 
 

@@ -148,7 +148,7 @@ def test_a_schedule_a_pause_and_a_default_survive_the_runner(server: PrefectServ
         assert there["description"].startswith("A small one.")
         assert "storage" not in there["parameter_openapi_schema"]["properties"]
         assert page.read("rollout/rollflow")["tags"] == ["internal"]
-        assert "arithmetic" in page.all()
+        assert "sorting" in page.all()
         page.schedule(name)
         page.change(name, paused=True)
         mine = there["parameters"] | {"config": there["parameters"]["config"] | {"versions": 11}}

@@ -24,6 +24,7 @@ KINDS = {
     "reward": [{"kind": "reasoning-gym"}, {"kind": "exact"}, {"kind": "exact", "format": {"price": 0.2}}, IMPORT],
     "prompts": [
         [{"kind": "reasoning-gym"}],
+        [{"kind": "sorting"}],
         [{"kind": "column-sums"}, {"kind": "jsonl", "path": "mine.jsonl", "system": "Think.", "chat": True}, IMPORT],
     ],
     "train": [
@@ -58,6 +59,8 @@ def _flat(errors: list[Any], place: str) -> Any:
 
 
 def config_of(section: str, tree: Any) -> RunConfig:
+    if tree == {"kind": "reasoning-gym"}:
+        return RunConfig.model_validate({"reward": tree, "prompts": [tree]})
     exact = {"reward": {"kind": "exact", "answer": "tag"}} if section == "prompts" and len(tree) > 1 else {}
     return RunConfig.model_validate({section: tree, **exact})
 

@@ -15,7 +15,7 @@ from rollflow.tasks.run_context import RunContext
 from tests.support.refused import refused
 from tests.support.small_run import prepare_small, train_small
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.config import RunConfig
 from tests.support.described import describe
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 DONE = RunStatus("first", "done", 100, 100, reward=0.5, accuracy=((0, 0.25), (100, 0.75)))
 
 

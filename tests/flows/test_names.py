@@ -17,7 +17,7 @@ from rollflow.tasks.names import LONGEST, RecipeName, RunId, RunPlace
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 BAD = [
     "../../x",
     "..",

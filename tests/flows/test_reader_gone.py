@@ -14,7 +14,7 @@ from rollflow.storage.objects.local import LocalStore
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 ROOT = Path(__file__).resolve().parents[2]
 
 

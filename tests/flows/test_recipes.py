@@ -321,10 +321,33 @@ def test_a_section_that_names_no_kind_has_the_default() -> None:
     assert parse(tree) == parse(
         {
             "engine": {"kind": "vllm", "slots": 9},
-            "reward": {"kind": "reasoning-gym", "workers": 2},
+            "reward": {"kind": "exact", "workers": 2},
             "train": {"objective": {"kind": "grpo", "clip_low": 0.1}},
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "reward", "kind"),
+    [
+        ({"kind": "reasoning-gym"}, {}, "reasoning-gym"),
+        ({"kind": "reasoning-gym"}, {"reward": {"workers": 2}}, "reasoning-gym"),
+        ({"kind": "reasoning-gym"}, {"reward": {"kind": "exact"}}, "exact"),
+        ({"kind": "sorting"}, {}, "exact"),
+        ({"kind": "jsonl", "path": "x"}, {"reward": {"workers": 2}}, "exact"),
+    ],
+)
+def test_the_default_verifier_fits_the_prompts(prompts: dict[str, Any], reward: dict[str, Any], kind: str) -> None:
+    assert parse({"prompts": [prompts], **reward}).reward.kind == kind
+
+
+@pytest.mark.parametrize("kind", ["sorting", "column-sums"])
+def test_a_verifier_that_cannot_judge_is_refused(kind: str) -> None:
+    words = (
+        rf"reward\.kind = 'reasoning-gym': prompts of kind \"{kind}\" are of no family; set reward\.kind = \"exact\""
+    )
+    with pytest.raises(ConfigError, match=words):
+        parse({"prompts": [{"kind": kind}], "reward": {"kind": "reasoning-gym"}})
 
 
 class Other(TrainBase):
@@ -357,5 +380,5 @@ def test_a_run_that_was_recorded_before_says_its_learner_as_now() -> None:
     tree = RunConfig().model_dump(mode="json")
     assert tree["train"]["learner"] == "torch"
     assert RunConfig.model_validate(tree).sha256() == RunConfig().sha256()
-    assert main(["check", "flows/recipes/arithmetic.toml", "--set", "train.learner=torch"]) == 0
-    assert main(["check", "flows/recipes/arithmetic.toml", "--set", "train.learner=jax"]) == 2
+    assert main(["check", "flows/recipes/sorting.toml", "--set", "train.learner=torch"]) == 0
+    assert main(["check", "flows/recipes/sorting.toml", "--set", "train.learner=jax"]) == 2

@@ -27,7 +27,7 @@ from rollflow.tasks.simulation.timeline import Timeline
 from tests.support.described import describe
 from tests.support.refused import refused
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 SMALL = ("--set", "groups=8", "--set", "group_size=4", "--versions", "6")
 FILE = """
 [engines]

@@ -18,7 +18,7 @@ from rollflow.tasks.run_context import RunContext
 from tests.support.refused import refused
 from tests.support.small_run import make_policy, train_small
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 
 
 def asked(*sets: str, seeds: int = 1) -> list[sweep.Point]:

@@ -25,6 +25,19 @@ from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run_context import RunContext
 
 GROUPS, SIZE = 2, 4
+SUMS = {
+    "kind": "reasoning-gym",
+    "family": "basic_arithmetic",
+    "options": {
+        "min_terms": 3,
+        "max_terms": 3,
+        "min_digits": 1,
+        "max_digits": 1,
+        "operators": ["+"],
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
+}
 # A learner with everything in its state that there may be.
 ALL_ROLES = {
     "objective": {"kind": "ppo", "penalties": {"kl_to": "reference", "kl_weight": 0.1, "kl_target": 0.01}},
@@ -104,7 +117,7 @@ def prepare_small(
             "train": {"warmup_versions": 0, "learning_rate": 1e-3, **(train or {})},
             "evaluation": {"prompts": 4},
             "store": store,
-            **({"prompts": prompts} if prompts else {}),
+            "prompts": prompts or [SUMS],
             **({"reward": reward} if reward else {}),
         }
     )
