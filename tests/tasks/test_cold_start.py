@@ -1,0 +1,99 @@
+"""A cold start ends near its target, whatever the seed, the size and the machine's rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollflow.flows.config import load_recipe, parse
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.learners.torch_learner import load_model
+from rollflow.tasks.policies.cold_start import answers, cold_start
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.run_context import open_prompts
+
+NEAR = 0.03
+MORE = [pytest.mark.slow, pytest.mark.soak]
+TINY = {
+    "policy": {"cold_start": {"hidden_size": 64, "layers": 1, "heads": 2, "evaluate_every": 15}},
+    "prompts": [{"kind": "sorting", "digits": 3, "held_out": 0.5}],
+    "evaluation": {"prompts": 110},
+    "engine": {"max_new_tokens": 4},
+}
+
+
+class Started:
+    """A cold start: where it ended, what was seen on the way, and what the policy can do afterwards."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        cold = config.policy.cold_start
+        assert cold is not None
+        for name, data in build_cold_folder(cold, open_prompts(config, None, read_file).texts(500)).items():
+            (folder / name).write_bytes(data)
+        tokenizer = PolicyTokenizer(folder)
+        prompts = open_prompts(config, tokenizer, read_file)
+        held = prompts.held_out()
+
+        def accuracy(model: Any) -> float:
+            longest, end = config.engine.max_new_tokens, tokenizer.stop_tokens[0]
+            found = answers(model, [prompt.tokens for prompt in held], end, longest, 0.0, 0)
+            right = [tokenizer.decode(a) == p.reference["answer"] for a, p in zip(found, held, strict=True)]
+            return sum(right) / len(held)
+
+        torch.manual_seed(config.seed)
+        model = load_model(folder, config.policy.dtype, trained=False)
+        self.seen: list[tuple[int, float]] = []
+        self.said = cold_start(model, cold, prompts, tokenizer, accuracy, self._see, config.seed)
+        self.accuracy = accuracy(model)
+
+    def _see(self, step: int, accuracy: float) -> None:
+        self.seen.append((step, accuracy))
+
+
+def tiny(seed: int, target: float, **cold: object) -> RunConfig:
+    start = {**TINY["policy"]["cold_start"], "target_accuracy": target, **cold}  # type: ignore[dict-item,index]
+    return parse({**TINY, "seed": seed, "policy": {"cold_start": start}})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("seed", "target"),
+    [(0, 0.3), (1, 0.3), *(pytest.param(seed, 0.15 * part, marks=MORE) for seed in range(4) for part in (1, 2, 3))],
+)
+def test_it_ends_near_the_target(tmp_path: Path, seed: int, target: float) -> None:
+    started = Started(tmp_path, tiny(seed, target))
+    assert abs(started.accuracy - target) <= NEAR
+    assert started.said == started.accuracy
+
+
+@pytest.mark.long
+def test_a_look_far_above_the_target_is_gone_back_from(tmp_path: Path) -> None:
+    """One look only, long after the target: the first weights are the other end of the line."""
+    started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
+    step, first = started.seen[0]
+    assert step == 120
+    assert first > 0.3 + NEAR
+    assert len(started.seen) > 1
+    assert abs(started.accuracy - 0.3) <= NEAR
+
+
+def test_a_target_that_is_not_reached_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.cold_start\.target_accuracy = 0\.9: reached 0\.\d\d in 10 steps"):
+        Started(tmp_path, tiny(0, 0.9, max_steps=10, evaluate_every=5))
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recipe", ["sorting", "reasoning"])
+def test_the_recipes_begin_near_their_targets(tmp_path: Path, recipe: str, seed: int) -> None:
+    config = load_recipe(Path(f"flows/recipes/{recipe}.toml"), [f"seed={seed}"])
+    assert config.policy.cold_start is not None
+    started = Started(tmp_path, config)
+    assert abs(started.accuracy - config.policy.cold_start.target_accuracy) <= NEAR
