@@ -31,10 +31,9 @@ from rollflow.flows.config import load_recipe
 OBJECTIVES = ("grpo", "ppo", "decoupled-ppo", "tis", "cispo", "topr", "roll-current")
 UNCORRECTED = "roll-current"  # its ratio is to the current policy: shown beside the others
 RECIPES = {  # what is changed: fewer versions, of fewer answers
-    "sorting": {"versions": 200},
+    "sorting": {"versions": 120},
     "reasoning": {"versions": 120, "groups": 32},
 }
-RATES = {"sorting": 0.5, "reasoning": 1.0}  # of the recipe's own: no preset weighs wrong answers less, as those do
 ALPHAS = (0, 2, 8)
 LAST = 3  # looks whose mean a training ends with
 
@@ -67,8 +66,7 @@ def train(recipe: str, objective: str, alpha: int, seed: int, place: Path) -> Tr
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.toml"
         file.write_text(to_toml(tree))
-        rate = {"train.learning_rate": RATES[recipe] * tree["train"]["learning_rate"]}
-        changed = {**RECIPES[recipe], **rate, "seed": seed, "async_ratio": alpha}
+        changed = {**RECIPES[recipe], "seed": seed, "async_ratio": alpha}
         config = load_recipe(file, [f"{key}={value}" for key, value in changed.items()])
     looks = points(config, place, config.versions // 20)
     short = [Point(p.version, round(p.accuracy, 4), round(p.reward, 4), round(p.seconds, 1)) for p in looks]

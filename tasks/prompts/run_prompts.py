@@ -94,6 +94,10 @@ class RunPrompts:
         """How many there are; `ConfigError` if there is nothing to evaluate with."""
         return len(self._held())
 
+    def held_out_questions(self) -> list[Question]:
+        """The evaluation prompts, before they are tokens."""
+        return [question for _, question in self._held()]
+
     def _held(self) -> list[tuple[int, Question]]:
         share = -(-self._held_out // len(self.sources))
         found = [(which, q) for which, source in enumerate(self.sources) for q in source.held_out(share)]

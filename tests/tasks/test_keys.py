@@ -22,6 +22,7 @@ from rollflow.tasks.prompts.config import (
     SortingPrompts,
 )
 from rollflow.tasks.prompts.keys import normalised, unordered_key
+from rollflow.tasks.prompts.near_duplicates import NearDuplicates, near_duplicates
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from tests.support.counts import examples
 from tests.support.own_parts import FOLDER, put_in_reach
@@ -78,8 +79,8 @@ def keys(asked: Iterable[Question]) -> set[str]:
 
 
 def numbers_and_words(asked: Iterable[Question]) -> set[tuple[str, ...]]:
-    """An oracle of its own: the words of a question in any order, with its answer."""
-    return {(*sorted(re.findall(r"\w+", q.text.casefold())), str(q.reference["answer"])) for q in asked}
+    """An oracle of its own: the words and signs of a question in any order, with its answer."""
+    return {(*sorted(re.findall(r"\w+|[-+]", q.text.casefold())), str(q.reference["answer"])) for q in asked}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -187,3 +188,38 @@ def test_the_old_split_leaves_twins_in_training() -> None:
     assert not {q.text for q in held} & {source.training(i).text for i in range(3000)}
     twins = {q.canonical_key for q in held} & {source.training(i).canonical_key for i in range(3000)}
     assert len(twins) > 100
+
+
+def words(rows: Iterable[tuple[str, int]]) -> bytes:
+    return "".join(json.dumps({"question": text, "answer": answer}) + "\n" for text, answer in rows).encode()
+
+
+def count(content: bytes, trained: int = 1000, seconds: float = 60.0) -> NearDuplicates:
+    made = RunPrompts([JsonlPrompts(path="x", held_out=0.25)], 0, 1000, None, 0, lambda config: content)
+    return near_duplicates(made, trained, seconds)
+
+
+def story(number: int, bought: object) -> str:
+    draw = random.Random(number)
+    names = [draw.choice("abcdefghij") + str(draw.randrange(10**6)) for _ in range(14)]
+    return f"How much is it? {' '.join(names)} bought {bought} and went home."
+
+
+def test_near_duplicates_are_counted() -> None:
+    """Each story stands twice, with another number in one place: of 17 sequences of three words 14 are shared."""
+    twice = count(words((story(i // 2, i), i) for i in range(80)))
+    once = count(words((story(i, i), i) for i in range(80)))
+    assert twice.held_out == once.held_out == 20
+    assert once.found == 0
+    assert twice.found >= 10  # some have both copies held out
+    assert twice.sentence().startswith(f"{twice.found} of 20 held-out prompts have a near duplicate among ")
+
+
+def test_words_of_a_template_are_no_near_duplicates() -> None:
+    assert count(words((f"What is the best price of the item called {i}, please?", i) for i in range(80))).found == 0
+
+
+def test_a_large_file_is_looked_at_for_a_bounded_time() -> None:
+    content = words((story(i, i), i) for i in range(3000))
+    assert count(content, seconds=0.0).looked_at == 0
+    assert count(content, trained=7).looked_at == 7

@@ -1,0 +1,133 @@
+"""The quick start's claim, from the exported folder: a run a seed, judged by plain transformers on two held-out sets.
+
+    python -m benchmarks.quick_start [--seeds 0 1 2] [--home FOLDER] [--json FILE]
+
+The first set is the one that the run evaluates itself on. The second is what its source holds out besides; nothing was
+chosen on it. No key of either is asked or demonstrated in training: that is counted over all positions that the run
+may have used. Version 0 and the last version are exported with `rollflow export`, opened by `AutoModelForCausalLM` and
+`AutoTokenizer`, and asked greedily. Runs are kept in `--home`; one that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import Row, arguments, at_least, at_most, publish
+from rollflow.flows.locations import attach_run
+from rollflow.tasks.policies.cold_start import POOL
+from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.run_context import RunContext
+
+Asked = Sequence[tuple[str, str]]  # questions and their right answers
+ALL = 10**9  # held-out questions: all that there are
+BEFORE, AFTER, MINUTES = 35.0, 85.0, 5.0  # the claim: percent, percent, minutes
+ROLLFLOW = Path(sys.executable).with_name("rollflow")
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--recipe", type=Path, default=Path("flows/recipes/sorting.toml"))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--home", type=Path, default=Path(".rollflow/quick_start"), help="where runs are kept")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: list[Row] = []
+    for seed in options.seeds:
+        home = (options.home / f"seed-{seed}").absolute()
+        found += rows(seed, home, options.recipe, [*options.set, f"seed={seed}"])
+    publish(found, "The quick start, by plain transformers on the exported folder", options.json)
+
+
+def rows(seed: int, home: Path, recipe: Path, changes: Sequence[str]) -> Iterator[Row]:
+    """All figures of one seed."""
+    case, summary = f"seed {seed}", run(home, recipe, changes)
+    context = attach_run(summary["storage"])
+    first, second = sets(context)
+    yield at_most(case, "keys in both training and a held-out set", shared_keys(context, [*first, *second]), 0)
+    for version, when in ((0, "before"), (summary["versions"], "after")):
+        folder = exported(home, version)
+        for name, questions in (("first", first), ("second", second)):
+            percent = 100 * accuracy(
+                folder, [(q.text, q.answer) for q in questions], context.config.engine.max_new_tokens
+            )
+            metric = f"{name} set ({len(questions)}), {when} (%)"
+            yield (at_most if version == 0 else at_least)(case, metric, percent, AFTER if version else BEFORE)
+    yield Row(case, "first set, before, by the run itself (%)", 100 * summary["accuracy"]["before"])
+    yield Row(case, "first set, after, by the run itself (%)", 100 * summary["accuracy"]["after"])
+    yield at_most(case, "minutes of the whole command", summary["minutes"], MINUTES)
+
+
+def run(home: Path, recipe: Path, changes: Sequence[str]) -> dict[str, Any]:
+    """The summary of the run in `home`, which is made if it is not there, with the minutes of the whole command."""
+    kept = home / "quick_start.json"
+    if not kept.exists():
+        options = [word for change in changes for word in ("--set", change)]
+        began = time.monotonic()
+        rollflow(home, "run", str(recipe), "--run-id", "run", *options)
+        minutes = (time.monotonic() - began) / 60
+        [file] = home.glob("**/runs/run/summary.json")
+        summary = {**json.loads(file.read_text()), "storage": str(file.parent), "minutes": minutes}
+        kept.write_text(json.dumps(summary))
+    return dict(json.loads(kept.read_text()))
+
+
+def rollflow(home: Path, *arguments: str) -> None:
+    """Run the command with a home of its own; its output is kept there."""
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / "output.txt", "a") as output:
+        command, environment = [str(ROLLFLOW), *arguments], {**os.environ, "ROLLFLOW_HOME": str(home)}
+        subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
+
+
+def exported(home: Path, version: int) -> Path:
+    """A folder with a version of the run."""
+    folder = home / f"version-{version}"
+    if not folder.exists():
+        rollflow(home, "export", "run", str(version), str(folder))
+    return folder
+
+
+def sets(context: RunContext) -> tuple[list[Question], list[Question]]:
+    """What the run evaluates itself on, and what its source holds out besides."""
+    [source] = context.prompts().sources
+    held, count = source.held_out(ALL), context.config.evaluation.prompts
+    return held[:count], held[count:]
+
+
+def shared_keys(context: RunContext, held: Sequence[Question]) -> int:
+    """How many held-out keys are asked at any position that training or cold start may have used."""
+    [source], config = context.prompts().sources, context.config
+    ahead = config.capacity + 1  # batches that are in flight when the last version is published
+    asked = {source.training(place).canonical_key for place in range((config.versions + ahead) * config.groups)}
+    asked |= {source.demonstration(place).canonical_key for place in range(POOL)}
+    return len(asked & {question.canonical_key for question in held})
+
+
+@torch.no_grad()
+def accuracy(folder: Path, asked: Asked, longest: int) -> float:
+    """The share of questions that the model in `folder` answers right, greedily. Only transformers reads the folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    right = 0
+    for question, answer in asked:
+        prompt: Mapping[str, Any] = tokenizer(question, return_tensors="pt", return_token_type_ids=False)
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=longest)
+        response = tokens[0, prompt["input_ids"].shape[1] :]
+        right += tokenizer.decode(response, skip_special_tokens=True) == answer
+    return right / len(asked)
+
+
+if __name__ == "__main__":
+    main()

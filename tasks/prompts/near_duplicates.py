@@ -1,0 +1,73 @@
+"""How many held-out questions nearly stand in training: a count of n-grams, bounded in time.
+
+Keys tell equal questions. What differs in a word is another question, and may still give the answer away. The measure:
+of a held-out question's `N` successive words, the share that also stand in one training question. From `NEAR` on the
+two are near duplicates. Words that more than a tenth of the held-out questions share are the template's, and do not
+count. A question of fewer words counts as one n-gram.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.keys import words_of
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+
+N = 3
+NEAR = 0.8
+TEMPLATE = 0.1
+MOST = 10_000  # training questions that are looked at
+SECONDS = 1.0
+
+Gram = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NearDuplicates:
+    """Of `held_out` questions, `found` are near duplicates of one of the `looked_at` training questions."""
+
+    found: int
+    held_out: int
+    looked_at: int
+
+    def sentence(self) -> str:
+        """For a person."""
+        return (
+            f"{self.found} of {self.held_out} held-out prompts have a near duplicate among {self.looked_at:,} training "
+            f"prompts ({NEAR:.0%} of their {N}-word sequences)"
+        )
+
+
+def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS) -> NearDuplicates:
+    """Compare the held-out questions with the first `trained` training questions, as far as time allows."""
+    held = prompts.held_out_questions()
+    index, sizes = _index(held)
+    near: set[int] = set()
+    looked_at, deadline = 0, time.monotonic() + seconds
+    for position in range(min(trained, MOST)):
+        if time.monotonic() > deadline:
+            break
+        shared = Counter(which for gram in _grams(prompts.question(position)) for which in index.get(gram, ()))
+        near.update(which for which, count in shared.items() if count >= NEAR * sizes[which])
+        looked_at += 1
+    return NearDuplicates(len(near), len(held), looked_at)
+
+
+def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
+    """N-gram -> the questions that have it, without the template's; how many n-grams each question has."""
+    index: dict[Gram, list[int]] = defaultdict(list)
+    for which, question in enumerate(held):
+        for gram in _grams(question):
+            index[gram].append(which)
+    own = {gram: having for gram, having in index.items() if len(having) <= max(1, TEMPLATE * len(held))}
+    sizes = Counter(which for having in own.values() for which in having)
+    return own, [sizes[which] for which in range(len(held))]
+
+
+def _grams(question: Question) -> set[Gram]:
+    words = words_of(question.text)
+    return {tuple(words[start : start + N]) for start in range(max(1, len(words) - N + 1))}
