@@ -31,7 +31,9 @@ from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
 from rollflow.tasks.prompt_check import Tell, fit_files, probe_sources, read_files
 from rollflow.tasks.prompts.base import Reader
+from rollflow.tasks.prompts.near_duplicates import near_duplicates
 from rollflow.tasks.prompts.pins import Pin, pinned, read_once
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run_context import open_prompts, probe_tokens
 
 VOCABULARY_TEXTS = 2000
@@ -85,6 +87,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         prompts = open_prompts(config, tokenizer, read)
         notes += [*found, *probe_sources(config, prompts, tokenizer)]
         notes += _few_held_out(config, len(prompts.held_out()))
+        notes.append(_near_duplicates(config, prompts))
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_reading(config, folder, [prompt.text for prompt in first])
         probe, pins = probe_tokens(prompts), pinned(config, prompts, read)
@@ -149,6 +152,11 @@ def _check_installed(config: RunConfig) -> None:
     if isinstance(config.train, DeepSpeedTrain) and find_spec("deepspeed") is None:
         cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
         raise ConfigError(f"train.learner = 'deepspeed': DeepSpeed is not installed here; {cure}")
+
+
+def _near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
+    """A note on how far held-out prompts are from those that are trained on."""
+    return near_duplicates(prompts, config.versions * config.groups).sentence()
 
 
 def _few_held_out(config: RunConfig, found: int) -> list[str]:

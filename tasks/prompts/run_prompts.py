@@ -164,6 +164,7 @@ class RunPrompts:
             f"({self._longest}); lower engine.max_new_tokens, raise the policy's context, or choose shorter prompts"
         )
 
+
 def _held_out_of(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
     """What each source must not ask: what any holds out, or what it holds out itself in a run without keys.
 

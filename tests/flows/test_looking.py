@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -108,3 +109,17 @@ def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(check, "command", interrupted)
     assert main(["check", RECIPE]) == 130
     assert capsys.readouterr().err == "rollflow: stopped\n"
+
+
+def test_check_says_how_many_near_duplicates_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, recipe = tmp_path / "mine.jsonl", tmp_path / "recipe.toml"
+    lines = [" ".join(f"word{i // 2}-{place}" for place in range(20)) + f" and {i}?" for i in range(60)]
+    file.write_text("".join(json.dumps({"question": line, "answer": "1"}) + "\n" for line in lines))
+    recipe.write_text(
+        f'[[prompts]]\nkind = "jsonl"\npath = "{file}"\nheld_out = 0.2\n[policy.cold_start]\n'
+        '[engine]\nkind = "transformers"\n'
+    )
+    assert main(["check", str(recipe)]) == 0
+    said = re.search(r"(\d+) of 12 held-out prompts have a near duplicate among", capsys.readouterr().out)
+    assert said is not None
+    assert int(said[1]) >= 6
