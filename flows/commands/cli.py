@@ -16,7 +16,7 @@ from typing import TextIO
 from rollflow.flows.commands import BAD_INPUT, FAILED, INTERRUPTED
 from rollflow.flows.commands.options import parser
 from rollflow.flows.locations import home
-from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_home, check_variables
+from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_home, check_variables, give_home
 from rollflow.storage.errors import ConfigError, RollflowError
 
 
@@ -47,6 +47,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if options.verb in WITH_SERVICES:
             check_variables()
             check_home(home())
+            give_home(os.environ, home())
         return int(importlib.import_module(f"rollflow.flows.commands.{options.verb}").command(options))
     except ConfigError as error:
         print(f"rollflow: {error}", file=sys.stderr)

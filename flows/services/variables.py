@@ -74,6 +74,12 @@ def bypass_proxies(environment: MutableMapping[str, str]) -> None:
     environment.update({"no_proxy": value, "NO_PROXY": value})
 
 
+def give_home(environment: MutableMapping[str, str], folder: Path) -> None:
+    """Set `HOME` for a user who has none (no variable, no entry in /etc/passwd): Prefect does not start without."""
+    if os.path.expanduser("~") == "~":
+        environment["HOME"] = str(folder)
+
+
 def drop_settings(environment: MutableMapping[str, str], meant_for: tuple[str, ...]) -> None:
     """Remove the person's settings for a service of their own (`OWN_PREFECT`, `OWN_RAY`): a private one is used."""
     for name in [name for name in environment if name.startswith(meant_for)]:

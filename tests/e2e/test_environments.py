@@ -128,7 +128,7 @@ GROUPS: dict[str, Settings] = {
         }
     ),
     "closed": Settings(
-        {"TMPDIR": "FOLDER/nowhere", "TZ": "Nowhere/Land", "COLUMNS": "none", "FORCE_COLOR": "1"},
+        {"HOME": NOWHERE, "TMPDIR": "FOLDER/nowhere", "TZ": "Nowhere/Land", "COLUMNS": "none", "FORCE_COLOR": "1"},
         home="/dev/shm/rollflow-NUMBER",
         shell="ulimit -n 256",
         redirect="0<&- 1>&- 2>&-",

@@ -23,7 +23,7 @@ import requests
 
 from rollflow.flows.services import ray_head, variables
 from rollflow.flows.services.profile import prefect_url
-from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, PROXIES, bypass_proxies, drop_settings
+from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, PROXIES, bypass_proxies, drop_settings, give_home
 from tests.support.refused import refused
 
 RECIPE = "flows/recipes/arithmetic.toml"
@@ -219,11 +219,16 @@ def test_sockets_fit_under_a_long_home_and_tmpdir(tmp_path: Path, monkeypatch: p
     assert len(os.fsencode(short)) + ray_head.RAY_SUFFIX_BYTES <= variables.SOCKET_PATH_BYTES
 
 
-def test_a_user_without_a_home_has_no_prefect_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_gets_the_run_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(uid: int) -> pwd.struct_passwd:
         raise KeyError(uid)
 
     for name in ("HOME", "PREFECT_HOME", "PREFECT_API_URL"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "/home/of/somebody")  # so that the end of the test undoes what is set
+        give_home(os.environ, tmp_path)
+        assert os.environ[name] == "/home/of/somebody"
+        monkeypatch.delenv(name)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert prefect_url() == ""
+    give_home(os.environ, tmp_path)
+    assert Path.home() == tmp_path
