@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect.runner import Runner
 
@@ -86,12 +86,25 @@ def of_recipes() -> list[Offer]:
     return made
 
 
+def build_runner(heartbeat_seconds: int | None) -> Runner:
+    """The Prefect runner, which works in a folder of the run home.
+
+    Its own is below /tmp/runner_storage, where only the user may write who was the first to run one on this machine.
+    """
+    runner = Runner(
+        name="rollflow",
+        query_seconds=POLL_SECONDS,
+        pause_on_shutdown=False,
+        limit=LIMIT,
+        heartbeat_seconds=heartbeat_seconds,
+    )
+    runner._tmp_dir = home() / "cache" / "runner_storage" / str(uuid4())
+    return runner
+
+
 async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool, recipes: bool = False) -> None:
     """Register the deployments and run what is asked of them."""
-    beat = HEARTBEAT_SECONDS if automations else None
-    runner = Runner(
-        name="rollflow", query_seconds=POLL_SECONDS, pause_on_shutdown=False, limit=LIMIT, heartbeat_seconds=beat
-    )
+    runner = build_runner(HEARTBEAT_SECONDS if automations else None)
     ids: dict[str, UUID] = {}
 
     async def add(offers: Iterable[Offer]) -> None:

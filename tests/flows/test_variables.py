@@ -21,6 +21,7 @@ import httpx
 import pytest
 import requests
 
+from rollflow.flows.deployments import build_runner
 from rollflow.flows.services import ray_head, variables
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, PROXIES, bypass_proxies, drop_settings, give_home
@@ -232,3 +233,10 @@ def test_a_user_without_a_home_gets_the_run_home(tmp_path: Path, monkeypatch: py
     assert prefect_url() == ""
     give_home(os.environ, tmp_path)
     assert Path.home() == tmp_path
+
+
+def test_the_runner_works_in_the_run_home(tmp_path: Path) -> None:
+    """Not in a folder of the machine, which belongs to its first user."""
+    one, other = build_runner(None), build_runner(None)
+    assert one._tmp_dir.is_relative_to(tmp_path / "home")
+    assert one._tmp_dir != other._tmp_dir
