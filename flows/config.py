@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from rollflow.flows.key_words import allowed, default_of
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
 from rollflow.tasks.objectives.config import check_new
 from rollflow.tasks.sections import Section
 
@@ -53,11 +54,11 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     for override in overrides:
         _override(tree, override)
     config = parse(tree)
-    check_objective(config)
+    check_new_run(config)
     return config
 
 
-def check_objective(config: RunConfig) -> None:
+def check_new_run(config: RunConfig) -> None:
     """What `parse` takes, for a tree with every part may be a recorded run's, and no new run is made with.
 
     Raises:
@@ -65,6 +66,10 @@ def check_objective(config: RunConfig) -> None:
     """
     try:
         check_new(config.train.objective)
+        if isinstance(config.engine, VllmEngineConfig):
+            check_temperature("engine.temperature", config.engine.temperature)
+            if config.evaluation.engine != "transformers":
+                check_temperature("evaluation.temperature", config.evaluation.temperature)
     except PydanticCustomError as error:
         raise ConfigError(error.message()) from None
 

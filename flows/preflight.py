@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollflow.flows.config import check_objective
+from rollflow.flows.config import check_new_run
 from rollflow.flows.keepalive.gpus import shared_out, spreads
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services import cluster
@@ -64,7 +64,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     Raises:
         ConfigError: with one sentence for what a person must change.
     """
-    check_objective(config)
+    check_new_run(config)
     check_own_parts(config)
     notes = check_places(config, ask)
     _check_installed(config)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Section
+from rollflow.tasks.sections import Section, refuse
 
 
 class EngineBase(Section):
@@ -34,6 +34,16 @@ class VllmEngineConfig(EngineBase):
     )
     tensor_parallel: int = Field(1, gt=0, description="GPUs that one engine is spread over")
     threads: int = Field(1, gt=0, description="CPU threads of one engine")
+
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises what is below; refuses what is above
+
+
+def check_temperature(key: str, temperature: float) -> None:
+    """Refuse a temperature that vLLM would sample at another one than the losses have; 0 is greedy."""
+    if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
+        cure = f"vLLM samples at {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a temperature of that range"
+        refuse(key, temperature, f'{cure}, or engine.kind = "transformers"')
 
 
 class TransformersEngineConfig(EngineBase):

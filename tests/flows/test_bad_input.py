@@ -13,6 +13,7 @@ import pytest
 
 from rollflow.flows import prepare
 from rollflow.flows.commands.cli import main
+from rollflow.flows.config import parse
 from rollflow.flows.locations import attach_run
 from rollflow.flows.services.process import free_port
 from rollflow.flows.services.reachability import check_store_reach
@@ -119,6 +120,24 @@ def test_hint_names_a_key_of_the_same_kind(capsys: pytest.CaptureFixture[str], o
 
 def test_unknown_key_with_the_name_of_a_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "check", RECIPE, "--set", "engine.vllm=1").startswith("engine.vllm = 1: there is no such")
+
+
+@pytest.mark.parametrize("key", ["engine.temperature", "evaluation.temperature"])
+@pytest.mark.parametrize("value", ["0.005", "1e-6", "2.5"])
+def test_temperatures_that_vllm_changes_are_refused(
+    key: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It would sample at 0.01, and the losses would be at what the recipe says. Recorded runs can be read."""
+    sentence = refused_alike(capsys, RECIPE, "--set", f"{key}={value}")
+    assert sentence.startswith(f"{key} = {float(value)}: vLLM samples at 0.01 to 2; choose")
+    assert main(["check", RECIPE, "--set", f"{key}={value}", "--set", "engine.kind=transformers"]) == 0
+    section, _, name = key.partition(".")
+    tree = {section: {name: float(value)}}
+    assert parse(tree).model_dump()[section][name] == float(value)
+
+
+def test_greedy_evaluation_is_no_temperature_to_refuse() -> None:
+    assert main(["check", RECIPE, "--set", "evaluation.temperature=0"]) == 0
 
 
 @pytest.mark.parametrize(
