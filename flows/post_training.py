@@ -115,6 +115,9 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
     for first, last in blocks(context.policies.newest(), context.config.versions):
         name = f"versions {first} to {last}" if last > first else f"version {last}"
         step(name, functools.partial(following.to_version, last), lambda _: writer.figures)
+        if writer.no_signal:
+            get_run_logger().warning(writer.no_signal)
+            page.warn(writer.no_signal)
         newest = max(0, len(told) - 2)  # an evaluation may come later than its block
         told[newest:] = rows(context, every[newest : len(told) + 1])
         page.progress(told)

@@ -23,7 +23,7 @@ from rollflow.flows.views.seen import keep_seen
 from rollflow.flows.views.status import STATUS, RunStatus, read_status, record_end
 from rollflow.flows.views.stopping import take_back
 from rollflow.flows.views.summary import SUMMARY
-from rollflow.storage.errors import RollflowError, StoreFailed, Unreachable
+from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.journal.usage import read_usage
 from rollflow.tasks.run_context import RunContext
 
@@ -57,7 +57,7 @@ def drive(context: RunContext) -> int:
         reason = status.messages[-1] if status.messages else "no reason was recorded"
         record_end(context, "failed", reason)
         print(f"rollflow: the run failed: {reason}", file=sys.stderr)
-        print(f"go on with: rollflow resume {context.uri}", file=sys.stderr)
+        print(_after_failure(reason, context.uri), file=sys.stderr)
         return FAILED
     try:
         summary = _closed(context)
@@ -66,6 +66,13 @@ def drive(context: RunContext) -> int:
         summary = _closed(replace(context, patience=context.config.store.patience_seconds))
     print_summary(summary)
     return OK if summary["audit"] == "clean" else FAILED
+
+
+def _after_failure(reason: str, uri: str) -> str:
+    """What a person can do after a failure; what they must change would fail a run again that is resumed as it is."""
+    if ConfigError.__name__ in reason:
+        return "resumed as it is, it would fail again: change what that sentence names, or start a new run"
+    return f"go on with: rollflow resume {uri}"
 
 
 def _closed(context: RunContext) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from rollflow.flows.keepalive.stages import Stages
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.flows.views.stopping import Ended, requested
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.log import Writer
 
 POLL_SECONDS = 0.5
@@ -35,6 +35,7 @@ class Following:
         Raises:
             Ended: a person ended the run.
             GaveUp: a stage failed.
+            ConfigError: nothing is learned, and the recipe asks for an end then.
         """
         self._until(lambda: self._writer.progress.version >= version)
 
@@ -76,10 +77,21 @@ class Following:
             self._supervisor.check()
             self._writer.refresh()
             self._heed()
+            self._check_signal()
             self._answered = time.monotonic()
         except (Unreachable, OSError):  # a folder; for others the store itself waits so long
             if time.monotonic() - self._answered > self._patience:
                 raise
+
+    def _check_signal(self) -> None:
+        """Fail a run that learns nothing, where the recipe asks for that.
+
+        Raises:
+            ConfigError: the newest versions lack a signal.
+        """
+        train = self._writer.context.config.train
+        if train.no_signal == "stop" and self._writer.no_signal:
+            raise ConfigError(f"train.no_signal = 'stop': {self._writer.no_signal}")
 
     def _heed(self) -> None:
         if self._stages.paused:

@@ -307,6 +307,9 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if "versions" in summary:
         took = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
         rows.append(("versions", Text(f"{summary['versions']}{took}")))
+    if lost := (summary.get("no_signal") or {}).get("versions"):
+        said = f"nothing was learned in {lost} of {summary.get('versions', lost)} versions: no row had an advantage"
+        rows.append(("no signal", Text(said, style="bold red")))
     if "tokens_per_second" in summary:
         rows.append(("generation", Text(f"{summary['tokens_per_second']:,.0f} tokens/s")))
     if summary.get("staleness"):

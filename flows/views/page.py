@@ -50,6 +50,10 @@ class Page:
         lines = (f"- {what}: {_linked(where)}" for what, where in places.items())
         self._show("places", "markdown", "\n".join(lines), "Where this run is to be seen")
 
+    def warn(self, text: str) -> None:
+        """What a person should know now."""
+        self._show("warning", "markdown", text, "What to look at")
+
     def plot(self, picture: Path) -> None:
         """The reward plot (PNG), in the artifact itself: the page reads no file."""
         # As text, since below an artifact of the kind "image" the page prints the whole address. Prefect's experimental

@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 
 from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import EVALUATED, Point
+from rollflow.flows.views.no_signal import describe, newest_without
 from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
 from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
@@ -63,6 +64,7 @@ class StatusWriter:
         self._before: PolicyVersion | None = None  # the version that was told last
         self._evaluated: dict[int, Evaluation] = {}
         self._told = 0.0
+        self.no_signal = ""  # on the newest versions, where they lack a signal
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
@@ -72,6 +74,7 @@ class StatusWriter:
                 self.tracker.log_version(version.number, _told(self._before, version), version.at)
             self._before = version
             about(version=version.number)
+        self._look_for_signal()
         for evaluation in self._evaluations():
             self._evaluated[evaluation.version] = evaluation
             self.tracker.log_evaluation(evaluation.version, evaluation.metrics, time.time())
@@ -98,6 +101,15 @@ class StatusWriter:
         if oldest <= 0:
             return evaluations(self.context.store)
         return [*evaluations(self.context.store, last=0), *evaluations(self.context.store, oldest)]
+
+    def _look_for_signal(self) -> None:
+        count, limit = newest_without(self.progress.versions), self.context.config.train.no_signal_versions
+        found = describe(self.progress.version, count) if count >= limit else ""
+        if found and not self.no_signal:
+            self.messages.append(found)
+        elif found:
+            self.messages = [found if message == self.no_signal else message for message in self.messages]
+        self.no_signal = found
 
     def _count_recoveries(self) -> None:
         for recovery in self.recoveries.read()[self._recovered.total() :]:

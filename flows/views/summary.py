@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from rollflow.flows.views.no_signal import count_without, newest_without
 from rollflow.flows.views.progress import Progress, length_bias
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.journal.recoveries import RecoveryLog
@@ -41,12 +42,14 @@ def summarize(
     points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}
     seconds = max(0.0, time.time() - context.created_at)
     versions = max(progress.version, 0)
+    trained = list(context.policies.since(1))
     summary = {
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
         "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
         "versions": versions,
+        "no_signal": {"versions": count_without(trained), "newest": newest_without(trained)},
         "seconds": round(seconds, 2),
         "training_seconds": round(progress.training_seconds, 2),
         "tokens": progress.tokens,

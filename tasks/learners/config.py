@@ -53,6 +53,10 @@ class TrainBase(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW: decay of the gradient's mean and square")
+    no_signal: Literal["report", "stop"] = Field(
+        "report", description="what is done when no row of several versions in a row has an advantage"
+    )
+    no_signal_versions: int = Field(3, gt=0, description="how many versions in a row that are")
     max_grad_norm: float = Field(1.0, gt=0, description="a longer gradient is scaled down to this length")
     master_dtype: Literal["float32", "policy"] = Field(
         "float32",

@@ -1,0 +1,112 @@
+"""A run that learns nothing says so, from what its storage holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollflow.flows.commands.run import _after_failure
+from rollflow.flows.keepalive.following import Following
+from rollflow.flows.views.console import print_summary
+from rollflow.flows.views.no_signal import count_without, describe, newest_without
+from rollflow.flows.views.status import read_status
+from rollflow.flows.views.status_writer import StatusWriter
+from rollflow.flows.views.summary import summarize
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.audit import audit
+from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
+from rollflow.tasks.run_context import RunContext
+from tests.flows.test_status_writer import NoTracker, Seen
+from tests.support import small_run
+from tests.support.small_run import prepare_small, train_small
+
+
+def version(number: int, share: float | None) -> PolicyVersion:
+    metrics = {} if share is None else {"rows_with_signal": share}
+    return PolicyVersion(number, number, 0, 0.0, number or None, (), (), (), metrics, "")
+
+
+@pytest.mark.parametrize(
+    ("shares", "newest", "count"),
+    [
+        ([], 0, 0),
+        ([None], 0, 0),
+        ([None, 0.0, 0.0], 2, 2),
+        ([None, 0.0, 0.5], 0, 1),
+        ([None, 0.0, 0.5, 0.0, 0.0], 2, 3),
+        ([None, None, 0.0], 1, 1),  # of a recorded version nobody knows
+        ([0.0, 0.0], 1, 1),  # version 0 was trained on nothing
+    ],
+)
+def test_versions_without_a_signal_are_counted(shares: list[float | None], newest: int, count: int) -> None:
+    versions = [version(number, share) for number, share in enumerate(shares)]
+    assert (newest_without(versions), count_without(versions)) == (newest, count)
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """A run of four versions, all of whose rewards are 0."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    given = small_run.trajectory
+    monkeypatch.setattr(small_run, "trajectory", lambda *asked: replace(given(*asked), reward=0.0))
+    context = prepare_small(tmp_path, versions=4, train={"no_signal": "stop", "no_signal_versions": 3})
+    train_small(context)
+    return context
+
+
+def writer_of(context: RunContext) -> StatusWriter:
+    tracker: Any = NoTracker()
+    return StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)
+
+
+@pytest.mark.long
+def test_a_run_without_signal_says_so_and_may_stop(silent: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    """A supervisor that takes over, as after `resume`, knows it at its first look."""
+    writer, words = writer_of(silent), describe(4, 4)
+    supervisor: Any = SimpleNamespace(check=lambda: None)
+    stages: Any = SimpleNamespace(paused=False)
+    with pytest.raises(ConfigError) as stopped:
+        Following(stages, writer, supervisor)._tell()
+    assert str(stopped.value) == f"train.no_signal = 'stop': {words}"
+    assert words.startswith("nothing was learned in versions 1 to 4: no row had an advantage")
+    status = read_status(silent)
+    assert status is not None
+    assert status.messages[-1] == words
+    summary = summarize(silent, audit(silent.store), {}, RolloutStatus(), {})
+    assert summary["no_signal"] == {"versions": 4, "newest": 4}
+    print_summary(summary)
+    assert "nothing was learned in 4 of 4 versions" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_run_with_signal_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    context = prepare_small(tmp_path, versions=4)
+    train_small(context)
+    writer = writer_of(context)
+    writer.refresh()
+    assert (writer.no_signal, writer.messages) == ("", [])
+    assert summarize(context, audit(context.store), {}, RolloutStatus(), {})["no_signal"] == {
+        "versions": 0,
+        "newest": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "resumable"),
+    [
+        ("ConfigError: policy.cold_start.target_accuracy = 0.9: reached 0.10", False),
+        ("GaveUp: the train stage failed: ConfigError: train.lora.targets = ['x']", False),
+        ("GaveUp: the engine died 6 times", True),
+        ("no reason was recorded", True),
+    ],
+)
+def test_resume_is_named_only_where_it_can_help(reason: str, resumable: bool) -> None:
+    said = _after_failure(reason, "/a/run")
+    assert ("rollflow resume /a/run" in said) is resumable
+    assert resumable or "it would fail again" in said
