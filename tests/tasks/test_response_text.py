@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -13,7 +12,7 @@ from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import END, PAD, build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run_context import as_of_today
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import ExactReward
@@ -72,15 +71,12 @@ async def test_a_worker_judges_tags_that_are_tokens(folder: Path, special: bool,
 
 
 @pytest.mark.parametrize("recorded", [{}, {"special_tokens": True}])
-def test_recorded_runs_are_judged_as_they_were(
-    recorded: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_runs_are_judged_as_they_were(recorded: dict[str, object]) -> None:
     """A run that was recorded before the key was there goes on without special tokens."""
     config = RunConfig().model_dump(mode="json")
     assert config["reward"].pop("special_tokens") is True
     config["reward"] |= recorded
-    monkeypatch.setattr(RunContext, "created", SimpleNamespace(config=config))
-    assert RunContext(str(tmp_path), tmp_path).config.reward.special_tokens is bool(recorded)
+    assert RunConfig.model_validate(as_of_today(config)).reward.special_tokens is bool(recorded)
 
 
 @pytest.mark.parametrize("reference", ["", " ", "\n", "7"])
