@@ -34,7 +34,7 @@ from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
 from rollflow.flows.services.flow_process import fork_flows
 from rollflow.flows.services.form import values
 from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist
-from rollflow.flows.services.registering import Offer
+from rollflow.flows.services.registering import Offer, of_home
 from rollflow.flows.train import train
 from rollflow.flows.views.tracking import import_early
 from rollflow.storage.errors import ConfigError, Unreachable
@@ -48,7 +48,8 @@ FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 def deployments(name: str | None = None) -> list[Offer]:
     """The six flows under a name that stays, or else under that of this runner."""
-    tags = (INTERNAL, OF_SESSION) if name is None and deployment() != SERVED else (INTERNAL,)
+    session = name is None and deployment() != SERVED
+    tags = (INTERNAL, OF_SESSION, of_home(home())) if session else (INTERNAL,)
     name = name or deployment()
     return [Offer(flow, name, description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
 

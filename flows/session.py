@@ -26,7 +26,7 @@ from rollflow.flows.services.prefect_api import SERVED, api, crash_orphans, flow
 from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner, Service, start_together, stop_together
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
-from rollflow.flows.services.registering import sweep, withdraw
+from rollflow.flows.services.registering import check_unserved, sweep, withdraw
 from rollflow.flows.services.told import Told
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_settings
 from rollflow.flows.views.log_lines import settings
@@ -185,6 +185,8 @@ def open_session(
     os.environ.update(environment)
     try:
         start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))
+        if name != SERVED and not server:
+            insist(lambda: check_unserved(name, place))
         if server or name != SERVED:  # nobody else serves these deployments
             insist(lambda: crash_orphans(name, "its session died", scheduled=True))
             insist(sweep)
@@ -195,7 +197,7 @@ def open_session(
         runner.stop()
         if begin.exists():  # it may have registered them
             with contextlib.suppress(Unreachable):
-                withdraw(name)
+                withdraw(name, place)
         stop_together(*services.values())
 
 

@@ -15,15 +15,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from rollflow.flows.services.form import form
 from rollflow.flows.services.prefect_api import OF_SESSION, api, insist
+from rollflow.storage.errors import ConfigError
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 SLUG = "rollflow"  # of the schedule that a file asks for
 SILENT_SECONDS = 120.0  # a session's runner asks for work every second
+DEAD_SECONDS = 20.0  # after so long it is dead or away; who takes over its run waits for that
+POLL_SECONDS = 1.0
+HOME = "home:"  # begins the tag that says which run home's session serves a deployment
 PERSONS = (
     "parameters",
     "description",
@@ -140,11 +146,42 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def withdraw(name: str) -> None:
-    """Delete the deployments of this name: their session ends."""
+def of_home(home: Path) -> str:
+    """The tag of the deployments that sessions of a run home serve: on a shared server, each home has its own."""
+    return f"{HOME}{socket.gethostname()}:{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
+
+
+def check_unserved(name: str, home: Path) -> None:
+    """Check that no session of another home serves deployments of this name; one that died is waited out.
+
+    Two would take each other's flow runs, and the first to end would delete the deployments of both.
+
+    Raises:
+        ConfigError: one does.
+    """
+    limit = time.monotonic() + DEAD_SECONDS + POLL_SECONDS
+    while others := _served_elsewhere(name, of_home(home)):
+        if time.monotonic() > limit:
+            raise ConfigError(
+                f"{name} goes on already, by another command on this Prefect server "
+                f"({others[0].removeprefix(HOME)}); end that one, or wait for it"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _served_elsewhere(name: str, own: str) -> list[str]:
+    """The tags of other homes whose sessions have asked for the work of these deployments a moment ago."""
+    with api() as client:
+        there = [one for one in _tagged(client, OF_SESSION) if one.name == name and not _silent(one, DEAD_SECONDS)]
+    return [tag for one in there for tag in one.tags if tag.startswith(HOME) and tag != own]
+
+
+def withdraw(name: str, home: Path) -> None:
+    """Delete the deployments of this name that this home's session serves: it ends. Another home's are left."""
     with api() as client:
         for one in _tagged(client, OF_SESSION):
-            if one.name == name:
+            homes = [tag for tag in one.tags if tag.startswith(HOME)]
+            if one.name == name and homes in ([], [of_home(home)]):
                 client.delete_deployment(one.id)
 
 
@@ -163,6 +200,6 @@ def _tagged(client: SyncPrefectClient, tag: str) -> list[DeploymentResponse]:
     return client.read_deployments(deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[tag])))
 
 
-def _silent(one: DeploymentResponse) -> bool:
+def _silent(one: DeploymentResponse, seconds: float = SILENT_SECONDS) -> bool:
     asked = one.last_polled or one.created
-    return asked is not None and time.time() - asked.timestamp() > SILENT_SECONDS
+    return asked is not None and time.time() - asked.timestamp() > seconds

@@ -112,7 +112,7 @@ def test_where_nothing_differs_nothing_is_sent(server: PrefectServer, offer: Off
 
 
 def test_deployments_of_one_command_go_with_it_and_those_of_dead_ones_are_swept(
-    server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch
+    server: PrefectServer, offer: Offer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page, living, dead = Page(server), *(replace(offer, name=f"{w}-{offer.name}", tags=(OF_SESSION,)) for w in "ld")
     for one in (offer, living, dead):
@@ -121,8 +121,8 @@ def test_deployments_of_one_command_go_with_it_and_those_of_dead_ones_are_swept(
     monkeypatch.setattr(registering, "_silent", lambda one: one.name == dead.name)
     assert sweep() == [dead.name]
     assert {offer.name, living.name} <= page.all()
-    withdraw(living.name)
-    withdraw(offer.name)  # a person's, or served for all: no session's to delete
+    withdraw(living.name, tmp_path)
+    withdraw(offer.name, tmp_path)  # a person's, or served for all: no session's to delete
     assert living.name not in page.all()
     assert offer.name in page.all()
 

@@ -1,0 +1,90 @@
+"""Two homes that serve one run on one Prefect server: the second is refused, and no end deletes the other's work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollflow.flows.services import registering
+from rollflow.flows.services.prefect_api import OF_SESSION
+from rollflow.flows.services.registering import DEAD_SECONDS, check_unserved, of_home, withdraw
+from rollflow.storage.errors import ConfigError
+
+NAME = "run-1234"
+
+
+class Server(SimpleNamespace):
+    """Deployments and a clock; whoever waits lets a second pass."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for one in self.there:
+            if one.served:
+                one.last_polled = datetime.fromtimestamp(self.now, UTC)
+
+    def add(self, home: Path, name: str = NAME, *, served: bool = True) -> Any:
+        made = datetime.fromtimestamp(self.now, UTC)
+        tags = [OF_SESSION, of_home(home)]
+        one = SimpleNamespace(id=len(self.there), name=name, tags=tags, last_polled=made, created=made, served=served)
+        self.there.append(one)
+        return one
+
+    def read_deployments(self, **_: Any) -> list[Any]:
+        return list(self.there)
+
+    def delete_deployment(self, number: int) -> None:
+        self.there = [one for one in self.there if one.id != number]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    made = Server(there=[])
+
+    @contextlib.contextmanager
+    def api() -> Iterator[Server]:
+        yield made
+
+    monkeypatch.setattr(registering, "api", api)
+    monkeypatch.setattr(registering, "time", made)
+    return made
+
+
+def test_a_run_that_another_home_serves_is_refused(server: Server, tmp_path: Path) -> None:
+    server.add(tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"{NAME} goes on already, by another command on this Prefect server"):
+        check_unserved(NAME, tmp_path / "mine")
+
+
+def test_a_session_that_died_is_waited_out(server: Server, tmp_path: Path) -> None:
+    server.add(tmp_path / "other", served=False)
+    check_unserved(NAME, tmp_path / "mine")
+    assert server.now - 1000.0 == pytest.approx(DEAD_SECONDS, abs=2.0)
+
+
+def test_neither_its_own_home_nor_another_run_holds_it_up(server: Server, tmp_path: Path) -> None:
+    server.add(tmp_path / "mine")
+    server.add(tmp_path / "other", "another-run")
+    check_unserved(NAME, tmp_path / "mine")
+    assert server.now == 1000.0
+
+
+def test_a_session_withdraws_what_its_own_home_serves(server: Server, tmp_path: Path) -> None:
+    mine, other = server.add(tmp_path / "mine"), server.add(tmp_path / "other")
+    before = server.add(tmp_path / "mine")
+    before.tags = [OF_SESSION]  # by a version that did not say whose it is
+    withdraw(NAME, tmp_path / "mine")
+    assert server.there == [other]
+    assert mine is not other
