@@ -58,6 +58,21 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     return config
 
 
+def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
+    """A recorded config with `key.path=value` overrides, checked; `ConfigError` as `load_recipe`."""
+    given = _without_nulls(tree)
+    for override in overrides:
+        _override(given, override)
+    return parse(given)
+
+
+def _without_nulls(tree: Any) -> Any:
+    """The tree without keys that are not set: a section that is not there may be given key by key."""
+    if isinstance(tree, Mapping):
+        return {name: _without_nulls(value) for name, value in tree.items() if value is not None}
+    return [_without_nulls(item) for item in tree] if isinstance(tree, list) else tree
+
+
 def check_new_run(config: RunConfig) -> None:
     """What `parse` takes, for a tree with every part may be a recorded run's, and no new run is made with.
 

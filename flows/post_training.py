@@ -45,15 +45,17 @@ from rollflow.flows.views.run_facts import beginning, ending
 from rollflow.flows.views.status import Phase, record_end
 from rollflow.flows.views.status_writer import StatusWriter, points
 from rollflow.flows.views.stopping import Ended, take_back
-from rollflow.flows.views.summary import summarize
+from rollflow.flows.views.summary import SUMMARY, summarize
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.log.audit import audit
+from rollflow.storage.log.configs import differences
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.garbage import sweep
 from rollflow.storage.log.log import Writer
 from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.config_changes import tree_of
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
 from rollflow.tasks.run_context import RunContext, claim
@@ -155,6 +157,9 @@ def _prepared(config: RunConfig, run_id: str | None, storage: str | None) -> Run
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
         prepare(config, run_id, get_run_logger().info)
+    for key, own, given in differences(tree_of(context.config), tree_of(config)):
+        cure = f"to change it: rollflow resume {context.uri} --set {key}=VALUE"
+        get_run_logger().warning("%s = %s, as the run's log has it, and not %s; %s", key, own, given, cure)
     context.prompts()  # what it asks must be what it asked
     return context
 
@@ -165,6 +170,7 @@ def _claimed(context: RunContext, address: str) -> Writer:
     with contextlib.suppress(Unreachable):  # a server that is away is no reason not to train
         tag(tags(context.config, context.run_id, "supervisor"))
     _begin_anew(context)
+    _go_on(context)
     _sweep(context)
     return supervisor
 
@@ -178,6 +184,12 @@ def _begin_anew(context: RunContext) -> None:
         if not follows_another(own := UUID(str(flow_run.id))):
             begin_anew(context.store)
             take_back(context.store, asked_for(own))
+
+
+def _go_on(context: RunContext) -> None:
+    """A run that has ended and goes on, with more versions, has no summary: by it all others tell that it has ended."""
+    if context.store.exists(SUMMARY) and not trained(context):
+        context.store.delete(SUMMARY)
 
 
 def _sweep(context: RunContext) -> None:

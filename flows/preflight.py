@@ -34,7 +34,7 @@ from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.near_duplicates import near_duplicates
 from rollflow.tasks.prompts.pins import Pin, pinned, read_once
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.run_context import open_prompts, probe_tokens
+from rollflow.tasks.run_context import RunContext, open_prompts, probe_tokens
 
 VOCABULARY_TEXTS = 2000
 
@@ -93,6 +93,20 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         probe, pins = probe_tokens(prompts), pinned(config, prompts, read)
     weights = weight_files(config.policy.path) if config.policy.path is not None else {}  # a cold start makes its own
     return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
+
+
+def recheck(config: RunConfig, context: RunContext) -> None:
+    """Check what a recorded run would refuse if it went on with another config, on its own policy and prompts.
+
+    Raises:
+        ConfigError: with one sentence for what a person must change.
+    """
+    check_objective(config)
+    check_own_parts(config)
+    check_addresses(config, context.uri)
+    _check_installed(config)
+    _check_folder(config, context.policy_folder)
+    context.prompts(config).held_out()
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:

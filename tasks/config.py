@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -32,6 +32,13 @@ Refusals = Iterator[PydanticCustomError]
 
 class StoreConfig(Section):
     """Where runs are stored, and for how long a version keeps its weights and learner state."""
+
+    fixed: ClassVar[Mapping[str, str]] = {
+        "uri": "the run lies there",
+        "keep_every": "versions were kept and pruned by it",
+        "state_every": "versions were published with the learner's state, or without it, by it",
+        "keep_prompts_bytes": "files of prompts were kept, or not, when the run began",
+    }
 
     uri: str | None = Field(None, description="s3://bucket/prefix or a folder; default: a folder in the run home")
     keep_last: int = Field(
@@ -75,6 +82,8 @@ class ClusterConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
+    fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was made below it"}
+
     uri: str | None = Field(None, description="an MLflow tracking URI; default: SQLite in the run home")
     experiment: str | None = Field(None, min_length=1, description="the MLflow experiment; default: the recipe's name")
     study: str | None = Field(
@@ -91,6 +100,13 @@ def _kind_of(source: object) -> object:
 
 class RunConfig(Section):
     """A run: what one recipe says."""
+
+    fixed: ClassVar[Mapping[str, str]] = {
+        "name": "the run is called by it",
+        "seed": "the prompts and draws of earlier versions follow from it",
+        "policy": "version 0 was made of it",
+        "prompts": "the log names prompts by their places in these sources",
+    }
 
     name: RecipeName = Field("run", description="what runs of this recipe are called, before the time of their start")
     seed: int = Field(0, ge=0, description="of all draws: prompts, sampling, fresh weights")

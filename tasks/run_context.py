@@ -124,6 +124,11 @@ class RunContext:
         return self._parsed(self._config_of_entry(self.log.state.config_at(claim)))
 
     @property
+    def all_configs(self) -> list[RunConfig]:
+        """What `configs` has, parsed: the first is the one that the run was created with."""
+        return [self._parsed(recorded) for recorded in self.configs]
+
+    @property
     def configs(self) -> list[RecordedConfig]:
         """All configs that the run has had, as far as this process has read the log; the last is in force.
 
@@ -223,16 +228,17 @@ class RunContext:
         """The policy's tokenizer."""
         return PolicyTokenizer(self.policy_folder)
 
-    def prompts(self) -> RunPrompts:
-        """The run's prompts, the same ones as when it began.
+    def prompts(self, config: RunConfig | None = None) -> RunPrompts:
+        """The run's prompts, the same ones as when it began; by the config in force, or another that it may have.
 
         Raises:
             ConfigError: they cannot be opened as they were: a file has changed that the run did not keep, or a package.
             Corrupt: what the run kept of them is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
-        prompts = open_prompts(self.config, self.tokenizer, reader(self.store, self.config, pins), split_of(pins))
-        check_asked(self.config, pins, prompts)
+        config = config or self.config
+        prompts = open_prompts(config, self.tokenizer, reader(self.store, config, pins), split_of(pins))
+        check_asked(config, pins, prompts)
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind_key: ClassVar[str] = "kind"  # the key that says which of several sections stands in a place
+    fixed: ClassVar[Mapping[str, str]] = {}  # keys that no recorded run may change -> why; see `config_changes`
 
     @model_validator(mode="before")
     @classmethod
@@ -67,6 +68,8 @@ def _with_kind(given: Any, info: FieldInfo | None) -> Any:
 
 class Imported(Section):
     """A part that is a person's own, by its import path. See `tasks/imports.py` for what may be imported."""
+
+    fixed: ClassVar[Mapping[str, str]] = {"path": "the hash of its file was recorded when the run began"}
 
     path: str = Field(pattern=IMPORT_PATH, description="what is imported, e.g. my_package.parts:name")
     options: dict[str, Any] = Field(default_factory=dict, description="given to it by name")

@@ -41,6 +41,8 @@ def _recipe_commands(commands: Any) -> None:
 
     resume = commands.add_parser("resume", help="go on with a run that was stopped")
     _run_argument(resume, required=True)
+    changed = "go on with another value of a key, e.g. versions=20; which keys may change: docs/recovery.md"
+    resume.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=changed)
     resume.set_defaults(verb="resume")
 
     check = commands.add_parser("check", help="validate a recipe")

@@ -3,9 +3,9 @@
 Needs neither Ray nor Prefect nor an engine, and writes nothing. A version is restored to its parent, trained on the
 batch its entry names, and compared file by file with what was published.
 
-As many ranks as the run has give the same bits. Another number adds up in another order: then each version is trained
-from its published parent, and has to be near (`compared`) what was published. Where not both are in storage any more, a
-version is passed over.
+Each version is trained under the config that it has in the log. As many ranks as that has give the same bits. Another
+number adds up in another order: then each version is trained from its published parent, and has to be near (`compared`)
+what was published. Where not both are in storage any more, a version is passed over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
-from rollflow.storage.errors import ConfigError, Corrupt
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.tasks.learners.base import Learner
@@ -44,7 +44,7 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A version that was trained again, by `ranks` processes of a run that has `recorded`."""
+    """A version that was trained again, by `ranks` processes; it was trained by `recorded`."""
 
     replayed: Replayed
     ranks: int
@@ -85,22 +85,24 @@ def replay(
     Raises:
         ConfigError: there is no such version to train again.
     """
-    policies, batches, recorded = context.policies, context.batches, context.config.train.ranks
+    policies, batches = context.policies, context.batches
     first, last = _span(context, version, policies.newest(), every)
-    used = recorded if ranks is None else ranks
     numbers: Sequence[int] = range(first, last + 1)
-    if used != recorded:
+    recorded = {number: context.config_at(number).train.ranks for number in numbers}
+    alike = ranks is None or set(recorded.values()) == {ranks}
+    if not alike:
         numbers = _comparable(policies, numbers, say)
-    learner = new_learner(context, blank=True, count=used)
+    learner = new_learner(context, blank=True, count=ranks)
     restored = restore(policies, batches, learner, numbers[0] - 1, note=say)
-    if restored.differed and used == recorded:
+    if restored.differed and alike:
         say(f"{restored.sentence()}; {CAUSE}")
         return False
     for number in numbers:
-        if used != recorded and number > numbers[0]:
+        if not alike and number > numbers[0]:
             restore(policies, batches, learner, number - 1, note=say)
         replayed = train_again(policies, batches, learner, number)
-        outcome = Outcome(replayed, used, recorded, _distance(policies, learner, replayed))
+        used = recorded[number] if ranks is None else ranks
+        outcome = Outcome(replayed, used, recorded[number], _distance(policies, learner, replayed))
         tell(outcome)
         if not outcome.right:
             say(f"version {number} was published by rollflow {replayed.version.code_version}; {CAUSE}")
@@ -117,7 +119,16 @@ def _comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[st
     def kept(number: int) -> bool:
         base = next(before for before in range(number - 1, -1, -1) if retention.stores_state(before))
         weights = all(retention.needed("weights", version, newest) for version in range(base, number + 1))
-        return weights and retention.needed("state", base, newest)
+        stay = weights and retention.needed("state", base, newest)
+        return stay and all(map(_is_there, map(policies.find, range(base, number + 1))))
+
+    def _is_there(version: PolicyVersion) -> bool:
+        """A version that was pruned before `store.keep_last` was raised is not."""
+        try:
+            policies.check_kept(version)
+        except Missing:
+            return False
+        return True
 
     found = [number for number in numbers if kept(number)]
     why = "their weights, or some that they are trained from, were pruned, and by other ranks the bits are others"

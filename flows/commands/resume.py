@@ -1,21 +1,32 @@
-"""`rollflow resume RUN`: go on with a run that was stopped."""
+"""`rollflow resume RUN`: go on with a run that was stopped, or that has ended; with `--set` under another config."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Sequence
 
 from rollflow.flows.commands import run
+from rollflow.flows.config import check_objective, overridden
 from rollflow.flows.locations import find_run, home
-from rollflow.flows.preflight import check_addresses
+from rollflow.flows.preflight import check_addresses, recheck
 from rollflow.flows.services.run_lock import hold_run
+from rollflow.flows.views.status import read_status
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config_changes import change_config, check_change, tree_of
 from rollflow.tasks.own_parts import changed_code, check_own_parts
+from rollflow.tasks.run_context import RunContext
+
+ALIVE_SECONDS = 5.0  # a supervisor writes its status once a second
 
 
 def command(options: argparse.Namespace) -> int:
     """See the run to its end, from where its storage says it is."""
     context = find_run(options.run, options.store)
     with hold_run(home(), context):
+        if options.set:
+            change(context, options.set)
         check_addresses(context.config, context.uri)
         check_own_parts(context.config)
         for key in changed_code(context.config, context.created.own_code):
@@ -23,3 +34,43 @@ def command(options: argparse.Namespace) -> int:
             print(said, file=sys.stderr)
         context.prompts()  # what it asks must be what it asked
         return run.drive(context)
+
+
+def change(context: RunContext, overrides: Sequence[str]) -> None:
+    """Record that the run goes on with another config, if it has not that one already.
+
+    Raises:
+        ConfigError: a key cannot change, or the run is under way.
+    """
+    before = context.config
+    after = overridden(tree_of(before), overrides)
+    if after == before:
+        return
+    check_objective(after)
+    check_change(before, after, context.log.state)
+    recheck(after, context)
+    if goes_on(context):
+        raise ConfigError(
+            f"run {context.run_id!r} is under way, and a change is for its next start; stop it first: "
+            f"rollflow stop {context.uri}"
+        )
+    if change_config(context, after):
+        recorded = context.configs[-1]
+        for key, old, new in recorded.changes:
+            print(f"from version {recorded.version} on: {key} = {new} (was {old})", flush=True)
+
+
+def goes_on(context: RunContext) -> bool:
+    """Whether a supervisor writes the run's status; one that is silent for longer is deposed by whoever resumes."""
+    first = read_status(context)
+    if first is None or first.ended:
+        return False
+    limit = time.monotonic() + ALIVE_SECONDS
+    while time.monotonic() < limit:
+        time.sleep(0.5)
+        now = read_status(context)
+        if now is None or now.ended:
+            return False
+        if (now.seconds, now.flow_run) != (first.seconds, first.flow_run):
+            return True
+    return False

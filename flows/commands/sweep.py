@@ -158,7 +158,7 @@ def _fixed(sets: Sequence[str]) -> list[str]:
 def _check_same(point: Point) -> None:
     """A run of that name that was begun before is this one."""
     context = point.context
-    if context.store.exists(entry_path(0)) and context.config != point.config:
+    if context.store.exists(entry_path(0)) and context.all_configs[0] != point.config:
         raise ConfigError(f"--study: run {point.run_id!r} was begun with other values; give the study another name")
 
 

@@ -129,7 +129,8 @@ def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
             return None
         crashes = [run for run in attempts if run.state and run.state.is_crashed()]
         counted = {run.id for run in line_before(attempts, crashed)}
-        begin = _scheduled(_pause(client, crashed, [ended_at(run) for run in crashes if run.id in counted]))
+        times = [ended_at(run) for run in crashes if run.id in counted]
+        begin = _scheduled(_pause(client, crashed, times, context.config.recovery))
         made = client.create_flow_run_from_deployment(
             crashed.deployment_id,
             parameters=crashed.parameters | {"run_id": context.uri.rpartition("/")[2]},
@@ -169,11 +170,10 @@ def line_before(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
     return found
 
 
-def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float]) -> float:
+def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float], limits: RecoveryConfig) -> float:
     """The pause; over the budget the flow run is said to have failed: nobody is to follow it up any more."""
     from prefect.states import Failed
 
-    limits = RunConfig.model_validate(crashed.parameters["config"]).recovery
     try:
         return pause_before(crashes, time.time(), limits)
     except GaveUp as error:

@@ -98,10 +98,14 @@ class Stages:
         self._begun: list[Any] = []
 
     def start(self) -> None:
-        """Adopt the stages' flow runs that are under way, and start the others."""
+        """Adopt the stages' flow runs that are under way, and start the others.
+
+        What works under an older config is ended first.
+        """
+        limit = time.monotonic() + START_SECONDS
+        self._end_older(limit)
         self._start_channel()
         self._begun = begin_actors(self.context, self.address)
-        limit = time.monotonic() + START_SECONDS
         while True:
             try:
                 with api() as client:
@@ -111,6 +115,29 @@ class Stages:
                 if time.monotonic() > limit:
                     raise
                 time.sleep(STATE_SECONDS)
+
+    def _end_older(self, limit: float) -> None:
+        """End stages and actors that were started before the config was changed.
+
+        Until a role is claimed under the new config, whatever there is may be older: also what a supervisor has started
+        that died since.
+        """
+        state = self.context.log.state
+        if len(state.configs) == 1 or state.claims.keys() & {"scheduler", "learner"}:
+            return
+        left = set[UUID]()
+        while True:
+            with contextlib.suppress(Unreachable), api() as client:
+                left |= set(self._under_way(client).values())
+                for run in left:
+                    cancel(client, run)
+                states = states_of(client, list(left))
+                if all(run not in states or states[run].is_final() for run in left):
+                    break
+            if time.monotonic() > limit:
+                raise GaveUp(f"waited {START_SECONDS:g} s for the stages of before the change to end; resume the run")
+            time.sleep(STATE_SECONDS)
+        kill_actors(self.context)
 
     def _under_way(self, client: SyncPrefectClient) -> dict[str, UUID]:
         """The flow runs of the stages that have not ended, and were not told to, by their role."""
@@ -342,7 +369,8 @@ class Stages:
 
 def kill_actors(context: RunContext) -> None:
     """End every actor of a run; the processes they started end with them."""
-    engines = [engine_name(number) for number in (EVALUATION, *range(context.config.engine.replicas))]
+    most = max(config.engine.replicas for config in context.all_configs)
+    engines = [engine_name(number) for number in (EVALUATION, *range(most))]
     cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
 
 

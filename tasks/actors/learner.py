@@ -181,10 +181,11 @@ class LearnerActor:
         self._publishing.settle()
 
     def _begin(self) -> None:
-        self.config, self.policies, self.batches = self.context.config, self.context.policies, self.context.batches
+        self.writer = claim(self.context, "learner", self._address)
+        self.config = self.context.config_under(self.writer.claim)
+        self.policies, self.batches = self.context.policies, self.context.batches
         if self.config.train.ranks > 1:
             self.cpu = CpuClock(LEARNER, "learner ranks")
-        self.writer = claim(self.context, "learner", self._address)
         self.version = self.policies.newest()
         ranks = rank_hosts(self.context) if self.config.train.spread else NEAR
         if self.version < 0:

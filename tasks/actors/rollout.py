@@ -178,8 +178,8 @@ class RolloutActor:
 
     def _prepare(self) -> None:
         """Read what the run is, and how far it has come."""
-        self.config = self.context.config
         self.writer = claim(self.context, "scheduler", self._address)
+        self.config = self.context.config_under(self.writer.claim)
         self.feed = StoreFeed(self.context, self.channel)
         self.patience = self.config.rollout.patience_seconds
         self.reward = RewardClient(self.patience)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from rollflow.tasks.sections import Imported, Section
 
+EPISODES = {"kind": "the log's trajectories are episodes of it"}
+
 
 class SingleTurnEnvironment(Section):
     """A prompt, one response, its reward."""
+
+    fixed: ClassVar[Mapping[str, str]] = EPISODES
 
     kind: Literal["single-turn"] = Field("single-turn", description="a prompt, one response, the verifier's reward")
 
 
 class ImportEnvironment(Imported):
     """Episodes of your own."""
+
+    fixed: ClassVar[Mapping[str, str]] = EPISODES
 
     kind: Literal["import"] = Field("import", description="a class of your own, derived from Environment")
 

@@ -10,9 +10,13 @@ from pydantic import ConfigDict, Field, model_validator
 from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
 from rollflow.tasks.sections import Section, refuse, with_kinds
 
+STORED = "the learner's stored state is of it"
+
 
 class Critic(Section):
     """What estimates the reward to come, where `objective.advantage.baseline` is "critic"; else it is not there."""
+
+    fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
     model: Literal["own", "head"] = Field(
         "own", description="own: a copy of the policy, trained beside it; head: one layer on what the policy computes"
@@ -41,6 +45,7 @@ class TrainBase(Section):
     """What all learners share."""
 
     kind_key: ClassVar[str] = "learner"
+    fixed: ClassVar[Mapping[str, str]] = {"learner": STORED, "lora": STORED, "master_dtype": STORED}
 
     objective: ObjectiveConfig = PartsObjective()
     critic: Critic = Critic()

@@ -27,12 +27,13 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects import Data
 from rollflow.storage.objects.base import digest, pieces
-from rollflow.storage.objects.disk import mapped
 from rollflow.storage.policies import MOVERS, PolicyStore, PolicyVersion
 from rollflow.storage.records import StoredObject
 from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
+from rollflow.tasks.learners.changing import ChangingLearner, MappedFiles
 from rollflow.tasks.learners.config import with_ranks
 from rollflow.tasks.learners.gathered import Gathered
 from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
@@ -73,22 +74,6 @@ class Restored:
         return ", ".join(said)
 
 
-class MappedFiles(Mapping[str, Data]):
-    """Files of this machine by name, each mapped whenever it is asked for."""
-
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self._paths = paths
-
-    def __getitem__(self, name: str) -> Data:
-        return mapped(self._paths[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-
 def new_learner(
     context: RunContext,
     folder: Path | None = None,
@@ -97,16 +82,27 @@ def new_learner(
     ranks: RankHosts = NEAR,
     count: int | None = None,
 ) -> Learner:
-    """The run's learner before its first step: with the weights in `folder`; without a folder, an untrained policy, or
-    a `blank` one for `restore`. `ranks`: where the others are to be; `count`: how many, if not as the run has it.
+    """The run's learner before its first step, under the config in force.
+
+    It has the weights in `folder`; without a folder it is an untrained policy, or a `blank` one for `restore`. `ranks`:
+    where the others are to be; `count`: how many, if not as the run has it.
     """
-    train, start = context.config.train, replace(start_of(context, folder), blank=blank, ranks=ranks)
-    return build_learner(train if count in (None, train.ranks) else with_ranks(train, count), start)
-
-
-def start_of(context: RunContext, folder: Path | None = None) -> LearnerStart:
-    """What any rank of the run's learner begins with."""
     config = context.config
+
+    def build(of: RunConfig, folder: Path | None, *, blank: bool) -> Learner:
+        start = replace(start_of(context, folder, of), blank=blank, ranks=ranks if of == config else NEAR)
+        train = of.train
+        return build_learner(train if count in (None, train.ranks) else with_ranks(train, count), start)
+
+    learner = build(config, folder, blank=blank)
+    if len(context.configs) == 1:
+        return learner
+    return ChangingLearner(learner, config, context.config_at, lambda of: build(of, None, blank=True))
+
+
+def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
+    """What any rank of the run's learner begins with, by the config in force or another one."""
+    config = config or context.config
     return LearnerStart(
         folder or context.policy_folder,
         trained=folder is not None,

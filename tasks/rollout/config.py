@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -84,6 +85,8 @@ class RolloutConfig(Section):
 
 class EvaluationConfig(Section):
     """Evaluation on held-out prompts: before, during and after."""
+
+    fixed: ClassVar[Mapping[str, str]] = {"prompts": "which prompts are held out follows from it"}
 
     every: int = Field(25, ge=0, description="versions between evaluations; 0 evaluates only before and after")
     prompts: int = Field(256, gt=0, description="held-out prompts, never trained on")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -30,6 +31,12 @@ class Format(Section):
 
 class RewardBase(Section):
     """Verifiers, run in worker processes that are killed at their deadline."""
+
+    fixed: ClassVar[Mapping[str, str]] = {
+        "kind": "earlier rewards and evaluations are its",
+        "answer": "earlier responses were judged by it",
+        "special_tokens": "earlier responses were judged by it",
+    }
 
     answer: Literal["all", "tag"] = Field(
         "all", description="judge the whole response, or what stands in <answer></answer>"

@@ -1,0 +1,119 @@
+"""The learner of a run whose config was changed: each version is trained under the config that it has in the log.
+
+    config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
+
+What is handed over is what `load` takes, so the learner goes on as one that was restored: bit for bit. The files lie
+on this node meanwhile, and the old learner is gone before the new one is built. No key that may change
+(`config_changes`) has a part in the names or the shapes of these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.objects import Data
+from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.disk import mapped
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.learners.base import Learner, Settle, at_once
+from rollflow.tasks.node import node_cache
+
+
+class MappedFiles(Mapping[str, Data]):
+    """Files of this machine by name, each mapped whenever it is asked for."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, name: str) -> Data:
+        return mapped(self._paths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+class ChangingLearner:
+    """`Learner` under one config after another. See the module's docstring."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        config: RunConfig,
+        config_at: Callable[[int], RunConfig],
+        build: Callable[[RunConfig], Learner],
+    ) -> None:
+        """`learner` is under `config`; `config_at` says what a version has; `build` makes a blank one under another."""
+        self._learner: Learner | None = learner
+        self._terms, self._config_at, self._build = _terms(config), config_at, build
+
+    @property
+    def model(self) -> Any:
+        """See `Learner`."""
+        return self._now.model
+
+    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
+        """See `Learner`; under the config of version `version + 1`."""
+        config = self._config_at(version + 1)
+        if _terms(config) != self._terms:
+            self._change(config)
+        return self._now.step(batch, version, settle)
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        return self._now.logprobs(tokens)
+
+    def broken(self) -> str | None:
+        """See `Learner`."""
+        return self._now.broken()
+
+    def check_ranks(self) -> None:
+        """See `Learner`."""
+        self._now.check_ranks()
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._now.weights()
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._now.state()
+
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """See `Learner`."""
+        self._now.load(weights, state)
+
+    @property
+    def _now(self) -> Learner:
+        assert self._learner is not None, "a change failed half-way: another learner is restored"
+        return self._learner
+
+    def _change(self, config: RunConfig) -> None:
+        (cache := node_cache()).mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="change-", dir=cache) as folder:
+            state = _written(self._now.state(), Path(folder))  # first: it has the generators, which others draw from
+            weights = _written(self._now.weights(), Path(folder))
+            self._learner = None
+            self._learner = self._build(config)
+            self._learner.load(weights, state)
+        self._terms = _terms(config)
+
+
+def _terms(config: RunConfig) -> tuple[object, ...]:
+    """What a learner goes by."""
+    engine = config.engine
+    return config.train, config.versions, engine.temperature, engine.max_new_tokens, config.store.shard_bytes
+
+
+def _written(files: Mapping[str, Data], folder: Path) -> MappedFiles:
+    paths = {name: folder / name.replace("/", "-") for name in files}
+    for name, path in paths.items():
+        with open(path, "wb") as file:
+            file.writelines(pieces(files[name]))
+    return MappedFiles(paths)

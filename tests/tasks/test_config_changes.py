@@ -1,0 +1,168 @@
+"""A run whose config is changed: recorded once, refused by key, and every version trained under its own config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.flows.commands.replay import Outcome, replay
+from rollflow.flows.commands.resume import change
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import ConfigChanged, VersionPublished
+from rollflow.storage.log.log import Log
+from rollflow.storage.log.state import Deposed
+from rollflow.tasks.actors.learner import LearnerActor
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.config_changes import change_config
+from rollflow.tasks.learners.restore import new_learner, restore
+from rollflow.tasks.run_context import RunContext
+from tests.support.log_runs import of_kind
+from tests.support.small_run import ALL_ROLES, Halt, StoreFeed, prepare_small, train_small
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+
+def again(context: RunContext) -> RunContext:
+    """The run as another process sees it."""
+    return RunContext(context.uri, context.cache)
+
+
+def replayed(context: RunContext) -> list[Outcome]:
+    """All versions, trained again."""
+    found: list[Outcome] = []
+    replay(again(context), None, True, print, found.append)
+    return found
+
+
+def rates(context: RunContext) -> list[float]:
+    """The learning rate that each version says it was trained with."""
+    return [one.body.metrics["learning_rate"] for one in published(context)[1:]]
+
+
+def published(context: RunContext) -> list[Any]:
+    return of_kind(context.store, VersionPublished)
+
+
+CHANGES: Sequence[Sequence[str]] = (
+    ["versions=5", "train.learning_rate=0.002"],
+    ["versions=5", "train.schedule=linear"],
+    ["versions=5", "train.minibatches=1", "train.weight_decay=0.1", "train.betas=[0.5, 0.6]", "store.shard_bytes=4096"],
+    ["versions=5", "async_ratio=2", "train.objective.surrogate.high=0.5", "train.reference.every=3"],
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", CHANGES)
+def test_finished_run_goes_on_under_another_config(tmp_path: Path, overrides: Sequence[str]) -> None:
+    """Trained, replayed and restored bit for bit, whatever its learner has in its state."""
+    context = prepare_small(tmp_path, versions=3, train=ALL_ROLES, keep_every=1)
+    train_small(context)
+    before = context.config
+    change(again(context), overrides)
+    context = again(context)
+    assert context.config_at(3) == before
+    assert context.config_at(4) == context.config != before
+    train_small(context)
+    assert audit(context.store, deep=True).clean
+    outcomes = replayed(context)
+    assert [one.replayed.version.number for one in outcomes] == [1, 2, 3, 4, 5]
+    assert all(not one.replayed.differences for one in outcomes)
+
+
+def test_learning_rates_follow_the_config_of_each_version(tmp_path: Path) -> None:
+    context = prepare_small(tmp_path, versions=2, train={"learning_rate": 1e-3})
+    train_small(context)
+    change(again(context), ["versions=4", "train.learning_rate=0.002"])
+    train_small(again(context))
+    change(again(context), ["versions=6", "train.schedule=linear"])
+    train_small(again(context))
+    assert rates(context) == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3, 2e-3 * 2 / 6, 2e-3 / 6])
+    assert all(not one.replayed.differences for one in replayed(context))
+
+
+def test_restore_replays_versions_of_an_older_config(tmp_path: Path) -> None:
+    """The base has the state; the versions behind it were trained under the config before."""
+    context = prepare_small(tmp_path, versions=5, state_every=4, keep_last=9)
+    train_small(context, until=3)
+    change(again(context), ["train.learning_rate=0.01"])
+    learner = new_learner(again(context), blank=True)
+    found = restore(context.policies, context.batches, learner, 3)
+    assert (found.base, found.replayed, found.differed) == (0, 3, [])
+    train_small(again(context))
+    assert all(not one.replayed.differences for one in replayed(context))
+    assert rates(context) == pytest.approx([1e-3, 1e-3, 1e-3, 1e-2, 1e-2])
+
+
+def test_repeated_change_adds_no_entry(tmp_path: Path) -> None:
+    context = prepare_small(tmp_path, versions=2)
+    train_small(context)
+    for _ in range(3):
+        change(again(context), ["versions=4"])
+        assert not change_config(again(context), again(context).config)
+    [entry] = of_kind(context.store, ConfigChanged)
+    assert isinstance(entry.body, ConfigChanged)
+    assert (entry.body.version, entry.body.changes) == (3, (("versions", 2, 4),))
+
+
+def test_old_learner_publishes_nothing_under_a_new_config(tmp_path: Path) -> None:
+    """It has trained the next version already; whoever takes over trains it under the new config."""
+    context = prepare_small(tmp_path, versions=4)
+    feed = StoreFeed(context, until=2)
+    old = LearnerActor(context, channel=feed)
+    with pytest.raises(Halt):
+        old.run()
+    change(again(context), ["train.learning_rate=0.003"])
+    feed.until = 4
+    with pytest.raises(Deposed, match="config was changed"):
+        old._train_next(2)
+        old._settle()
+    train_small(again(context))
+    assert rates(context) == pytest.approx([1e-3, 1e-3, 3e-3, 3e-3])
+
+
+REFUSED = {
+    "seed=1": "seed = 1: it cannot change",
+    "name=other": "name = 'other': it cannot change",
+    "policy.dtype=bfloat16": "policy.dtype = 'bfloat16': it cannot change, as version 0 was made of it",
+    "prompts.0.share=2": "prompts = [...]: it cannot change, as the log names prompts",
+    "evaluation.prompts=8": "evaluation.prompts = 8: it cannot change, as which prompts are held out follows from it",
+    "store.uri=elsewhere": "store.uri = 'elsewhere': it cannot change, as the run lies there",
+    "store.state_every=3": "store.state_every = 3: it cannot change",
+    "reward.kind=exact": "reward.kind = 'exact': it cannot change",
+    "train.lora.rank=4": "train.lora = ",
+    "train.master_dtype=policy": "train.master_dtype = 'policy': it cannot change",
+    "versions=1": "versions = 1: version 2 is published; choose 2 or more",
+    "async_ratio=0": "async_ratio = 0: batches wait (2) with groups that are 1 versions old; choose 1 or more",
+    "groups=4": "groups = 4: batches wait that were formed with 2 (2); train these first (--set versions=3 alone)",
+    "engine.temperature=0.5": "engine.temperature = 0.5: batches wait",
+    "engine.max_new_tokens=16": "engine.max_new_tokens = 16: batches wait",
+    "train.objective.penalties.kl_target=0.1": "train.objective.penalties.kl_target = 0.1: there is no weight to adapt",
+    "train={learning_rate=0.1, objective={kind='ppo'}}": "would need a critic",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_change_is_refused_in_one_sentence(tmp_path: Path, override: str) -> None:
+    context = prepare_small(tmp_path, versions=4)
+    train_small(context, until=2)
+    with pytest.raises(ConfigError) as refused:
+        change(again(context), [override])
+    assert REFUSED[override] in str(refused.value)
+    assert not of_kind(context.store, ConfigChanged)
+    assert context.log.state == Log(context.store).state
+
+
+def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
+    context = prepare_small(tmp_path, versions=2)
+    train_small(context)
+    change(again(context), ["versions=3", "group_size=6", "groups=3", "engine.temperature=0.5", "async_ratio=0"])
+    found: RunConfig = again(context).config
+    assert (found.group_size, found.groups, found.engine.temperature, found.async_ratio) == (6, 3, 0.5, 0)
