@@ -121,8 +121,8 @@ def test_old_learner_publishes_nothing_under_a_new_config(tmp_path: Path) -> Non
         old.run()
     change(again(context), ["train.learning_rate=0.003"])
     feed.until = 4
+    old._train_next(2)
     with pytest.raises(Deposed, match="config was changed"):
-        old._train_next(2)
         old._settle()
     train_small(again(context))
     assert rates(context) == pytest.approx([1e-3, 1e-3, 3e-3, 3e-3])
