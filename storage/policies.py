@@ -221,6 +221,10 @@ class PolicyStore:
             if not self.store.exists(stored.path):
                 raise Missing(f"there is no object {stored.path}")
 
+    def has_weights(self, version: PolicyVersion) -> bool:
+        """Whether they are in storage; they are not if they were pruned before `keep_last` was raised."""
+        return all(self.store.exists(stored.path) for stored in version.weights)
+
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:
         """Copy the version's weights into a local folder, hashed on their way.
 

@@ -117,7 +117,11 @@ class RunContext:
 
     def config_at(self, version: int) -> RunConfig:
         """The config that `version` was trained under; of a version to come, the one in force."""
-        return self._parsed(self._config_of_entry(self.log.state.config_of(version)))
+        return self._parsed(self.recorded_at(version))
+
+    def recorded_at(self, version: int) -> RecordedConfig:
+        """The same as it was recorded."""
+        return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
         """The config by which the role works whose claim is entry `claim`: a change behind it ends the claim."""

@@ -28,6 +28,7 @@ from rollflow.flows.commands.inspected import (
 )
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.audit_table import domains_table
+from rollflow.flows.views.config_history import change_sentence, history
 from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
 from rollflow.storage.errors import ConfigError, Corrupt
@@ -103,6 +104,9 @@ def _run(context: RunContext, console: Console) -> None:
         "version", f"{state.version} {of}, entry {state.published}" if state.version >= 0 else f"none {of} yet"
     )
     table.add_row("log", f"{state.n + 1} entries")
+    for recorded in history(context):
+        when = f"{_clock(recorded.at)}, entry {recorded.entry}, by {recorded.who or 'nobody named'}"
+        table.add_row("changed", f"{change_sentence(recorded)} ({when})")
     table.add_row("batches", _batches(state))
     groups, tokens = (counts["trained"] for counts in (state.totals.groups, state.totals.tokens))
     table.add_row("trained on", f"{state.totals.rows} trajectories in {groups} groups, {tokens} response tokens")
@@ -174,7 +178,10 @@ def _version(context: RunContext, number: int, console: Console) -> None:
     console.print(f"version {number} of run {context.run_id}")
     table = _grid()
     table.add_row("published", f"{_clock(version.at)}, entry {version.entry}, by claim {version.claim}")
-    table.add_row("code, config", f"rollflow {version.code_version}, config {context.created.config_sha256[:12]}")
+    config = context.recorded_at(number)
+    table.add_row(
+        "code, config", f"rollflow {version.code_version}, config {config.sha256[:12]} (entry {config.entry})"
+    )
     table.add_row("parent", _parent(context, number))
     if version.batch_entry is not None:
         _trained_on(context, version.batch_entry, table)

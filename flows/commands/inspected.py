@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rollflow.flows.views.config_history import history, shown_changes
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.journal.recoveries import RecoveryLog
@@ -34,6 +35,11 @@ def run_value(context: RunContext) -> dict[str, Any]:
         "tokens": dict(state.totals.tokens),
         "staleness": dict(state.totals.staleness),
         "in_flight": [[key.prompt, key.attempt] for key in state.in_flight],
+        "changes": [
+            {"entry": one.entry, "from_version": one.version, "who": one.who, "at": one.at}
+            | {"changes": {change.key: [change.before, change.after] for change in shown_changes(one)}}
+            for one in history(context)
+        ],
         "recoveries": [asdict(recovery) for recovery in RecoveryLog(context.store).read()],
     }
 
@@ -42,7 +48,9 @@ def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]
     """A version: what it was made of, and which of its objects are still stored."""
     batch = context.batches.committed(version.batch_entry).number if version.batch_entry is not None else None
     stored = {one.path: context.store.exists(one.path) for one in version.objects}
-    return {**asdict(version), "batch": batch, "stored": stored}
+    config = context.recorded_at(version.number)
+    told = {"config_entry": config.entry, "config_sha256": config.sha256}
+    return {**asdict(version), "batch": batch, "stored": stored, **told}
 
 
 def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:

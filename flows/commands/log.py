@@ -12,10 +12,13 @@ from rich.text import Text
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run
+from rollflow.flows.views.config_history import change_sentence
+from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
     Claimed,
+    ConfigChanged,
     Entry,
     Pruned,
     RunCreated,
@@ -73,6 +76,8 @@ def sentence(entry: Entry) -> str:
             return (
                 f"claimed by {body.who or f'a {entry.role}'} (process {body.process} on {body.host or 'this machine'})"
             )
+        case ConfigChanged():
+            return change_sentence(RecordedConfig.of(entry))
         case BatchCommitted():
             return _committed(body)
         case BatchVoided():

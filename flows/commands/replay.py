@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
-from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.tasks.learners.base import Learner
@@ -120,15 +120,7 @@ def _comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[st
         base = next(before for before in range(number - 1, -1, -1) if retention.stores_state(before))
         weights = all(retention.needed("weights", version, newest) for version in range(base, number + 1))
         stay = weights and retention.needed("state", base, newest)
-        return stay and all(map(_is_there, map(policies.find, range(base, number + 1))))
-
-    def _is_there(version: PolicyVersion) -> bool:
-        """A version that was pruned before `store.keep_last` was raised is not."""
-        try:
-            policies.check_kept(version)
-        except Missing:
-            return False
-        return True
+        return stay and all(map(policies.has_weights, map(policies.find, range(base, number + 1))))
 
     found = [number for number in numbers if kept(number)]
     why = "their weights, or some that they are trained from, were pruned, and by other ranks the bits are others"

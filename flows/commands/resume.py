@@ -12,6 +12,7 @@ from rollflow.flows.config import check_objective, overridden
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.preflight import check_addresses, recheck
 from rollflow.flows.services.run_lock import hold_run
+from rollflow.flows.views.config_history import change_sentence
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config_changes import change_config, check_change, tree_of
@@ -55,9 +56,7 @@ def change(context: RunContext, overrides: Sequence[str]) -> None:
             f"rollflow stop {context.uri}"
         )
     if change_config(context, after):
-        recorded = context.configs[-1]
-        for key, old, new in recorded.changes:
-            print(f"from version {recorded.version} on: {key} = {new} (was {old})", flush=True)
+        print(change_sentence(context.configs[-1]), flush=True)
 
 
 def goes_on(context: RunContext) -> bool:

@@ -6,24 +6,23 @@ Runs that differ in nothing but their seed (and in what they are called, and whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollflow.flows.views.parameters import flatten
+from rollflow.flows.views.config_history import UNSET, flat_history
 from rollflow.flows.views.progress import RECENT
 from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
 from rollflow.storage.journal.usage import read_usage
 from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.learners.restore import name_of
 from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run_context import RunContext
 
 Numbers = npt.NDArray[np.float64]
-UNSET = "unset"
-TOML = {"None": UNSET, "True": "true", "False": "false"}
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study", "cluster.address")
 
 
@@ -47,6 +46,7 @@ class ComparedRun:
     cost: Mapping[str, str]
     idle: Mapping[str, str]
     curves: Mapping[str, Curve]
+    policies: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # version -> weight file -> its sha256
 
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
@@ -75,6 +75,33 @@ def seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
     return list(groups.values())
 
 
+def same_weights(runs: Sequence[ComparedRun]) -> list[str]:
+    """A sentence for each run but the first: which run before it has the same weights, and up to which version."""
+    told = []
+    for place, run in enumerate(runs[1:], 1):
+        shared = [(_shared(run, other), other) for other in runs[:place]]
+        count, other = max(shared, key=lambda one: one[0])
+        told.append(_same(run, other, count))
+    return told
+
+
+def _shared(run: ComparedRun, other: ComparedRun) -> int:
+    """How many versions from 0 on have the same weight files by hash."""
+    both = range(min(len(run.policies), len(other.policies)))
+    return next((v for v in both if run.policies[v] != other.policies[v]), len(both))
+
+
+def _same(run: ComparedRun, other: ComparedRun, count: int) -> str:
+    names, both = f"{run.name} and {other.name}", min(len(run.policies), len(other.policies))
+    if not both:
+        return f"{names}: no version to compare"
+    if count == both:
+        return f"{names}: the same weights in versions 0 to {both - 1}, all that both have, by sha256"
+    files = run.policies[count].keys() == other.policies[count].keys()
+    how = "other weights" if files else "weights in other files, which hashes cannot compare,"
+    return f"{names}: {f'the same weights up to version {count - 1}, ' if count else ''}{how} from version {count} on"
+
+
 def _read(context: RunContext, name: str) -> ComparedRun:
     versions = list(context.policies.since(0))
     curves = _curves(context, versions)
@@ -82,13 +109,14 @@ def _read(context: RunContext, name: str) -> ComparedRun:
     stages = status.stages if status else {}
     return ComparedRun(
         name,
-        {key: TOML.get(text, text) for key, text in flatten(context.config.model_dump(mode="json")).items()}
-        | {f"{key}.path, its file": code[:12] for key, code in context.created.own_code.items()},
+        flat_history(context) | {f"{key}.path, its file": code[:12] for key, code in context.created.own_code.items()},
         {"version": f"{len(versions) - 1 if versions else 'none'} of {context.config.versions}", **_result(curves)}
+        | ({"weights, sha256": versions[-1].sha256[:12]} if versions else {})
         | {"audit": _audit(summary), "state": status.phase if status else "not started"},
         _cost(context, versions, curves),
         {stage: f"{one.idle:.0%}" for stage, one in stages.items()},
         curves,
+        {one.number: {name_of(stored): stored.sha256 for stored in one.weights} for one in versions},
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts
+from rollflow.flows.views.run_facts import Beginning, Changes, Ending, KeptVersion, Prompts
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,6 +26,7 @@ PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
 VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
 SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"  # which files its pages show as tables
+CHANGES, CHANGES_TAG, CHANGED = "config_changes.json", "rollflow.config_changes", "config."  # tags of changed keys
 PARAMETERS_A_CALL = 100  # MLflow takes no more in one
 
 
@@ -62,7 +63,8 @@ class MlflowRun:
     run_id: str
     experiment_id: str
     last: dict[str, int] = field(default_factory=dict)
-    ended: bool = False  # what came of it has been told
+    ended: str = ""  # the version with which it had come to its end when that was told; "yes" in older runs
+    changes: int = 0  # of its config, that are told
 
     def log_points(self, points: Sequence[Point]) -> None:
         """All of them, or none."""
@@ -87,7 +89,7 @@ class MlflowRun:
         """Figures, files, samples and kept versions; nothing if they are there."""
         from mlflow.entities import Metric
 
-        if self.ended:
+        if self.ended == str(told.version) or (self.ended == "yes" and not self.changes):
             return
         when = int(told.when * 1000)
         figures = [Metric(f"final/{name}", value, when, told.version) for name, value in told.figures.items()]
@@ -96,10 +98,27 @@ class MlflowRun:
             self.client.log_text(self.run_id, text, name)
         if told.samples:
             self.client.log_dict(self.run_id, _table(told.samples), SAMPLES)
-            self.client.set_tag(self.run_id, TABLES_TAG, json.dumps([{"path": SAMPLES, "type": "table"}]))
+            self._show_tables(*([CHANGES] if self.changes else []), SAMPLES)
         self._log_models(told.models)
-        self.client.set_tag(self.run_id, ENDED_TAG, "yes")
-        self.ended = True
+        self.client.set_tag(self.run_id, ENDED_TAG, str(told.version))
+        self.ended = str(told.version)
+
+    def log_changes(self, told: Changes) -> None:
+        """Tables, files and tags of the changes of its config: parameters stay as they were logged first."""
+        if told.count == self.changes:
+            return
+        for name, text in told.texts.items():
+            self.client.log_text(self.run_id, text, name)
+        self.client.log_dict(self.run_id, _table(told.table), CHANGES)
+        self._show_tables(CHANGES, *([SAMPLES] if self.ended else []))
+        for key, value in told.keys.items():
+            self.client.set_tag(self.run_id, f"{CHANGED}{key}", value)
+        self.client.set_tag(self.run_id, CHANGES_TAG, str(told.count))
+        self.changes = told.count
+
+    def _show_tables(self, *paths: str) -> None:
+        tables = [{"path": path, "type": "table"} for path in paths]
+        self.client.set_tag(self.run_id, TABLES_TAG, json.dumps(tables))
 
     def _log_models(self, versions: Sequence[KeptVersion]) -> None:
         from mlflow.entities import LoggedModelOutput
@@ -150,9 +169,11 @@ def open_run(
     for start in range(0, len(fresh), PARAMETERS_A_CALL):
         client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
     last = {marker: int(run.data.metrics[marker]) for marker in MARKERS if marker in run.data.metrics}
-    opened = MlflowRun(client, run.info.run_id, experiment_id, last, ENDED_TAG in run.data.tags)
+    ended, changes = run.data.tags.get(ENDED_TAG, ""), int(run.data.tags.get(CHANGES_TAG, 0))
+    opened = MlflowRun(client, run.info.run_id, experiment_id, last, ended, changes)
     if BEGUN_TAG not in run.data.tags:
         opened.log_beginning(told)
+    opened.log_changes(told.changes)
     return opened
 
 

@@ -14,9 +14,8 @@ from importlib.metadata import version as package_version
 from itertools import islice
 from typing import Any
 
-import tomlkit
-
 from rollflow.flows.services.reachability import redact
+from rollflow.flows.views.config_history import change_table, history, recipe_of, shown_changes
 from rollflow.flows.views.parameters import without_secrets
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.policies import PolicyVersion
@@ -40,12 +39,23 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """The `count` changes of a run's config: a table by column, the recipe after each, and changed keys as they are."""
+
+    count: int = 0
+    table: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Beginning:
     """What a run is. `study` is the name of what it is a part of."""
 
     study: str | None = None
     texts: Mapping[str, str] = field(default_factory=dict)  # file name -> text
     prompts: Sequence[Prompts] = ()
+    changes: Changes = Changes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +81,15 @@ class Ending:
 
 def beginning(context: RunContext) -> Beginning:
     """Of any run that is prepared."""
-    recipe = without_secrets(context.config.model_dump(mode="json", exclude_none=True))
-    texts = {"recipe.toml": tomlkit.dumps(recipe), "environment.json": json.dumps(environment(), indent=2)}
-    return Beginning(context.config.tracking.study, texts, tuple(_prompts(context)))
+    texts = {"recipe.toml": recipe_of(context, 0), "environment.json": json.dumps(environment(), indent=2)}
+    return Beginning(context.config.tracking.study, texts, tuple(_prompts(context)), _changes(context))
+
+
+def _changes(context: RunContext) -> Changes:
+    changes = list(enumerate(history(context), 1))
+    texts = {f"recipe-from-version-{recorded.version}.toml": recipe_of(context, which) for which, recorded in changes}
+    tags = {one.key: f"{one.after} from version {one.version}" for _, each in changes for one in shown_changes(each)}
+    return Changes(len(changes), change_table(context), texts, tags)
 
 
 def environment() -> dict[str, str]:
@@ -126,6 +142,8 @@ def _kept(context: RunContext) -> Iterator[KeptVersion]:
     numbers = [number for number in range(newest, -1, -1) if retention.keeps(number, newest)]
     for number in islice(numbers, MODELS):
         version, held_out = context.policies.find(number), evaluation_of(context.store, number)
+        if not context.policies.has_weights(version):
+            continue  # pruned before store.keep_last was raised
         tags = {
             "rollflow.version": str(number),
             "rollflow.weights": f"{redact(context.store.uri)}/{version.weights[0].path}",

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from prefect.runtime import flow_run
 
+from rollflow.flows.views.config_history import change_sentence, history
 from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import EVALUATED, Point
 from rollflow.flows.views.no_signal import describe, newest_without
@@ -55,7 +56,7 @@ class StatusWriter:
     def __init__(self, context: RunContext, stages: StagesSeen, tracker: Tracker) -> None:
         self.context, self.stages, self.tracker = context, stages, tracker
         self.progress = Progress(context)
-        self.messages: list[str] = []
+        self.messages = [change_sentence(one) for one in history(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
         self._recovered: Counter[str] = Counter()

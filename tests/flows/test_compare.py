@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.compare import ComparedRun, Curve, differences, seeds
+from rollflow.flows.views.compare import ComparedRun, Curve, differences, same_weights, seeds
 from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import change_config
@@ -132,3 +133,31 @@ def test_the_page_can_be_heard() -> None:
     assert all(cell.get("scope") in ("row", "col") for cell in heard.of("th"))
     ids = [attributes["id"] for _, attributes in heard.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
+
+
+def test_runs_of_one_recipe_have_the_same_weights(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(Path(trained.uri).parent / "other")
+    assert main(["compare", "small", other, "fresh", "--json"]) == 0
+    alike, none = json.loads(capsys.readouterr().out)["weights"]
+    assert alike.endswith("the same weights in versions 0 to 3, all that both have, by sha256")
+    assert none.endswith("no version to compare")
+    assert main(["compare", "small", other]) == 0
+    out = capsys.readouterr().out
+    assert alike in out
+    assert trained.policies.find(3).sha256[:12] in out
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({0: {"m": "a"}, 1: {"m": "b"}}, "the same weights in versions 0 to 1"),
+        ({0: {"m": "a"}, 1: {"m": "c"}}, "the same weights up to version 0, other weights from version 1 on"),
+        ({0: {"m": "c"}}, "one and two: other weights from version 0 on"),
+        ({0: {"m-1": "a", "m-2": "a"}}, "weights in other files, which hashes cannot compare, from version 0 on"),
+    ],
+)
+def test_weights_are_compared_by_hash(there: dict[int, dict[str, str]], words: str) -> None:
+    two = replace(made_up("two", versions=1), policies={0: {"m": "a"}, 1: {"m": "b"}})
+    one = replace(made_up("one", versions=1), policies=there)
+    [told] = same_weights([two, one])
+    assert words in told

@@ -300,7 +300,7 @@ def test_what_is_told_of_a_run_has_no_secrets_of_addresses(monkeypatch: pytest.M
         config=SimpleNamespace(prompts=[SimpleNamespace(domain="math", kind="file")]),
         created=SimpleNamespace(prompts=[{"path": uri, "sha256": "ab"}]),
         store=SimpleNamespace(uri=uri),
-        policies=SimpleNamespace(retention=retention, newest=lambda: 1, find=lambda _: version),
+        policies=SimpleNamespace(retention=retention, newest=lambda: 1, find=lambda _: version, has_weights=bool),
     )
     for name in ("figures", "_samples"):
         monkeypatch.setattr(run_facts, name, lambda *_: {})

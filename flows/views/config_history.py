@@ -1,0 +1,91 @@
+"""What a person sees of the configs that a run has had: from which version on, what changed, who changed it.
+
+Keys whose names say that they hold a secret are left out, as everywhere that a config is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tomlkit
+
+from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
+from rollflow.storage.log.configs import RecordedConfig
+from rollflow.storage.log.entries import Change
+from rollflow.tasks.run_context import RunContext
+
+UNSET = "unset"
+TOML = {"None": UNSET, "True": "true", "False": "false"}
+
+
+@dataclass(frozen=True, slots=True)
+class ShownChange:
+    """One key of one change; it holds from `version` on. Values are as a recipe has them."""
+
+    version: int
+    key: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.after}"
+
+
+def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
+    """The keys of one change."""
+    return [
+        ShownChange(recorded.version, one.key, _text(one, one.before), _text(one, one.after))
+        for one in recorded.changes
+        if not any(map(names_secret, one.key.split(".")))
+    ]
+
+
+def change_sentence(recorded: RecordedConfig) -> str:
+    """One change in words."""
+    changes = ", ".join(map(str, shown_changes(recorded)))
+    return f"config changed from version {recorded.version} on: {changes}"
+
+
+def history(context: RunContext) -> list[RecordedConfig]:
+    """The changes of a run, in their order; a change that no version was trained under is one, too."""
+    return context.configs[1:]
+
+
+def flat_history(context: RunContext) -> dict[str, str]:
+    """Key -> its value when the run was created; where it was changed, each later one, too."""
+    shown = {key: TOML.get(text, text) for key, text in flatten(_tree(context, 0)).items()}
+    for recorded in history(context):
+        for one in shown_changes(recorded):
+            shown[one.key] = f"{shown.get(one.key, UNSET)}; from version {one.version} {one.after}"
+    return shown
+
+
+def change_table(context: RunContext) -> dict[str, list[Any]]:
+    """All changes as a table, by column."""
+    rows = [(one, recorded) for recorded in history(context) for one in shown_changes(recorded)]
+    return {
+        "from version": [one.version for one, _ in rows],
+        "key": [one.key for one, _ in rows],
+        "before": [one.before for one, _ in rows],
+        "after": [one.after for one, _ in rows],
+        "who": [recorded.who for _, recorded in rows],
+        "entry": [recorded.entry for _, recorded in rows],
+    }
+
+
+def recipe_of(context: RunContext, which: int) -> str:
+    """The run's config number `which` as a recipe, whole."""
+    return tomlkit.dumps(without_secrets(_tree(context, which, exclude_none=True)))
+
+
+def _tree(context: RunContext, which: int, **options: bool) -> Mapping[str, Any]:
+    return context.all_configs[which].model_dump(mode="json", **options)  # type: ignore[arg-type]
+
+
+def _text(change: Change, value: Any) -> str:
+    """A value as it may be shown."""
+    shown = flatten({change.key: value})
+    text = shown[change.key] if set(shown) == {change.key} else str(without_secrets({"": value})[""])
+    return TOML.get(text, text)
