@@ -38,6 +38,7 @@ from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
 from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.blocks import rows
+from rollflow.flows.views.config_history import shown
 from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
@@ -157,9 +158,10 @@ def _prepared(config: RunConfig, run_id: str | None, storage: str | None) -> Run
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
         prepare(config, run_id, get_run_logger().info)
-    for key, own, given in differences(tree_of(context.config), tree_of(config)):
-        cure = f"to change it: rollflow resume {context.uri} --set {key}=VALUE"
-        get_run_logger().warning("%s = %s, as the run's log has it, and not %s; %s", key, own, given, cure)
+    for one in shown(differences(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
+        cure = f"to change it: rollflow resume {context.uri} --set {one.key}=VALUE"
+        words = "%s = %s, as the run's log has it, and not %s; %s"
+        get_run_logger().warning(words, one.key, one.before, one.after, cure)
     context.prompts()  # what it asks must be what it asked
     return context
 

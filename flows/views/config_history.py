@@ -5,7 +5,7 @@ Keys whose names say that they hold a secret are left out, as everywhere that a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,13 @@ class ShownChange:
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
     """The keys of one change."""
-    return [
-        ShownChange(recorded.version, one.key, _text(one, one.before), _text(one, one.after))
-        for one in recorded.changes
-        if not any(map(names_secret, one.key.split(".")))
-    ]
+    return shown(recorded.changes, recorded.version)
+
+
+def shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
+    """What may be shown of changes that hold from a version on."""
+    open_keys = (one for one in changes if not any(map(names_secret, one.key.split("."))))
+    return [ShownChange(version, one.key, _text(one, one.before), _text(one, one.after)) for one in open_keys]
 
 
 def change_sentence(recorded: RecordedConfig) -> str:
