@@ -96,7 +96,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
 
 
 def recheck(config: RunConfig, context: RunContext) -> None:
-    """Check what a recorded run would refuse if it went on with another config, on its own policy and prompts.
+    """Check what a recorded run would refuse if it went on with another config, on its own policy.
 
     Raises:
         ConfigError: with one sentence for what a person must change.
@@ -106,7 +106,6 @@ def recheck(config: RunConfig, context: RunContext) -> None:
     check_addresses(config, context.uri)
     _check_installed(config)
     _check_folder(config, context.policy_folder)
-    context.prompts(config).held_out()
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:

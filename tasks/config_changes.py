@@ -39,11 +39,13 @@ def tree_of(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def check_change(before: RunConfig, after: RunConfig, state: RunState) -> None:
+def check_change(context: RunContext, after: RunConfig) -> None:
     """Raise `ConfigError`, with one sentence for each key that may not change, or not now."""
+    first, before, state = context.all_configs[0], context.config, context.log.state
     changes = differences(tree_of(before), tree_of(after))
     refused = [text for change in changes if (text := _why_not(before, after, change))]
     refused += _stored_parts_differ(before, after)
+    refused += _too_long(first, after)
     refused += _refused_now(before, after, state)
     if len(refused) == 1:
         raise ConfigError(refused[0])
@@ -162,6 +164,14 @@ def _stored_parts(config: RunConfig) -> dict[str, str]:
         adapted = "a weight that is adapted" if penalties.kl_target is not None else ""
         found["train.objective.penalties.kl_target"] = adapted
     return found
+
+
+def _too_long(first: RunConfig, after: RunConfig) -> Iterator[str]:
+    """A prompt that left no room for a response was replaced when the run began, and the log names its place."""
+    room, asked = first.engine.max_new_tokens, after.engine.max_new_tokens
+    if asked > room:
+        why = f"the run's prompts were chosen to leave room for {room} tokens in the policy's context"
+        yield f"engine.max_new_tokens = {asked}: {why}; choose {room} or less, {ANEW}"
 
 
 def _refused_now(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:

@@ -232,15 +232,17 @@ class RunContext:
         """The policy's tokenizer."""
         return PolicyTokenizer(self.policy_folder)
 
-    def prompts(self, config: RunConfig | None = None) -> RunPrompts:
-        """The run's prompts, the same ones as when it began; by the config in force, or another that it may have.
+    def prompts(self) -> RunPrompts:
+        """The run's prompts, the same ones as when it began, by the config that it began with.
+
+        A prompt that is too long is replaced by another one. So it is the first `engine.max_new_tokens` that counts.
 
         Raises:
             ConfigError: they cannot be opened as they were: a file has changed that the run did not keep, or a package.
             Corrupt: what the run kept of them is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
-        config = config or self.config
+        config = self.all_configs[0]
         prompts = open_prompts(config, self.tokenizer, reader(self.store, config, pins), split_of(pins))
         check_asked(config, pins, prompts)
         return prompts

@@ -48,7 +48,7 @@ def change(context: RunContext, overrides: Sequence[str]) -> None:
     if after == before:
         return
     check_objective(after)
-    check_change(before, after, context.log.state)
+    check_change(context, after)
     recheck(after, context)
     if goes_on(context):
         raise ConfigError(

@@ -143,7 +143,7 @@ REFUSED = {
     "async_ratio=0": "async_ratio = 0: batches wait (2) with groups that are 1 versions old; choose 1 or more",
     "groups=4": "groups = 4: batches wait that were formed with 2 (2); train these first (--set versions=3 alone)",
     "engine.temperature=0.5": "engine.temperature = 0.5: batches wait",
-    "engine.max_new_tokens=16": "engine.max_new_tokens = 16: batches wait",
+    "engine.max_new_tokens=4": "engine.max_new_tokens = 4: batches wait",
     "train.objective.penalties.kl_target=0.1": "train.objective.penalties.kl_target = 0.1: there is no weight to adapt",
     "train={learning_rate=0.1, objective={kind='ppo'}}": "would need a critic",
 }
@@ -158,6 +158,18 @@ def test_change_is_refused_in_one_sentence(tmp_path: Path, override: str) -> Non
     assert REFUSED[override] in str(refused.value)
     assert not of_kind(context.store, ConfigChanged)
     assert context.log.state == Log(context.store).state
+
+
+def test_longer_responses_are_refused(tmp_path: Path) -> None:
+    """By `max_new_tokens` it is decided which prompts fit: another prompt would stand behind an index."""
+    context = prepare_small(tmp_path, versions=2)
+    train_small(context)
+    with pytest.raises(ConfigError, match=r"max_new_tokens = 16: .* leave room for 8 tokens .*; choose 8 or less"):
+        change(again(context), ["versions=3", "engine.max_new_tokens=16"])
+    before = [context.prompts().prompt(index) for index in range(8)]
+    change(again(context), ["versions=3", "engine.max_new_tokens=4"])
+    assert [again(context).prompts().prompt(index) for index in range(8)] == before
+    change(again(context), ["engine.max_new_tokens=8"])
 
 
 def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:

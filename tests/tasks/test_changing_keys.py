@@ -1,0 +1,171 @@
+"""Every key of a run's config: a change of it is recorded and holds for the resumed run, or is refused in one sentence.
+
+Keys and values are drawn from the config's own schema, so that a key that is added later is asked, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.resume import change
+from rollflow.flows.config import key_values, overridden
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.configs import differences
+from rollflow.storage.log.entries import ConfigChanged
+from rollflow.storage.objects import open_store
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.config_changes import check_change, tree_of
+from rollflow.tasks.run_context import RunContext
+from tests.support.counts import examples
+from tests.support.log_runs import of_kind
+from tests.support.refused import refused
+from tests.support.small_run import prepare_small, train_small
+
+KEYS = sorted({str(one["key"]) for one in key_values()})
+VALUES = [
+    "0",
+    "1",
+    "2",
+    "3",
+    "0.5",
+    "1.5",
+    "true",
+    "false",
+    "started",
+    "policy",
+    "linear",
+    "prefix",
+    "drop",
+    "deepspeed",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+    """A run of two versions, with a batch that waits."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        patch.delenv("PREFECT_API_URL", raising=False)
+        context = prepare_small(home, versions=4)
+        train_small(context, until=2)
+        yield context
+
+
+def verdict(context: RunContext, override: str) -> tuple[RunConfig | None, str]:
+    """The config that the override makes, and why the run may not change to it; "" if it may."""
+    try:
+        after = overridden(tree_of(context.config), [override])
+    except ConfigError as error:
+        return None, str(error)
+    try:
+        check_change(context, after)
+    except ConfigError as error:
+        return after, str(error)
+    return after, ""
+
+
+@settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from(KEYS), value=st.sampled_from(VALUES))
+def test_drawn_key_is_allowed_or_refused(run: RunContext, key: str, value: str) -> None:
+    override = f"{key.replace('prompts.', 'prompts.0.')}={value}"
+    after, why = verdict(run, override)
+    if after is None or why:
+        assert why
+        assert "Traceback" not in why
+        return
+    changes = differences(tree_of(run.config), tree_of(after))
+    assert not any(change.key.partition(".")[0] in ("policy", "prompts", "seed", "name") for change in changes)
+
+
+@pytest.mark.long
+def test_every_key_changes_or_is_refused(run: RunContext, tmp_path: Path) -> None:
+    """Each allowed change, one after the other, on a copy of the run: recorded, read back, and the audit is clean."""
+    changed, said = set[str](), dict[str, str]()
+    copied = copy_of(run, tmp_path / "runs" / "small")
+    for key in KEYS:
+        for value in VALUES:
+            override = f"{key.replace('prompts.', 'prompts.0.')}={value}"
+            after, why = verdict(copied, override)
+            if after is None or after == copied.config:
+                continue
+            if why:
+                said[key] = why
+                continue
+            if not preflighted(copied, override):
+                continue
+            copied = RunContext(copied.uri, copied.cache)
+            assert copied.config == after
+            changed.add(key)
+            break
+    assert {
+        "versions",
+        "train.learning_rate",
+        "rollout.patience_seconds",
+        "reward.workers",
+        "evaluation.every",
+    } <= changed
+    assert {"seed", "store.state_every", "train.master_dtype", "evaluation.prompts", "groups"} <= said.keys()
+    assert len(of_kind(copied.store, ConfigChanged)) == len(changed) > 50
+    assert audit(copied.store, deep=True).clean
+
+
+def preflighted(context: RunContext, override: str) -> bool:
+    """Change the run; false where this machine has not what the change asks for."""
+    try:
+        change(context, [override])
+    except ConfigError:
+        return False
+    return True
+
+
+def copy_of(run: RunContext, folder: Path) -> RunContext:
+    """Another run with the same objects."""
+    store = open_store(str(folder))
+    for path in run.store.list(""):
+        store.put(path, run.store.get(path))
+    return RunContext(store.uri, run.cache)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed=1", "seed = 1: it cannot change"),
+        ("versions=1", "versions = 1: version 2 is published; choose 2 or more"),
+        ("versions=many", "versions = 'many' is not of type 'integer'"),
+        ("learning_rate=1", "learning_rate = 1: there is no such key"),
+        ("versions", "is not of the form key=value"),
+    ],
+)
+def test_command_refuses_with_exit_code_2(
+    run: RunContext, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    assert words in refused(capsys, "resume", run.uri, "--set", override)
+
+
+def test_changed_run_is_shown(run: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied = copy_of(run, tmp_path / "runs" / "small")
+    change(copied, ["versions=9", "train.learning_rate=0.25"])
+    sentence = "config changed from version 3 on: train.learning_rate 0.001 -> 0.25, versions 4 -> 9"
+    for verb in ("inspect", "log"):
+        capsys.readouterr()
+        assert main([verb, copied.uri]) == 0
+        assert sentence in " ".join(capsys.readouterr().out.split())
+    assert main(["compare", run.uri, copied.uri]) == 0
+    assert "from version 3 0.25" in " ".join(capsys.readouterr().out.split())
+
+
+def test_resume_of_a_run_under_way_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.flows.commands.resume.goes_on", lambda context: True)
+    with pytest.raises(
+        ConfigError, match="is under way, and a change is for its next start; stop it first: rollflow stop"
+    ):
+        change(RunContext(run.uri, run.cache), ["versions=7"])
+    assert not of_kind(run.store, ConfigChanged)
