@@ -101,7 +101,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
     Raises:
         ConfigError: with one sentence for what a person must change.
     """
-    check_objective(config)
+    check_new_run(config)
     check_own_parts(config)
     check_addresses(config, context.uri)
     _check_installed(config)

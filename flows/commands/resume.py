@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from rollflow.flows.commands import run
-from rollflow.flows.config import check_objective, overridden
+from rollflow.flows.config import check_new_run, overridden
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.preflight import check_addresses, recheck
 from rollflow.flows.services.run_lock import hold_run
@@ -47,7 +47,7 @@ def change(context: RunContext, overrides: Sequence[str]) -> None:
     after = overridden(tree_of(before), overrides)
     if after == before:
         return
-    check_objective(after)
+    check_new_run(after)
     check_change(context, after)
     recheck(after, context)
     if goes_on(context):
