@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 
 from rollflow.storage.errors import ConfigError
@@ -20,6 +21,7 @@ from rollflow.tasks.prompts.base import Encoder, Question, Reader
 from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 
+log = logging.getLogger(__name__)
 TRIES, LEAP = 64, 100_003  # positions asked in place of one whose prompt is too long, and how far apart they are
 SAMPLED = 16  # training questions that a source's hash is made of
 
@@ -52,6 +54,7 @@ class RunPrompts:
         self._longest = longest
         self._assigned: list[tuple[int, int]] = []  # demonstration -> (source, position in that source)
         self._counts = [0] * len(configs)
+        self._replaced: set[int] = set()  # sources that had a prompt that was too long
         self._credit = [0.0] * len(configs)
         self._shares = sum(c.share for c in configs)
 
@@ -153,7 +156,14 @@ class RunPrompts:
             prompt = self._prompt(which, name, index, question)
             if self._fits(prompt):
                 return prompt, question
+            self._say_replaced(which)
         raise self._too_long(which, prompt)
+
+    def _say_replaced(self, which: int) -> None:
+        """Warn once of each source: a person sees it with the run's other warnings."""
+        if which not in self._replaced:
+            self._replaced.add(which)
+            log.warning("prompts.%d: a prompt is too long for the policy's context; another takes its place", which)
 
     def _fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.tokens) <= self._longest

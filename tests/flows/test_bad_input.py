@@ -257,6 +257,44 @@ def test_policy_that_the_engine_cannot_run(
     assert 'set engine.kind = "vllm"' in sentence
 
 
+def test_heads_that_vllm_has_no_kernel_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without a GPU its engines would die, one after the other."""
+    folder = make_policy(tmp_path / "policy", hidden_size=48, num_attention_heads=2)
+    sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
+    assert sentence.startswith(f"policy.path = '{folder}': vLLM's CPU attention has no kernel for heads of size 24")
+    cold = ("--set", "policy.cold_start.hidden_size=48", "--set", "policy.cold_start.heads=2")
+    assert refused_alike(capsys, RECIPE, *cold).startswith("policy.cold_start.heads = 2: vLLM's CPU attention")
+
+
+def test_gpus_that_this_machine_lacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.flows.services.cluster.machine_gpus", lambda: 1.0)
+    sentence = refused_alike(capsys, RECIPE, "--set", "train.ranks=2")
+    assert sentence.startswith("train.ranks = 2: all are on one node, and the largest has 1 GPUs")
+    sentence = refused_alike(capsys, RECIPE, "--set", "engine.tensor_parallel=2")
+    assert sentence.startswith("engine.tensor_parallel = 2: the largest node has 1 GPUs")
+
+
+@pytest.mark.parametrize(("library", "key"), [("vllm", "engine.kind"), ("deepspeed", "train.learner")])
+def test_libraries_that_are_not_installed(
+    library: str, key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.flows.preflight.find_spec", lambda name: None)
+    override = "train={learner = 'deepspeed'}" if library == "deepspeed" else "seed=1"
+    engine = ("--set", "engine.kind=transformers") if library == "deepspeed" else ()
+    sentence = refused_alike(capsys, RECIPE, "--set", override, *engine)
+    assert sentence.startswith(f"{key} = '{library}': ")
+    assert "is not installed here; install it with `pip install" in sentence
+
+
+def test_check_says_what_it_could_not_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It downloads nothing, and asks no service that it is not to ask."""
+    (recipe := tmp_path / "recipe.toml").write_text('[policy]\npath = "nobody-here/no-such-policy"\n')
+    assert main(["check", str(recipe)]) == 0
+    assert "'nobody-here/no-such-policy' is not in the hub's cache of this machine" in capsys.readouterr().out
+    assert main(["check", RECIPE, "--offline", "--set", "store.uri=s3://bucket/prefix"]) == 0
+    assert "not asked: store.uri" in capsys.readouterr().out
+
+
 def test_policy_whose_config_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", model_type="qwen2", layer_types=["full_attention"] * 5)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder, '[engine]\nkind = "transformers"\n'))
