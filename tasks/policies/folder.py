@@ -7,6 +7,7 @@ imports torch, so that a run is checked before anything heavy starts.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
 
 def local_policy(path: str) -> Path | None:
     """The folder that `policy.path` names, with what a policy needs; None where it is a hub name."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # "~nobody" stays as it is, and is no folder
     if folder.is_dir():
         return _complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -147,6 +148,10 @@ def weight_files(path: str) -> dict[str, Data]:
 
 
 def _complete(path: str, folder: Path) -> Path:
+    unread = [folder] if not os.access(folder, os.R_OK | os.X_OK) else sorted(folder.iterdir())
+    for file in unread:
+        if not os.access(file, os.R_OK):
+            raise ConfigError(f"policy.path = {path!r}: this user may not read {str(file)!r}; allow it (chmod a+r)")
     if not (folder / "config.json").exists():
         raise ConfigError(f"policy.path = {path!r} has no config.json; name a Hugging Face model folder")
     if not (folder / "tokenizer.json").exists():

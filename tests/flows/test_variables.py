@@ -26,8 +26,9 @@ from rollflow.flows.services import ray_head, variables
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, PROXIES, bypass_proxies, drop_settings, give_home
 from tests.support.refused import refused
+from tests.support.small_run import make_policy
 
-RECIPE = "flows/recipes/arithmetic.toml"
+RECIPE = "flows/recipes/sorting.toml"
 LONG = "y" * 120
 DEAD = "http://127.0.0.1:9"  # a proxy that nobody is
 
@@ -240,3 +241,23 @@ def test_the_runner_works_in_the_run_home(tmp_path: Path) -> None:
     one, other = build_runner(None), build_runner(None)
     assert one._tmp_dir.is_relative_to(tmp_path / "home")
     assert one._tmp_dir != other._tmp_dir
+
+
+def test_a_policy_that_the_user_may_not_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may read everything, so the question is answered here as the system answers other users."""
+    folder = tmp_path / "policy"
+    make_policy(folder)
+    capsys.readouterr()  # how far the library was with it
+    hidden = folder / "model.safetensors"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != hidden)
+    arguments = ("--set", f"policy={{path = '{folder}'}}")
+    assert f"may not read '{hidden}'" in refused(capsys, "check", RECIPE, *arguments)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+    assert f"may not read '{folder}'" in refused(capsys, "check", RECIPE, *arguments)
+
+
+def test_a_folder_of_no_user_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "policy={path = '~nobody-of-this-name/policy'}"
+    assert "there is no such folder" in refused(capsys, "check", RECIPE, "--set", given)
