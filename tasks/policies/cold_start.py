@@ -2,8 +2,8 @@
 
 Teacher forcing on "question" "answer<end>", loss on the answer only. Accuracy is that on the held-out questions,
 measured as the run's evaluation measures it. Between two looks it may rise by twenty points, and how far depends on the
-machine's rounding. So the first look at or above the target ends the training. The policy is then the one on the line
-between the weights of the last two looks that bisection finds nearest to the target.
+machine's rounding. So the first look at or above the target ends the training, and bisection goes back on the line
+between the weights of the last two looks, to where the accuracy comes to the target.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 POOL = 20_000  # demonstrations to draw from
 WARMUP = 50  # supervised steps to the full learning rate
-CLOSE = 0.005  # an accuracy so near to the target is not improved
+CLOSE = 0.005  # an accuracy that is so little above the target is left
 LOOKS = 8  # most looks of a bisection
 
 
@@ -80,21 +80,21 @@ def _land(
     accuracy: Callable[[Any], float],
     report: Callable[[float], None],
 ) -> float:
-    """Move `model`, of accuracy `found`, towards the weights `before`; returns the accuracy, near `target`."""
+    """Move `model`, of accuracy `found`, towards the weights `before` down to `target`; returns its accuracy."""
     after, low, high = _weights(model), 0.0, 1.0  # shares of the way from `before` to `after`
-    best, nearest = found, high
     for _ in range(LOOKS):
-        if abs(best - target) <= CLOSE:
+        if found - target <= CLOSE:
             break
         middle = (low + high) / 2
         _blend(model, before, after, middle)
-        found = accuracy(model)
-        report(found)
-        if abs(found - target) < abs(best - target):
-            best, nearest = found, middle
-        low, high = (low, middle) if found >= target else (middle, high)
-    _blend(model, before, after, nearest)
-    return best
+        seen = accuracy(model)
+        report(seen)
+        if seen >= target:
+            found, high = seen, middle
+        else:
+            low = middle
+    _blend(model, before, after, high)
+    return found
 
 
 def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share: float) -> None:
