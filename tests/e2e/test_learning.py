@@ -18,7 +18,6 @@ LEARNERS = {  # what is changed in the quick start
     "as it is": [],
     "ppo with a critic": [  # in order: by stale batches its runs end ten points apart, see docs/objectives.md
         "train.objective.kind=ppo",
-        "train.objective.advantage.negative_weight=0",
         "async_ratio=0",
     ],
     "lora": ["train.lora.rank=16", "train.learning_rate=5e-3"],
@@ -44,7 +43,7 @@ def trained(home: Path, recipe: str, changes: list[str]) -> dict[str, Any]:
 def test_the_quick_start_is_learned(tmp_path: Path, changes: list[str]) -> None:
     found = trained(tmp_path, "sorting.toml", [SEED, *changes])
     assert found["audit"] == "clean"
-    assert found["accuracy"]["before"] < 0.4
+    assert found["accuracy"]["before"] <= 0.35
     assert found["accuracy"]["after"] >= 0.85
 
 

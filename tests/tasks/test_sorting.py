@@ -1,0 +1,80 @@
+"""Digits to sort: right answers, and multisets that stay on one side of the split in every order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.config import load_recipe
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.config import SortingPrompts
+from rollflow.tasks.prompts.held_out import HeldOut
+from rollflow.tasks.prompts.sorting import SortingSource, question
+from rollflow.tasks.verifiers import build_verifier
+from rollflow.tasks.verifiers.base import judge
+
+ASKED = 4000
+
+
+def source(seed: int = 0, **changes: object) -> SortingSource:
+    return SortingSource(SortingPrompts.model_validate(changes), seed, HeldOut())
+
+
+def digits(asked: Question) -> str:
+    word = asked.text.removeprefix("Sort ").removesuffix(".")
+    assert word.isdigit()
+    return word
+
+
+@pytest.mark.parametrize(("given", "answer"), [("31415", "11345"), ("90000", "00009"), ("12345", "12345")])
+def test_answers_by_hand(given: str, answer: str) -> None:
+    asked = question(given)
+    assert (asked.text, asked.answer, asked.reference["answer"]) == (f"Sort {given}.", answer, answer)
+
+
+def test_the_split_is_of_multisets() -> None:
+    made = source(3)
+    held = Counter("".join(sorted(digits(q))) for q in made.held_out(10_000))
+    assert (len(held), set(held.values())) == (400, {1})
+    asked = [digits(made.training(position)) for position in range(ASKED)]
+    shown = [digits(made.demonstration(position)) for position in range(ASKED)]
+    multisets = {"".join(sorted(word)) for word in asked + shown}
+    assert not multisets & set(held)
+    assert len(multisets) > 1550  # of 1,602
+    assert any(word != "".join(sorted(word)) for word in asked)
+
+
+def test_every_multiset_is_asked_as_often() -> None:
+    """Uniform over multisets, not over words, in which few digits repeat."""
+    made = source(digits=2, held_out=0.1)
+    count = Counter("".join(sorted(digits(made.training(position)))) for position in range(5000))
+    assert len(count) == 50
+    assert 60 < min(count.values()) < max(count.values()) < 140
+
+
+def test_another_seed_splits_otherwise() -> None:
+    assert {q.answer for q in source(0).held_out(400)} != {q.answer for q in source(1).held_out(400)}
+
+
+@pytest.fixture(scope="module")
+def recipe() -> RunConfig:
+    return load_recipe(Path("flows/recipes/sorting.toml"))
+
+
+def test_a_right_answer_is_judged_right_and_a_wrong_one_wrong(recipe: RunConfig) -> None:
+    verify = build_verifier(recipe.reward)
+    for asked in map(source().training, range(50)):
+        assert judge(verify, recipe.reward.answer, asked.answer, asked.reference).reward == 1.0
+        for wrong in (asked.answer[:-1], asked.answer + "0", asked.answer[1:] + asked.answer[0], ""):
+            right = wrong == asked.answer
+            assert judge(verify, recipe.reward.answer, wrong, asked.reference).reward == float(right)
+
+
+def test_the_objective_is_plain_grpo(recipe: RunConfig) -> None:
+    """As docs and README say: no key of the preset is changed."""
+    assert (
+        recipe.train.objective == RunConfig.model_validate({"train": {"objective": {"kind": "grpo"}}}).train.objective
+    )
