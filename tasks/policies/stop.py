@@ -1,16 +1,69 @@
-"""The tokens that end an answer, as the policy folder names them."""
+"""The tokens that end an answer.
+
+A policy folder names them in four places: `config.json`, `generation_config.json`, the tokenizer and the chat
+template's end of turn. When a run is prepared, the union is written into the `generation_config.json` that the run
+keeps. Engines, learner and export read it from there, and so do other tools. Recorded runs keep what they have there.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.context import text_config
+
+GENERATION = "generation_config.json"
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
     """The end-of-sequence ids of `config.json`, then others from `generation_config.json`. (Chat models have both.)"""
     found: list[int] = []
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", GENERATION):
         path = folder / name
         eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
         found += eos if isinstance(eos, list) else [] if eos is None else [eos]
     return tuple(dict.fromkeys(found))
+
+
+def config_ends(config: Mapping[str, Any]) -> list[int]:
+    """The end-of-sequence ids that one config file names.
+
+    Raises:
+        ConfigError: an id is no whole number from 0 on.
+    """
+    found = text_config(config).get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    for id in ids:
+        if type(id) is not int or id < 0:
+            raise ConfigError(f"policy.path: its eos_token_id = {found!r} is no token id; write whole numbers there")
+    return ids
+
+
+def tokenizer_end(folder: Path) -> list[int]:
+    """The id of the tokenizer's own end token, if it names one that it has."""
+    name = named_token(folder, "eos_token")
+    tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
+    added = {token["content"]: token["id"] for token in tokens.get("added_tokens", ())}
+    vocabulary = tokens.get("model", {}).get("vocab", {})
+    found = added.get(name, vocabulary.get(name) if isinstance(vocabulary, Mapping) else None)
+    return [] if found is None else [found]
+
+
+def named_token(folder: Path, key: str) -> str | None:
+    """The text of a token that the tokenizer's files name, e.g. its `eos_token`."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / file
+        found = json.loads(path.read_text()).get(key) if path.exists() else None
+        if found is not None:
+            return str(found["content"] if isinstance(found, Mapping) else found)
+    return None
+
+
+def with_end_tokens(files: Mapping[str, bytes], ends: tuple[int, ...]) -> dict[str, bytes]:
+    """The files of a policy folder, with a generation_config.json that names all end tokens."""
+    described = json.loads(files.get(GENERATION, b"{}"))
+    described["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
+    return {**files, GENERATION: json.dumps(described, indent=2).encode()}

@@ -7,16 +7,19 @@ Other tools open the folder with `AutoTokenizer`. For some model types it builds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.policies.stop import stop_tokens
+from rollflow.tasks.policies.chat import ChatTemplate
+from rollflow.tasks.policies.context import context_length, probe_length
+from rollflow.tasks.policies.stop import config_ends, named_token, stop_tokens, tokenizer_end
 
 # What tokenizers treat differently, alone and beside each other: letters, digits, blanks, signs, marks, scripts.
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
@@ -25,18 +28,29 @@ PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", 
 class PolicyTokenizer:
     """Encodes questions and decodes responses. `folder` holds tokenizer.json and config.json."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, now: float | None = None, *, single_start: bool = True) -> None:
+        """`now`: what a chat template's clock shows, in seconds since the epoch; default: this moment.
+
+        `single_start`: prompts have at most one start token and no end token at their end. Without it they have all
+        that the tokenizer adds, as runs had them before.
+        """
         self.folder = folder
+        self._now = time.time() if now is None else now
+        self._single_start = single_start
         self._fast = _whole(folder)
         self._config = json.loads((folder / "config.json").read_text())
 
     def encode(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """Prompt tokens of a question; with `chat` through the tokenizer's chat template."""
-        if not chat:
-            return list(self._fast.encode(text).ids)
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": text})
-        return list(self._chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        """Prompt tokens of a question; with `chat` through the tokenizer's chat template.
+
+        Raises:
+            ConfigError: the template refuses it, or the prompt begins with two start tokens or ends with an end token.
+        """
+        if not self._single_start:
+            return self.template.encode(text, system) if chat else list(self._fast.encode(text).ids)
+        tokens = self.template.encode(text, system) if chat else self._plain(text)
+        self._check(tokens, text, chat)
+        return tokens
 
     def encode_response(self, text: str) -> Sequence[int]:
         """Tokens of a response that says `text`, as the tokenizer cuts it."""
@@ -56,26 +70,98 @@ class PolicyTokenizer:
         ended = bool(len(tokens)) and tokens[-1] in self.stop_tokens
         return self.decode(tokens[:-1] if ended else tokens)
 
+    def name(self, token: int) -> str:
+        """A token as a person reads it."""
+        return f"{self._fast.id_to_token(token) or '?'} ({token})"
+
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         """The end-of-sequence ids."""
         return stop_tokens(self.folder)
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Longest prompt plus response, in tokens."""
-        return int(self._config["max_position_embeddings"])
+        return context_length(self._config)
+
+    @property
+    def probe_length(self) -> int:
+        """Tokens of the weight-update probe."""
+        return probe_length(self._config)
 
     @cached_property
-    def _chat(self) -> Any:
-        from transformers import AutoTokenizer
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token with its id, added ones included."""
+        return self._fast.get_vocab(with_added_tokens=True)
 
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        if not tokenizer.chat_template:
+    @cached_property
+    def special(self) -> Mapping[str, int]:
+        """The added tokens with their ids."""
+        return {token.content: id for id, token in self._fast.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def has_template(self) -> bool:
+        """True if the folder has a chat template."""
+        return bool(self._whole_tokenizer.chat_template)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            ConfigError: the folder has none.
+        """
+        if not self.has_template:
             raise ConfigError(
                 "prompts.chat = True: the policy's tokenizer has no chat template; set prompts.chat = false"
             )
-        return tokenizer
+        return ChatTemplate(self._whole_tokenizer, self._now)
+
+    @cached_property
+    def _whole_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+
+    def _plain(self, text: str) -> list[int]:
+        """The tokens of a text, behind what the tokenizer begins with unless the text begins so itself."""
+        before, after = self._added
+        own = list(self._fast.encode(text, add_special_tokens=False).ids)
+        kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
+        begun = bool(before) and own[: len(before)] == before
+        return [*([] if begun else before), *own, *kept]
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer adds before and after a text."""
+        own, whole = self._fast.encode("a", add_special_tokens=False).ids, self._fast.encode("a").ids
+        place = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)
+        return list(whole[:place]), list(whole[place + len(own) :])
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """End tokens that no prompt may end with: those of tokenizer and config. (Some chat models list the token that
+        begins an answer among those of generation_config.json.)"""
+        return frozenset([*tokenizer_end(self.folder), *config_ends(self._config)])
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        return self.template.end_of_turn(self.special)
+
+    def _check(self, tokens: Sequence[int], text: str, chat: bool) -> None:
+        ends = self._ends | ({self._turn_end} if chat else set())
+        if len(tokens) > 1 and tokens[-1] in ends:
+            where = "chat = True: the chat template's prompt" if chat else f"the question {text[-40:]!r}"
+            cure = "let it begin an answer (add_generation_prompt)" if chat else "remove that token from it"
+            raise ConfigError(f"prompts: {where} ends with the end token {self.name(tokens[-1])}; {cure}")
+        if len(tokens) > 1 and tokens[0] == tokens[1] and tokens[0] in self._starts:
+            where = "chat = True: the chat template's prompt" if chat else f"the question {text[:40]!r}"
+            raise ConfigError(f"prompts: {where} begins with two start tokens {self.name(tokens[0])}; remove one")
+
+    @cached_property
+    def _starts(self) -> frozenset[int]:
+        found = self.special.get(named_token(self.folder, "bos_token") or "")
+        return frozenset([*self._added[0][:1], *([] if found is None else [found])])
 
 
 def _whole(folder: Path) -> Tokenizer:

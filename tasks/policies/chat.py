@@ -1,0 +1,97 @@
+"""The chat template of a policy folder, rendered at one moment.
+
+A template may read the clock (`strftime_now`). Here that clock stands at the run's start, in UTC: a question has the
+same tokens on every machine and after each restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from rollflow.storage.errors import ConfigError
+
+QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # words that no template has itself
+
+
+class ChatTemplate:
+    """Renders conversations by the template of `tokenizer`, a transformers tokenizer that has one."""
+
+    def __init__(self, tokenizer: Any, now: float) -> None:
+        """`now`: what the template's clock shows, in seconds since the epoch."""
+        self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
+
+    def encode(self, text: str, system: str | None) -> list[int]:
+        """Prompt tokens of a question, up to where the policy goes on.
+
+        Raises:
+            ConfigError: the template refuses it.
+        """
+        tokens = _attempt(system, lambda: self._apply(_asked(text, system), tokenize=True))
+        return [int(token) for token in tokens]
+
+    def render(self, text: str, system: str | None) -> str:
+        """The same as text."""
+        return cast(str, _attempt(system, lambda: self._apply(_asked(text, system), tokenize=False)))
+
+    def check(self, system: str | None) -> None:
+        """Refuse a template that leaves out the system message or the question, or that draws lots.
+
+        Raises:
+            ConfigError: with one sentence for what a person must change.
+        """
+        if system is not None:
+            self.render(QUESTION, None)
+        rendered = self.render(QUESTION, system)
+        if QUESTION not in rendered:
+            raise ConfigError(f"{_CHAT}: the policy's chat template leaves the question out of the prompt; {_NO_CHAT}")
+        if system is not None and system.strip() not in rendered:
+            raise ConfigError(
+                f"prompts.system = {system!r}: the policy's chat template leaves the system message out of the prompt; "
+                "remove prompts.system, or write its words into the questions"
+            )
+        if rendered != self.render(QUESTION, system):
+            raise ConfigError(f"{_CHAT}: the policy's chat template gives another prompt each time; {_NO_CHAT}")
+
+    def end_of_turn(self, special: Mapping[str, int]) -> int | None:
+        """The token of `special` that follows an answer; None where none does, or the template takes no answer."""
+        conversation = [*_asked(QUESTION, None), {"role": "assistant", "content": ANSWER}]
+        try:
+            rendered = _attempt(None, lambda: self._apply(conversation, tokenize=False, generate=False))
+        except ConfigError:
+            return None
+        _, found, after = rendered.rpartition(ANSWER)
+        after = after.lstrip()
+        names = sorted((name for name in special if name and after.startswith(name)), key=len)
+        return special[names[-1]] if found and names else None
+
+    def _apply(self, messages: Sequence[Mapping[str, str]], *, tokenize: bool, generate: bool = True) -> Any:
+        return self._tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=generate,
+            tokenize=tokenize,
+            return_dict=False,
+            strftime_now=self._moment.strftime,
+        )
+
+
+_CHAT, _NO_CHAT = "prompts.chat = True", "correct the template, or set prompts.chat = false"
+
+
+def _asked(text: str, system: str | None) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": text}]
+
+
+def _attempt(system: str | None, render: Callable[[], Any]) -> Any:
+    try:
+        return render()
+    except Exception as error:  # noqa: BLE001 - a template is code of the folder's author
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if system is None:
+        raise ConfigError(f"{_CHAT}: the policy's chat template fails ({said}); {_NO_CHAT}")
+    raise ConfigError(
+        f"prompts.system = {system!r}: the policy's chat template refuses a system message ({said}); "
+        "remove prompts.system, or write its words into the questions"
+    )

@@ -1,0 +1,86 @@
+"""How many tokens a policy can read, and how many show all that its positions do, both from its `config.json`.
+
+Imports no torch and no transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+
+# The names that architectures use for it; a policy that reads images has them in `text_config`.
+NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_length",
+    "model_max_length",
+)
+ORIGINAL = "original_max_position_embeddings"
+PROBE = 32  # tokens that show a policy without windows or scaled positions
+LONGEST_PROBE = 8448  # beyond it a probe would cost more than a step
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """The longest prompt plus response, in tokens, at which learner and engines agree.
+
+    Linear scaling multiplies the positions. LongRoPE counts up to its original length, where its factors change.
+    Dynamic scaling counts up to the config's length: beyond it a log-prob depends on the tokens that follow.
+
+    Raises:
+        ConfigError: the config names no length.
+    """
+    text = text_config(config)
+    named = ((name, text.get(name)) for name in NAMES)
+    found = next(((name, value) for name, value in named if value is not None), None)
+    if found is None:
+        raise ConfigError(
+            f"policy.path: its config.json names no context length (by none of {', '.join(NAMES)}); "
+            "write max_position_embeddings there, or choose another policy"
+        )
+    name, value = found
+    if type(value) is not int or value < 2:
+        raise ConfigError(f"policy.path: its config.json has {name} = {value!r}; write a whole number above 1 there")
+    for scaling in _scalings(text):
+        kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+        if kind == "linear" and isinstance(factor, int | float) and "gemma3" not in str(text.get("model_type")):
+            return max(value, int(value * factor))
+        if kind == "longrope":
+            return min(value, _original(text, scaling) or value)
+    return value
+
+
+def probe_length(config: Mapping[str, Any]) -> int:
+    """How many tokens the weight-update probe needs: past sliding windows and past the length that positions are scaled
+    from, within the context."""
+    text = text_config(config)
+    windows = [text.get("sliding_window")] if text.get("use_sliding_window", True) else []
+    scaled = [_original(text, scaling) for scaling in _scalings(text)]
+    seen = [length + PROBE for length in (*windows, *scaled) if type(length) is int and length > 0]
+    return max(2, min(max([PROBE, *seen]), LONGEST_PROBE, context_length(config)))
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that says how text is read."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, Mapping) else config
+
+
+def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """How positions are scaled: one for all layers, or one for each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = text.get(name)
+        if isinstance(found, Mapping):
+            nested = [part for part in found.values() if isinstance(part, Mapping)]
+            yield from nested or [found]
+
+
+def _original(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
+    """The length that positions are scaled from."""
+    found = scaling.get(ORIGINAL, text.get(ORIGINAL))
+    return found if type(found) is int and found > 0 else None
