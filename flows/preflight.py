@@ -26,9 +26,24 @@ from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineCo
 from rollflow.tasks.engines.runnable import check_head_size, hindrance_of
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.own_parts import check_own_parts
-from rollflow.tasks.policies.folder import build_cold_folder, copy_folder, find_policy, weight_files, with_dtype
-from rollflow.tasks.policies.stop import stop_tokens
+from rollflow.tasks.policies.folder import (
+    build_cold_folder,
+    copy_folder,
+    find_policy,
+    weight_files,
+    weight_paths,
+    with_dtype,
+)
+from rollflow.tasks.policies.stop import GENERATION
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
+from rollflow.tasks.policies.validation import (
+    check_config,
+    check_files,
+    check_rows,
+    check_templates,
+    described_ends,
+    name_end_tokens,
+)
 from rollflow.tasks.prompt_check import Tell, fit_files, probe_sources, read_files
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.near_duplicates import near_duplicates
@@ -83,15 +98,16 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         for name, data in files.items():
             (folder / name).write_bytes(data)
         tokenizer = _check_folder(config, folder)
+        files |= {GENERATION: (folder / GENERATION).read_bytes()}
         read, found = fit_files(config, rows, tokenizer, read, tell)
         prompts = open_prompts(config, tokenizer, read)
-        notes += [*found, *probe_sources(config, prompts, tokenizer)]
+        notes += [described_ends(tokenizer), *found, *probe_sources(config, prompts, tokenizer)]
         notes += _few_held_out(config, len(prompts.held_out()))
         notes.append(_near_duplicates(config, prompts))
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_reading(config, folder, [prompt.text for prompt in first])
-        probe, pins = probe_tokens(prompts), pinned(config, prompts, read)
-    weights = weight_files(config.policy.path) if config.policy.path is not None else {}  # a cold start makes its own
+        probe, pins = probe_tokens(prompts, tokenizer.probe_length), pinned(config, prompts, read)
+    weights = {} if config.policy.path is None else weight_files(config.policy.path)  # a cold start makes its own
     return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
 
 
@@ -189,24 +205,32 @@ def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
 
 
 def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
-    """Open the policy as the run will: end of sequence, engine and context."""
-    _check_end(config, folder)
+    """Open the policy as the run will: files, engine, end tokens, context, templates and weights."""
+    check_files(folder)
+    if config.policy.path is not None:
+        check_config(folder)
     _check_engine(config, folder)
+    name_end_tokens(folder)
     tokenizer = PolicyTokenizer(folder)
     if tokenizer.context <= config.engine.max_new_tokens:
         raise ConfigError(
             f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
             f"{tokenizer.context} tokens; choose fewer"
         )
+    check_templates(config.prompts, tokenizer)
+    if config.policy.path is not None:
+        _check_weights(config, folder, tokenizer)
     return tokenizer
 
 
-def _check_end(config: RunConfig, folder: Path) -> None:
-    if not stop_tokens(folder):
-        raise ConfigError(
-            f"policy.path = {config.policy.path!r}: its tokenizer has no end-of-sequence token; "
-            "set eos_token_id in its config.json, or choose a policy that has one"
-        )
+def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) -> None:
+    """Refuse weights that are not the policy's, and tokens that it has no row for."""
+    from rollflow.tasks.policies.tensors import check_tensors  # which imports torch
+
+    assert config.policy.path is not None
+    for file in weight_paths(config.policy.path):
+        (folder / file.name).symlink_to(file.resolve())
+    check_rows(tokenizer, check_tensors(folder, config.policy.dtype))
 
 
 def _check_engine(config: RunConfig, folder: Path) -> None:

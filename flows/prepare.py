@@ -52,6 +52,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
         code_version=package_version("rollflow"),
         format=FORMAT,
         own_code=own_code(config),
+        single_start=True,
     )
     try:
         Log(context.store).create(created)

@@ -38,7 +38,6 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.evaluation import evaluated
 
 FORMAT = 5  # raised with that of any record, so that no older run is touched
-PROBE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ class RunContext:
     @cached_property
     def tokenizer(self) -> PolicyTokenizer:
         """The policy's tokenizer."""
-        return PolicyTokenizer(self.policy_folder)
+        return PolicyTokenizer(self.policy_folder, self.created_at, single_start=self.created.single_start)
 
     def prompts(self) -> RunPrompts:
         """The run's prompts, the same ones as when it began, by the config that it began with.
@@ -257,7 +256,13 @@ class RunContext:
 
 # Keys that came later, by their section: as it was without them.
 BEFORE: dict[str, dict[str, Any]] = {
-    "train": {"master_dtype": "policy", "share_prompts": False, "fused_adamw": False},
+    "train": {
+        "master_dtype": "policy",
+        "share_prompts": False,
+        "fused_adamw": False,
+        "attention": "default",
+        "advantage_dtype": "float32",
+    },
     "reward": {"special_tokens": False},
 }
 
@@ -290,11 +295,11 @@ def open_prompts(
     return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read, split)
 
 
-def probe_tokens(prompts: RunPrompts) -> list[int]:
-    """Tokens of the first demonstrations, enough to touch many rows of the embedding."""
+def probe_tokens(prompts: RunPrompts, count: int) -> list[int]:
+    """The first `count` tokens of demonstrations, enough to touch many rows of the embedding."""
     tokens: list[int] = []
     index = 0
-    while len(tokens) < PROBE_TOKENS:
+    while len(tokens) < count:
         tokens.extend(prompts.demonstration(index)[0].tokens)
         index += 1
-    return tokens[:PROBE_TOKENS]
+    return tokens[:count]

@@ -60,6 +60,7 @@ class RunCreated:
     code_version: str = ""
     format: int = 0  # of the run's records
     own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files of a person's own parts
+    single_start: bool = False  # prompts have one start token at most, and end with no end token
     kind: Literal["run-created"] = "run-created"
 
 

@@ -36,6 +36,8 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.runnable import hindrance
+from rollflow.tasks.policies.attention import attention_of
+from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.head import OwnHead
 
 R, P, C = 64, 16, 16
@@ -134,7 +136,10 @@ class FixedShapeSampler:
         if why := hindrance(config):
             raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
         self._config = config
-        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        attention = attention_of(config) or "sdpa"
+        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+        self._adds_mask = attention == "eager"
+        self._context = context_length(config.to_dict())
         self._head = OwnHead(self._model)
         self._dtype = dtype
         self._slots = slots
@@ -148,10 +153,10 @@ class FixedShapeSampler:
 
     def add(self, request: GenerationRequest) -> Row:
         needed = len(request.prompt) + request.max_new_tokens
-        if not request.prompt or needed > self._config.max_position_embeddings:
+        if not request.prompt or needed > self._context:
             raise ValueError(
                 f"{request.id}: prompt and response need {needed} tokens; the policy takes prompts of at least one "
-                f"token and {self._config.max_position_embeddings} in all"
+                f"token and {self._context} in all"
             )
         generator = torch.Generator().manual_seed(secrets.randbits(63) if request.seed is None else request.seed)
         draws = torch.rand(request.max_new_tokens, generator=generator, dtype=torch.float64)
@@ -255,6 +260,8 @@ class FixedShapeSampler:
     def _forward(self, group: Group, tokens: Tensor, positions: Tensor, cache: Writes) -> Tensor:
         span = group.keys[0].shape[2]
         mask = torch.arange(span) <= positions[:, None, :, None]
+        if self._adds_mask:  # to the scores; others take a mask of truths
+            mask = torch.zeros(mask.shape, dtype=self._dtype).masked_fill_(~mask, torch.finfo(self._dtype).min)
         output = self._model.base_model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )

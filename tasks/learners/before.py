@@ -62,7 +62,8 @@ def known_before(roles: Roles, data: Rows) -> Before:
     behaviour_B = torch.from_numpy(data.behaviour)
     price_B = _price(roles, behaviour_B, reference_B)
     part = roles.config.objective.advantage
-    judged = judge(part, data, roles.longest, price_B=price_B, values_B=values_B)
+    dtype = getattr(torch, roles.config.advantage_dtype)
+    judged = judge(part, data, roles.longest, price_B=price_B, values_B=values_B, dtype=dtype)
     proximal_B = _proximal(roles, data, judged)
     whole = proximal_B if roles.objective.uses_batch else None
     kept_B = None if whole is None else roles.objective.keep(whole, behaviour_B)
@@ -89,11 +90,17 @@ def _proximal(roles: Roles, data: Rows, judged: Judged) -> Tensor | None:
 
 
 def judge(
-    part: Advantage, data: Rows, longest: int, *, price_B: Tensor | None = None, values_B: Tensor | None = None
+    part: Advantage,
+    data: Rows,
+    longest: int,
+    *,
+    price_B: Tensor | None = None,
+    values_B: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Judged:
-    """Advantages of a batch; `price_B` is taken from its rewards, and `values_B` are a critic's."""
+    """Advantages of a batch, in `dtype`; `price_B` is taken from its rewards, and `values_B` are a critic's."""
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
-    rewards_R = given_R.double() if _overflow(given_R, tokens_R) else given_R
+    rewards_R = given_R.double() if dtype == torch.float64 or _overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
     rows_B, returns_B = torch.from_numpy(data.rows), None
     if values_B is None:

@@ -80,6 +80,14 @@ class TrainBase(Section):
         False,
         description="on a GPU: only algorithms that give the same bits again, slower; one CPU thread has no others",
     )
+    attention: Literal["exact", "default"] = Field(
+        "exact",
+        description="exact: an implementation that computes all that the policy's config says, such as a soft-cap of "
+        "attention scores; default: the one that transformers chooses",
+    )
+    advantage_dtype: Literal["float64", "float32"] = Field(
+        "float64", description="type in which rewards become advantages"
+    )
     micro_tokens: int = Field(4096, gt=0, description="padded tokens in one forward and backward pass")
     not_finite: Literal["stop", "next"] = Field(
         "stop",

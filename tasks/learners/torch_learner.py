@@ -42,25 +42,28 @@ from rollflow.tasks.learners.roles import Roles
 from rollflow.tasks.learners.shards import Files, Named, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.policies.attention import attention_of
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
 KL_WEIGHT = "kl_weight"  # in the state, where it is adapted
 
 
-def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False) -> Any:
+def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
     """A causal language model from a Hugging Face folder: with its weights, or only its architecture.
 
-    The weights of a `blank` one are whatever lay in memory; most of that is taken only when it is written.
+    The weights of a `blank` one are whatever lay in memory; most of that is taken only when it is written. `attention`
+    is `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    kind = getattr(torch, dtype)
+    kind, config = getattr(torch, dtype), AutoConfig.from_pretrained(folder)
+    how = {"dtype": kind, "attn_implementation": attention_of(config) if attention == "exact" else None}
     if trained and not blank:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, **how)
     with no_init_weights() if blank else nullcontext():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=kind)
+        model = AutoModelForCausalLM.from_config(config, **how)
     model.tie_weights()  # a part of the initialisation
     for pattern, its_kind in model._get_dtype_plan(kind).items():  # what stays in float32, as from_pretrained has it
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -88,7 +91,7 @@ class TorchLearner(Roles):
         """The learner before its first step."""
         begin_process(config, start.seed)
         return cls(
-            load_model(start.folder, start.dtype, trained=start.trained, blank=start.blank),
+            load_model(start.folder, start.dtype, trained=start.trained, blank=start.blank, attention=config.attention),
             config,
             temperature=start.temperature,
             versions=start.versions,

@@ -138,13 +138,17 @@ def is_weights(path: str) -> bool:
     return path.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def weight_files(path: str) -> dict[str, Data]:
-    """The weights of an existing policy, with which a run begins, on whatever machine its learner is."""
-    folder = resolve_policy(path)
-    files = sorted(file for file in folder.iterdir() if is_weights(file.name))
+def weight_paths(path: str) -> list[Path]:
+    """The files with the weights of an existing policy."""
+    files = sorted(file for file in resolve_policy(path).iterdir() if is_weights(file.name))
     if not files:
         raise ConfigError(f"policy.path = {path!r} has no weights as safetensors; save them there (save_pretrained)")
-    return {file.name: mapped(file) for file in files}
+    return files
+
+
+def weight_files(path: str) -> dict[str, Data]:
+    """The weights of an existing policy, with which a run begins, on whatever machine its learner is."""
+    return {file.name: mapped(file) for file in weight_paths(path)}
 
 
 def _complete(path: str, folder: Path) -> Path:
@@ -173,9 +177,9 @@ def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     Other tools load weights in the type that is named there. In another type they would compute other log-probs.
     """
     try:
-        config = json.loads(files["config.json"])
-    except ValueError as error:
-        raise ConfigError(f"policy.path: its config.json is not JSON ({error}); save the policy again") from None
+        config = dict(json.loads(files["config.json"]))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"policy.path: its config.json is no JSON object ({error}); save the policy again") from None
     config.pop("dtype", None)  # the newer name; all versions of transformers read the older one
     return files | {"config.json": _json(config | {"torch_dtype": dtype})}
 

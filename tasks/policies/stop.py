@@ -62,8 +62,10 @@ def named_token(folder: Path, key: str) -> str | None:
     return None
 
 
-def with_end_tokens(files: Mapping[str, bytes], ends: tuple[int, ...]) -> dict[str, bytes]:
-    """The files of a policy folder, with a generation_config.json that names all end tokens."""
-    described = json.loads(files.get(GENERATION, b"{}"))
-    described["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
-    return {**files, GENERATION: json.dumps(described, indent=2).encode()}
+def write_end_tokens(folder: Path, ends: tuple[int, ...]) -> None:
+    """Name all end tokens in the folder's generation_config.json, where it does not name just these."""
+    path = folder / GENERATION
+    described = json.loads(path.read_text()) if path.exists() else {}
+    told = ends[0] if len(ends) == 1 else list(ends)
+    if described.get("eos_token_id") != told:
+        path.write_text(json.dumps(described | {"eos_token_id": told}, indent=2))

@@ -1,0 +1,200 @@
+"""The tensors of a policy folder: a run begins with every one of them, and with no other.
+
+    headers   every file is whole, and an index names each tensor once, in the file that has it
+    names     transformers, loading the folder without its values, misses no tensor, leaves none over, changes no shape
+    ties      two tensors that the config ties are equal
+    values    none is NaN or infinite, in the type that is trained
+
+Files are mapped, and values are read a piece at a time: no more than `PIECE` of them is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.attention import attention_of
+from rollflow.tasks.policies.head import OwnHead
+
+PIECE = 2**22  # values
+SHOWN = 4  # names in a sentence
+TRIED_BYTES = 2**28  # a model up to this size is loaded and run before the run, too
+TRIED_TOKENS = 8
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAVE = "save the policy again (save_pretrained)"
+
+
+def check_tensors(folder: Path, dtype: str) -> int:
+    """Check the weights in `folder`; returns how many tokens the model has rows for.
+
+    Raises:
+        ConfigError: with one sentence that names the tensors, or the file.
+    """
+    where = _headers(folder)
+    model, info = _loaded(folder, dtype, "meta")
+    shapes = [f"{name} {tuple(found)} instead of {tuple(asked)}" for name, found, asked in info["mismatched_keys"]]
+    wrong = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "has the shapes of": shapes}
+    if faults := [f"{fault} {_shown(names)}" for fault, names in wrong.items() if names]:
+        raise _refused(f"its {type(model).__name__} {', and '.join(faults)}")
+    if info["error_msgs"]:
+        raise _refused(f"transformers cannot load its weights ({_line(info['error_msgs'][0])})")
+    _check_ties(model, where)
+    _check_values(where, getattr(torch, dtype))
+    _try(folder, dtype, model)
+    return min(len(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+
+
+def _headers(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    files = sorted(folder.glob("*.safetensors"))
+    indices = [file for file in folder.glob("*.safetensors.index.json") if file.name != INDEX]
+    index = _index(folder)
+    if index is not None and (folder / WHOLE).exists():
+        raise _refused(f"it has both {WHOLE} and {INDEX}; remove the one that is not the policy", "")
+    named = {WHOLE} if index is None else set(index.values())
+    if absent := [name for name in named if not (folder / name).is_file()]:
+        raise _refused(f"its weights {_shown(absent)} are not there")
+    if others := [file.name for file in (*files, *indices) if file.name not in named]:
+        raise _refused(f"{_shown(others)} is none of its weights; move it out of the folder", "")
+    where: dict[str, Path] = {}
+    for file in files:
+        for name in _names(file):
+            if name in where:
+                raise _refused(f"{name} is in {where[name].name} and in {file.name}")
+            where[name] = file
+    listed = {name: folder / file for name, file in (index or {}).items()}
+    if index is not None and listed != where:
+        wrong = {name for name in {*listed, *where} if listed.get(name) != where.get(name)}
+        raise _refused(f"{INDEX} is wrong about {_shown(wrong)}")
+    return where
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    path = folder / INDEX
+    if not path.exists():
+        return None
+    try:
+        return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _refused(f"{INDEX} is no index of tensors") from None
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise _refused(f"{file.name} is truncated or no safetensors file ({_line(error)})") from None
+
+
+def _loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
+    """The model and what transformers says of its loading; on "meta" without values."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with _quietly():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if getattr(config, "quantization_config", None):
+                words = "its weights are quantized (quantization_config); save it in float32 or bfloat16"
+                raise _refused(words, "")
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                device_map=device,
+                attn_implementation=attention_of(config),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,
+            )
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever an architecture's code says of such a folder
+        raise _refused(f"transformers cannot open it ({type(error).__name__}: {_line(error)})") from None
+    return model, info
+
+
+def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
+    """Refuse tied tensors that the folder has twice, with other values: engines tie them all the same."""
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if target in where and source in where:
+            pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)
+            if not all(torch.equal(one, other) for one, other in pairs):
+                cure = "set tie_word_embeddings = false in its config.json, or save the policy again"
+                raise _refused(f"its config.json ties {target} to {source}, and their values differ; {cure}", "")
+
+
+def _check_values(where: Mapping[str, Path], dtype: torch.dtype) -> None:
+    broken = [name for name, file in where.items() if not all(map(_finite(dtype), _pieces(file, name)))]
+    if broken:
+        raise _refused(f"there are NaN or infinite values in {_shown(broken)}")
+
+
+def _finite(dtype: torch.dtype) -> Any:
+    return lambda part: not part.is_floating_point() or bool(part.to(dtype).isfinite().all())
+
+
+def _pieces(file: Path, name: str) -> Iterator[Tensor]:
+    """A tensor's values in order, some rows at a time."""
+    with safe_open(file, "pt") as opened:
+        part = opened.get_slice(name)
+        shape = part.get_shape()
+        if not shape:
+            yield opened.get_tensor(name)
+            return
+        row = 1
+        for size in shape[1:]:
+            row *= size
+        rows = max(1, PIECE // max(1, row))
+        for begin in range(0, shape[0], rows):
+            yield part[begin : begin + rows]
+
+
+def _try(folder: Path, dtype: str, empty: Any) -> None:
+    """Load a small model and run it as the learner will; what it gives must be numbers."""
+    if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
+        return
+    model, _ = _loaded(folder, dtype, "cpu")
+    OwnHead(model.eval())
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(TRIED_TOKENS)[None], use_cache=False).logits
+    if not logits.isfinite().all():
+        raise _refused("its model gives NaN or infinite logits; correct its config.json, or", "")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the reports and progress bars of transformers: what they say is said in one sentence."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _shown(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    left = len(ordered) - SHOWN
+    return ", ".join(ordered[:SHOWN]) + (f" and {left} more" if left > 0 else "")
+
+
+def _line(error: object) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _refused(why: str, cure: str = SAVE) -> ConfigError:
+    return ConfigError(f"policy.path: {why}" + (f"; {cure}" if cure else ""))

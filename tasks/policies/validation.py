@@ -1,0 +1,116 @@
+"""A policy folder is checked whole before a run: config, weights, tokenizer, end tokens and chat template.
+
+    files of the folder --> JSON that can be read --> tensors that fit --> a row for each token --> all end tokens
+
+Whoever opens the folder later relies on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.stop import config_ends, stop_tokens, tokenizer_end, write_end_tokens
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.config import PromptConfig
+
+OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a folder whose JSON files or tokenizer cannot be read, or whose special tokens are no text.
+
+    Raises:
+        ConfigError: with the name of the file.
+    """
+    for name in ("config.json", "tokenizer.json", *OPTIONAL):
+        path = folder / name
+        if name in OPTIONAL and not path.exists():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"policy.path: its {name} is not JSON ({error}); save the policy again") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"policy.path: its {name} is no JSON object; save the policy again")
+    try:
+        PolicyTokenizer(folder).encode("a")
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain exceptions of its own
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"policy.path: its tokenizer cannot be opened ({said}); save the tokenizer again") from None
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a config.json that transformers cannot read.
+
+    Raises:
+        ConfigError: with the words of transformers.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - whatever its class says of what stands there
+        said = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+        why = f"transformers cannot read its config.json ({said})"
+        raise ConfigError(f"policy.path: {why}; save the policy again, or choose another architecture") from None
+
+
+def name_end_tokens(folder: Path) -> None:
+    """Write the union of the end tokens of config.json, generation_config.json, the tokenizer and the chat template
+    into generation_config.json.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    tokenizer = PolicyTokenizer(folder)
+    found = [*_config_ends(folder, "config.json"), *_config_ends(folder, "generation_config.json")]
+    found += tokenizer_end(folder)
+    if tokenizer.has_template and (end := tokenizer.template.end_of_turn(tokenizer.special)) is not None:
+        found.append(end)
+    if not found:
+        raise ConfigError(
+            "policy.path: its tokenizer has no end-of-sequence token; set eos_token_id in its config.json, or choose a "
+            "policy that has one"
+        )
+    write_end_tokens(folder, tuple(dict.fromkeys(found)))
+
+
+def _config_ends(folder: Path, name: str) -> list[int]:
+    path = folder / name
+    return config_ends(json.loads(path.read_text())) if path.exists() else []
+
+
+def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
+    """Refuse a tokenizer that can make a token which the model has no row for.
+
+    Raises:
+        ConfigError: with the first such token.
+    """
+    cure = "resize the model's embeddings (resize_token_embeddings), or remove the token"
+    beyond = sorted((id, name) for name, id in tokenizer.vocabulary.items() if id >= rows)
+    if beyond:
+        id, name = beyond[0]
+        raise ConfigError(f"policy.path: its tokenizer has the token {name!r} ({id}), its model {rows} rows; {cure}")
+    if ends := [id for id in stop_tokens(tokenizer.folder) if id >= rows]:
+        raise ConfigError(f"policy.path: its end token {ends[0]} is none of the model's {rows}; correct eos_token_id")
+
+
+def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer) -> None:
+    """Refuse a chat template that loses the question or a source's system message.
+
+    Raises:
+        ConfigError: with one sentence for what a person must change.
+    """
+    for chat, system in dict.fromkeys((source.chat, source.system) for source in sources):
+        if chat:
+            tokenizer.template.check(system)
+
+
+def described_ends(tokenizer: PolicyTokenizer) -> str:
+    """The end tokens in words."""
+    return f"end tokens: {', '.join(map(tokenizer.name, tokenizer.stop_tokens))}"
