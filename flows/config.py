@@ -87,6 +87,12 @@ def check_new_run(config: RunConfig) -> None:
                 check_temperature("evaluation.temperature", config.evaluation.temperature)
     except PydanticCustomError as error:
         raise ConfigError(error.message()) from None
+    for which, source in enumerate(config.prompts):
+        if source.system is not None and not source.chat:
+            raise ConfigError(
+                f"prompts.{which}.system = {source.system!r}: no prompt has it without chat = true; set that, "
+                "or remove it"
+            )
 
 
 def load_hardware(path: Path) -> Hardware:

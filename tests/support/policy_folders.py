@@ -1,4 +1,4 @@
-"""Tiny policy folders of several architectures, each with a byte-level tokenizer of its own; built in tenths of seconds."""
+"""Tiny policy folders of several architectures, each with a byte-level tokenizer of its own."""
 
 from __future__ import annotations
 
