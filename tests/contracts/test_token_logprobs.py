@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners import token_logprobs
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.token_logprobs import TokenLogprobs
-from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.policies.head import distance
 from tests.tasks.test_algorithms import batch_of, trajectory
@@ -142,6 +144,84 @@ def test_training_the_pass_before_it_and_the_probe_use_the_models_own_head(name:
     for found in (spy.before[0], spy.trained[0].logp_M.detach(), probe[3:]):
         torch.testing.assert_close(found, expected[3:], atol=1e-5, rtol=0)
     torch.testing.assert_close(probe, expected, atol=1e-5, rtol=0)
+
+
+KNOWN = {
+    "attention_mask",
+    "dropout",
+    "scaling",
+    "is_causal",
+    "position_ids",
+    "sliding_window",
+    "use_cache",
+    "output_router_logits",
+}
+SINKS: Mapping[str, object] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+ATTENTION: Mapping[str, Mapping[str, object]] = {  # terms of attention, each large enough to matter
+    "gemma2": {"attn_logit_softcapping": 1.0, "sliding_window": 8},
+    "vaultgemma": SHAPE | {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "sliding_window": 8},
+    "gpt_oss": SHAPE | SINKS | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_scaling": None},
+    "gemma3_text": SINKS,
+    "mistral": {"sliding_window": 8},
+    "qwen2": SINKS | {"use_sliding_window": True},
+    "llama": {
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    },
+}
+
+
+def written_to(folder: Path, name: str) -> Path:
+    """A policy folder whose queries and keys are so large that every term of its attention shows."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**ARCHITECTURES.get(name, {}), **ATTENTION.get(name, {})})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+            if any(part in key for part in ("q_proj", "k_proj", "sinks", "query_key_value", "qkv_proj", "c_attn")):
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
+def test_the_learner_computes_all_that_the_config_says(name: str, tmp_path: Path) -> None:
+    """As transformers' own eager attention, which drops nothing; past windows and the length positions scale from."""
+    folder, tokens = written_to(tmp_path, name), torch.tensor([tokens_of(48)])
+    found = load_model(folder, "float32", trained=True)
+    eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        ours, theirs = (torch.log_softmax(model(tokens).logits[0], -1) for model in (found, eager))
+    assert float(theirs.std()) > 0.3  # else it would not tell
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
+def test_no_argument_of_attention_is_dropped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A term that a later model hands to its attention must be known here before it is trained."""
+    given: set[str] = set()
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def noted(*positional: Any, **named: Any) -> Any:
+        given.update(key for key, value in named.items() if value is not None)
+        return plain(*positional, **named)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", noted)
+    with torch.no_grad():
+        load_model(written_to(tmp_path, name), "float32", trained=True)(torch.tensor([tokens_of(8)]), use_cache=False)
+    assert given <= KNOWN, f"what scaled_dot_product_attention drops: {sorted(given - KNOWN)}"
+
+
+def test_the_default_attention_would_drop_a_softcap(tmp_path: Path) -> None:
+    """The scaled weights above are large enough to show it; recorded runs keep that attention."""
+    folder, tokens = written_to(tmp_path, "gemma2"), torch.tensor([tokens_of(48)])
+    with torch.no_grad():
+        exact, default = (
+            torch.log_softmax(load_model(folder, "float32", trained=True, attention=kind)(tokens).logits[0], -1)
+            for kind in ("exact", "default")
+        )
+    assert float((exact - default).abs().max()) > 0.04
 
 
 @pytest.mark.parametrize("name", sorted(DROPOUT))

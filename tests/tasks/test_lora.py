@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,6 +65,31 @@ def test_only_the_adapter_is_trained(folder: Path, dtype: str) -> None:
     now = made.policy.tensors()
     assert all(not torch.equal(now[name], tensor) for name, tensor in adapter.items())
     assert all(tensor.dtype == torch.float32 for tensor in now.values())
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("float32", 0), ("bfloat16", 1)])
+def test_rounding_at_bfloat16_is_warned_of_once(
+    folder: Path, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the share of the adapter's part that the published weights lose."""
+    made = learner(folder, dtype)
+    made.weights()
+    assert not caplog.records  # nothing is added yet
+    made.step(batch(0), 0)
+    base = copied(made.policy._named())
+    assert isinstance(made.policy, LoraPolicy)
+    published = copied(made.policy.weights())
+    made.weights()
+    said = [record.getMessage() for record in caplog.records if "[train.lora]" in record.getMessage()]
+    assert len(said) == warned
+    added = lost = 0.0
+    for name, layer in layers(made).items():
+        part = 8.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).detach()  # alpha 32, rank 4
+        whole = base[f"{name}.weight"].float() + part
+        added += float(part.square().sum())
+        lost += float((published[f"{name}.weight"].float() - whole).square().sum())
+    share = f"by {100 * math.sqrt(lost / added):.0f}%"
+    assert all(share in text for text in said)
 
 
 def test_each_linear_layer_of_the_decoder_has_one_and_targets_choose(folder: Path) -> None:

@@ -122,6 +122,15 @@ def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
     assert not any("master" in name for name in made.policy.tensors())
 
 
+def test_a_recorded_run_keeps_its_attention_and_advantages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other attention or longer sums would give other bits when it is replayed."""
+    config = RunConfig().model_dump(mode="json")
+    assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")
+    monkeypatch.setattr(RunContext, "created", SimpleNamespace(config=config))
+    found = RunContext(str(tmp_path), tmp_path).config.train
+    assert (found.attention, found.advantage_dtype) == ("default", "float32")
+
+
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
 def test_a_run_recorded_before_there_were_masters_has_none(
     recorded: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

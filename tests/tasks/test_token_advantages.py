@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise, product
+from statistics import fmean
 
 import pytest
 import torch
@@ -126,6 +127,16 @@ def test_the_controller_never_jumps_and_goes_the_right_way(
         assert after == pytest.approx(weight * (1 + gain * clipped), rel=1e-12)
         assert after > 0
         weight = after
+
+
+def test_advantages_are_computed_in_float64() -> None:
+    """Of rewards whose mean no float32 holds; a recorded run has what float32 gave."""
+    part = Advantage(baseline="group", scale="none")
+    data = data_of([([True], reward, Ending.STOP) for reward in (1e8, 1e8 + 8, 3.0)])
+    exact = [value - fmean([1e8, 1e8 + 8, 3.0]) for value in (1e8, 1e8 + 8, 3.0)]
+    found, recorded = judge(part, data, 7), judge(part, data, 7, dtype=torch.float32)
+    assert found.advantage_B.tolist() == torch.tensor(exact).tolist()
+    assert found.advantage_B.tolist() != recorded.advantage_B.tolist()
 
 
 @pytest.mark.parametrize("large", [1e20, -3e38])
