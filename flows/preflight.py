@@ -106,6 +106,8 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         notes.append(_near_duplicates(config, prompts))
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_reading(config, folder, [prompt.text for prompt in first])
+        if config.policy.path is not None:
+            _check_weights(config, folder, tokenizer)
         probe, pins = probe_tokens(prompts, tokenizer.probe_length), pinned(config, prompts, read)
     weights = {} if config.policy.path is None else weight_files(config.policy.path)  # a cold start makes its own
     return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
@@ -205,7 +207,7 @@ def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
 
 
 def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
-    """Open the policy as the run will: files, engine, end tokens, context, templates and weights."""
+    """Open the policy as the run will: files, engine, end tokens, context and templates."""
     check_files(folder)
     if config.policy.path is not None:
         check_config(folder)
@@ -218,8 +220,6 @@ def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
             f"{tokenizer.context} tokens; choose fewer"
         )
     check_templates(config.prompts, tokenizer)
-    if config.policy.path is not None:
-        _check_weights(config, folder, tokenizer)
     return tokenizer
 
 

@@ -102,7 +102,9 @@ class PolicyTokenizer:
     @cached_property
     def has_template(self) -> bool:
         """True if the folder has a chat template."""
-        return bool(self._whole_tokenizer.chat_template)
+        described = self.folder / "tokenizer_config.json"
+        named = described.exists() and json.loads(described.read_text()).get("chat_template")
+        return bool(named or (self.folder / "chat_template.jinja").exists()) and bool(self._loaded.chat_template)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -115,10 +117,10 @@ class PolicyTokenizer:
             raise ConfigError(
                 "prompts.chat = True: the policy's tokenizer has no chat template; set prompts.chat = false"
             )
-        return ChatTemplate(self._whole_tokenizer, self._now)
+        return ChatTemplate(self._loaded, self._now)
 
     @cached_property
-    def _whole_tokenizer(self) -> Any:
+    def _loaded(self) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)

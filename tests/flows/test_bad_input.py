@@ -229,6 +229,9 @@ def make_policy(folder: Path, **changes: object) -> Path:
 def test_tokenizer_without_end_of_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = make_policy(tmp_path / "policy", eos_token_id=None)
     (folder / "generation_config.json").unlink()
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    del described["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     assert "policy.path" in sentence
     assert "no end-of-sequence token" in sentence
