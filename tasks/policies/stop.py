@@ -46,7 +46,7 @@ def tokenizer_end(folder: Path) -> list[int]:
     """The id of the tokenizer's own end token, if it names one that it has."""
     name = named_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
-    added = {token["content"]: token["id"] for token in tokens.get("added_tokens", ())}
+    added = {token["content"]: token["id"] for token in tokens.get("added_tokens") or ()}
     vocabulary = tokens.get("model", {}).get("vocab", {})
     found = added.get(name, vocabulary.get(name) if isinstance(vocabulary, Mapping) else None)
     return [] if found is None else [found]
@@ -57,8 +57,8 @@ def named_token(folder: Path, key: str) -> str | None:
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file
         found = json.loads(path.read_text()).get(key) if path.exists() else None
-        if found is not None:
-            return str(found["content"] if isinstance(found, Mapping) else found)
+        if (name := found.get("content") if isinstance(found, Mapping) else found) is not None:
+            return name if isinstance(name, str) else None
     return None
 
 

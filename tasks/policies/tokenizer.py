@@ -121,9 +121,7 @@ class PolicyTokenizer:
 
     @cached_property
     def _loaded(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        return _others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
         """The tokens of a text, behind what the tokenizer begins with unless the text begins so itself."""
@@ -174,18 +172,27 @@ def _whole(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def _others(folder: Path) -> Any:
+    """The tokenizer as other tools open it.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - whatever a tokenizer's class says of its files
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"policy.path: AutoTokenizer cannot open it ({said}); save the tokenizer again") from None
+
+
 def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """How `AutoTokenizer` reads the folder differently from a run; None if it reads the same.
 
     It compares the vocabularies, and the tokens and texts of `texts`, of every special token and of `PIECES`.
     """
-    from transformers import AutoTokenizer
-
-    ours = _whole(folder)
-    try:
-        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        return f"AutoTokenizer cannot open it ({str(error).strip().splitlines()[0]})"
+    ours, theirs = _whole(folder), _others(folder)
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))
