@@ -51,6 +51,8 @@ from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run_expectations import expected_of
 
 ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
 LIMIT_SECONDS = 180.0  # longest wait for one recovery
@@ -230,7 +232,7 @@ class Victim:
         except subprocess.TimeoutExpired:
             kill_everything(self.home)
             code = -1
-        report = audit(self.store, deep=True)
+        report = audit(self.store, deep=True, expected=expected_of(RunContext(self.store.uri, self.home / "cache")))
         regenerated: dict[str, int] = defaultdict(int)
         for recovery in self.recoveries.read():
             regenerated[recovery.role] += recovery.trajectories

@@ -266,7 +266,8 @@ class Steps:
         self.follower = Log(run)
         report = AuditReport()
         report.close(made.state)
-        audits.keep(run, Audited(made.state, report, {}, SIZE))
+        first = hashlib.sha256(run.get(entry_path(0))).hexdigest()
+        audits.keep(run, Audited(made.state, report, {}, SIZE, first))
         self.restart()
 
     def start(self) -> None:

@@ -37,6 +37,7 @@ from rollflow.flows.services.prefect_api import asked_for
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
 from rollflow.flows.views.actor_warnings import ActorWarnings
+from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.config_history import shown
 from rollflow.flows.views.log_lines import about
@@ -60,6 +61,7 @@ from rollflow.tasks.config_changes import tree_of
 from rollflow.tasks.names import RunId, RunPlace
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
 from rollflow.tasks.run_context import RunContext, claim
+from rollflow.tasks.run_expectations import expected_of
 
 
 @flow(name="post-training", log_prints=False, flow_run_name=run_name, persist_result=True, result_serializer="json")
@@ -87,6 +89,7 @@ def post_training(
         stages = Stages(context, address, log, ActorWarnings(logger.warning).tell)
         writer, page = StatusWriter(context, stages, tracker), Page(context.run_id, log)
         following = Following(stages, writer, supervisor)
+        write_first_anchor(context, tracker, page)
         try:
             writer.refresh()  # whoever looks sees that it starts
             if trained(context):
@@ -121,6 +124,7 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
         if writer.no_signal:
             get_run_logger().warning(writer.no_signal)
             page.warn(writer.no_signal)
+        write_anchor(context, writer.tracker, page)
         newest = max(0, len(told) - 2)  # an evaluation may come later than its block
         told[newest:] = rows(context, every[newest : len(told) + 1])
         page.progress(told)
@@ -135,7 +139,8 @@ def _end(following: Following, stages: Stages, writer: StatusWriter) -> None:
 
 def _audit(writer: StatusWriter) -> AuditReport:
     """The audit of the run; whoever looks sees that it comes further."""
-    return audit(writer.context.store, progress=lambda _: writer.came_further("ending"))
+    expected, further = expected_of(writer.context), functools.partial(writer.came_further, "ending")
+    return audit(writer.context.store, progress=lambda _: further(), expected=expected)
 
 
 def _accuracies(found: list[float]) -> str:
@@ -259,6 +264,7 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
     phase, writer.failure = _ending(error)
     with contextlib.suppress(RollflowError):  # the store may be what failed; the error itself must come through
         writer.refresh(phase)
+    write_anchor(writer.context, writer.tracker)
     writer.tracker.finish("FAILED" if phase == "failed" else "KILLED")
 
 
@@ -290,6 +296,7 @@ def _finish(
     mlflow = mlflow_page(tracker, context.config, "rollflow serve")
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
     summary = summarize(context, report, idle, stages.rollout, pages)
+    write_anchor(context, tracker, page)
     plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
     with contextlib.suppress(RollflowError):  # a batch that is damaged now is no reason to fail the run

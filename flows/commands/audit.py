@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
+from rollflow.flows.views.anchors import read_anchors
 from rollflow.flows.views.audit_table import print_report, show_audit
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.log.anchors import Anchor, check_anchors, parse
 from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run_expectations import expected_of
 
 REPORT = TypeAdapter(AuditReport)
 
@@ -20,8 +24,10 @@ REPORT = TypeAdapter(AuditReport)
 def command(options: argparse.Namespace) -> int:
     """Audit the run and print the report; it fails where there is a violation."""
     context = find_run(options.run, options.store)
+    anchors = [anchor for said in options.anchor for anchor in _anchors(context, said)]
     try:
-        report = show_audit(context.store, deep=options.deep)
+        report = show_audit(context.store, deep=options.deep, expected=expected_of(context))
+        report.violations += check_anchors(context.store, anchors)
     except Missing:
         raise ConfigError(
             f"run {options.run!r}: there is no such run in {context.uri}; check the run id or --store"
@@ -31,6 +37,15 @@ def command(options: argparse.Namespace) -> int:
     else:
         print_report(report, _shares(context))
     return OK if report.clean else FAILED
+
+
+def _anchors(context: RunContext, said: str) -> Sequence[Anchor]:
+    """Those that a person gives, or those that MLflow has."""
+    if said != "mlflow":
+        return [parse(said)]
+    from rollflow.flows.post_training import tracking_place  # with Prefect, which takes seconds
+
+    return read_anchors(context, tracking_place(context.config))
 
 
 def _shares(context: RunContext) -> dict[str, float]:

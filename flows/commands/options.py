@@ -152,6 +152,13 @@ def _proving_commands(commands: Any) -> None:
     audit = commands.add_parser("audit", help="prove a run's invariants from its storage alone")
     _run_argument(audit, required=True)
     audit.add_argument("--deep", action="store_true", help="from the first entry on, and every object")
+    audit.add_argument(
+        "--anchor",
+        action="append",
+        default=[],
+        metavar="N:SHA256",
+        help="compare entry N with a hash that was kept elsewhere; mlflow: with those that MLflow has; repeatable",
+    )
     audit.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     audit.set_defaults(verb="audit")
 

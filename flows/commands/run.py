@@ -26,6 +26,7 @@ from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.journal.usage import read_usage
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run_expectations import expected_of
 
 
 def command(options: argparse.Namespace) -> int:
@@ -117,7 +118,7 @@ def _stopped(context: RunContext) -> int:
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, last.at_end("stopped").to_json().encode())
-        report = show_audit(context.store, deep=False)
+        report = show_audit(context.store, deep=False, expected=expected_of(context))
     except Unreachable as error:
         print(f"stopped; {error}\nonce it does, go on with: rollflow resume {context.uri}")
         return INTERRUPTED

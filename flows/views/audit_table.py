@@ -10,19 +10,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollflow.storage.log.audit import Progress, audit
+from rollflow.storage.log.expected import NOTHING, Expected
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects import ObjectStore
 
 ROWS = 12  # version rows; a longer run is shown in this many spans
 
 
-def show_audit(store: ObjectStore, *, deep: bool, console: Console | None = None) -> AuditReport:
+def show_audit(
+    store: ObjectStore, *, deep: bool, console: Console | None = None, expected: Expected = NOTHING
+) -> AuditReport:
     """Audit a run's storage; on a terminal a line tells how far it is. See `audit` for what it raises."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        return audit(store, deep=deep)
+        return audit(store, deep=deep, expected=expected)
     with console.status("audit: reading the log") as line:
-        return audit(store, deep=deep, progress=lambda far: line.update(f"audit: {_progress(far)}"))
+        progress = lambda far: line.update(f"audit: {_progress(far)}")  # noqa: E731
+        return audit(store, deep=deep, progress=progress, expected=expected)
 
 
 def _progress(far: Progress) -> str:
@@ -47,6 +51,10 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
         console.print(domains_table(report.domains, shares))
     for voided in report.quarantined:
         console.print(f"quarantined {escape(voided)}", soft_wrap=True)
+    for prompt in report.overdue:
+        console.print(f"open for long: {escape(prompt)}", soft_wrap=True)
+    if report.unchecked:
+        console.print(f"[yellow]{escape(report.unchecked)}[/]", soft_wrap=True)
     if report.clean:
         console.print("[green]clean[/]: no invariant is broken")
         return

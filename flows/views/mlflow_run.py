@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollflow.flows.views.run_facts import Beginning, Changes, Ending, KeptVersion, Prompts
+from rollflow.storage.errors import Unreachable
+from rollflow.storage.log.anchors import Anchor
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
+ANCHOR_TAG = "rollflow.anchor."  # before the number of an entry; its value is the entry's sha256
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # what is told once has arrived
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
@@ -65,6 +68,7 @@ class MlflowRun:
     last: dict[str, int] = field(default_factory=dict)
     ended: str = ""  # the version with which it had come to its end when that was told; "yes" in older runs
     changes: int = 0  # of its config, that are told
+    anchors: set[int] = field(default_factory=set)  # entries whose hashes are there
 
     def log_points(self, points: Sequence[Point]) -> None:
         """All of them, or none."""
@@ -84,6 +88,12 @@ class MlflowRun:
         if told.prompts:
             self.client.log_inputs(self.run_id, [_dataset(one) for one in told.prompts])
         self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
+
+    def log_anchor(self, anchor: Anchor) -> None:
+        """An entry's hash; one that is there stays, since an entry never changes."""
+        if anchor.n not in self.anchors:
+            self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
+            self.anchors.add(anchor.n)
 
     def log_ending(self, told: Ending) -> None:
         """Figures, files, samples and kept versions; nothing if they are there."""
@@ -170,11 +180,35 @@ def open_run(
         client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
     last = {marker: int(run.data.metrics[marker]) for marker in MARKERS if marker in run.data.metrics}
     ended, changes = run.data.tags.get(ENDED_TAG, ""), int(run.data.tags.get(CHANGES_TAG, 0))
-    opened = MlflowRun(client, run.info.run_id, experiment_id, last, ended, changes)
+    anchors = {int(tag.removeprefix(ANCHOR_TAG)) for tag in run.data.tags if tag.startswith(ANCHOR_TAG)}
+    opened = MlflowRun(client, run.info.run_id, experiment_id, last, ended, changes, anchors)
     if BEGUN_TAG not in run.data.tags:
         opened.log_beginning(told)
     opened.log_changes(told.changes)
     return opened
+
+
+def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
+    """The tags of the MLflow run with this key; none where there is no such run.
+
+    Raises:
+        Unreachable: MLflow cannot be read.
+    """
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from requests.exceptions import RequestException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        client = MlflowClient(tracking_uri=place.uri)
+        experiment = client.get_experiment_by_name(place.experiment)
+        where = f"tags.`{KEY_TAG}` = '{key}'"
+        found = client.search_runs([experiment.experiment_id], where, max_results=1) if experiment else []
+    except (MlflowException, RequestException, SQLAlchemyError, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Unreachable(f"the MLflow of this run cannot be read ({first})") from error
+    tags: Mapping[str, str] = found[0].data.tags if found else {}
+    return tags
 
 
 def _experiment(client: MlflowClient, place: TrackingPlace) -> str:

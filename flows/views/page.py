@@ -32,6 +32,7 @@ class Page:
         self._key, self._log = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-"), log
         self._flow_run = UUID(str(flow_run.id))
         self._made: dict[str, UUID] = {}
+        self._anchors: list[str] = []
         self._away = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         context = copy_context()  # of this flow run: which server it is
@@ -53,6 +54,12 @@ class Page:
     def warn(self, text: str) -> None:
         """What a person should know now."""
         self._show("warning", "markdown", text, "What to look at")
+
+    def anchor(self, anchor: str) -> None:
+        """One more hash of an entry of the run's log, for `rollflow audit --anchor`."""
+        self._anchors.append(f"- `{anchor}`")
+        lines = "\n".join(dict.fromkeys(self._anchors))
+        self._show("anchors", "markdown", lines, "Hashes of the run's entries, for rollflow audit --anchor")
 
     def plot(self, picture: Path) -> None:
         """The reward plot (PNG), in the artifact itself: the page reads no file."""

@@ -42,6 +42,7 @@ from rollflow.flows.views.mlflow_run import (
 from rollflow.flows.views.parameters import flatten
 from rollflow.flows.views.run_facts import Beginning, Ending
 from rollflow.storage.errors import RollflowError
+from rollflow.storage.log.anchors import Anchor
 
 VIEW = "?workflowType=machine_learning"  # else MLflow's pages show GenAI traces, of which there are none
 ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_")
@@ -107,6 +108,10 @@ class Tracker:
     def log_reward_plot(self, curves: Curves, path: Path) -> None:
         """Draw the curves to `path` (PNG) and log it as the artifact `reward.png`."""
         self._queue.put(lambda: self._log_plot(curves, path))
+
+    def log_anchor(self, anchor: Anchor) -> None:
+        """Keep the hash of one of the run's entries."""
+        self._queue.put(lambda: self._log_anchor(anchor))
 
     def log_ending(self, told: Ending) -> None:
         """Say what came of the run, unless that was said before."""
@@ -190,6 +195,10 @@ class Tracker:
             draw(curves, path)
             run = self._run()
             run.client.log_artifact(run.run_id, str(path))
+
+    def _log_anchor(self, anchor: Anchor) -> None:
+        with self._recorded("an anchor"):
+            self._run().log_anchor(anchor)
 
     def _log_ending(self, told: Ending) -> None:
         with self._recorded("what came of the run"):

@@ -24,7 +24,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 AUDITS = "audits"
-RULES = 1  # raised with any change of what an audit checks; then all is looked at again
+RULES = 2  # raised with any change of what an audit checks; then all is looked at again
 KEPT = 3
 
 UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # a validation's error is a ValueError
@@ -38,6 +38,9 @@ class Audited:
     report: AuditReport = field(default_factory=AuditReport)
     rows: dict[int, Rows] = field(default_factory=dict)  # entry of a batch that waits -> its rows
     responses: int = 0  # that are started for a group
+    first: str = ""  # the hash of entry 0
+    opened: dict[int, int] = field(default_factory=dict)  # open prompt -> the batch with which its dispatch began
+    thorough: bool = False  # what is expected of prompts and config was compared, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,12 @@ def withdraw(run: ObjectStore, others: list[Witness]) -> None:
             run.delete(path)
 
 
-def newest(run: ObjectStore) -> tuple[Audited, list[Witness]]:
-    """The newest audit that can be trusted (an empty one if none can), and those that saw another log."""
+def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[Audited, list[Witness]]:
+    """The newest audit that can be trusted (an empty one if none can), and those that saw another log.
+
+    Args:
+        thorough: only one that compared prompts and config.
+    """
     others: list[Witness] = []
     for path in sorted(run.list(AUDITS), reverse=True):
         try:
@@ -79,9 +86,10 @@ def newest(run: ObjectStore) -> tuple[Audited, list[Witness]]:
         except UNREADABLE:
             continue
         witness = Witness(path, audited.state.n, audited.state.sha256)
-        if _holds(run, witness):
+        if not _holds(run, witness):
+            others.append(witness)
+        elif audited.thorough or not thorough:
             return audited, others
-        others.append(witness)
     return Audited(), others
 
 

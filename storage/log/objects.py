@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import rows
 from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.log.finite import first_nonfinite
 from rollflow.storage.log.report import Rows, Violation
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.objects.base import ObjectStore
@@ -60,7 +62,25 @@ def look(run: ObjectStore, named: Named) -> Looked:
     if (size, sha256) != (named.stored.size, named.stored.sha256):
         what = f"it has {size} bytes with sha256 {sha256[:12]}, entry {named.entry} names {named.stored.size} with "
         return Looked(named, size, violations=(Violation("altered", path, f"{what}{named.stored.sha256[:12]}"),))
-    return Looked(named, size) if named.batch is None else _look_inside(named, named.batch, data)
+    if named.batch is not None:
+        return _look_inside(named, named.batch, data)
+    if named.kind == "weights" and named.rules and named.rules.asked.limits:
+        return Looked(named, size, violations=_check_weights(run, path))
+    return Looked(named, size)
+
+
+def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
+    """Weights are numbers. A file on this machine is mapped."""
+    local = run.local_path(path)
+    try:
+        if local is None:
+            name = first_nonfinite(run.get(path))
+        else:
+            with found(local), open(local, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                name = first_nonfinite(data)
+    except (ValueError, Missing, Corrupt) as error:
+        return (Violation("altered", path, f"it holds no weights: {error}"),)
+    return () if name is None else (Violation("lineage", path, f"tensor {name} has a number that is not finite"),)
 
 
 def _look_inside(named: Named, body: BatchCommitted, data: bytes) -> Looked:

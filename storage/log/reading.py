@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,8 +94,12 @@ def there(log: Log, n: int) -> Written:
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
     """The number of the first entry behind entry `n`; None if there is none. See `entries`."""
-    if run.local_path(FOLDER) is not None and not to_the_last:
+    local = run.local_path(FOLDER)
+    if local is not None and not to_the_last:
         return next((m for m in range(n + 1, n + AHEAD) if run.exists(entry_path(m))), None)
+    if local is not None:  # a store on this machine sorts all names before it gives one
+        own = (entry_number(f"{FOLDER}/{name}") for name in (os.listdir(local) if local.exists() else ()))
+        return min((number for number in own if number is not None and number > n), default=None)
     numbers = map(entry_number, run.list(FOLDER, after=entry_path(n)))
     return next((number for number in numbers if number is not None), None)
 

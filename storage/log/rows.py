@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.answers import NOT_ASKED, Asked, check_rows
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.report import Rows, ViolationKind
 from rollflow.storage.records import GroupKey
@@ -31,6 +32,7 @@ class Rules:
     alpha: float
     group_size: int  # G
     responses: int  # that are started for a group: the samples that are kept are G of them
+    asked: Asked = NOT_ASKED
 
 
 def counted(batch: TrajectoryBatch, number: int) -> Rows:
@@ -55,6 +57,8 @@ def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: R
     if not samples and body.groups:
         yield from _sums(batch, body, tokens)
     yield from _values(batch, tokens, version)
+    if not samples:
+        yield from check_rows(batch, rules.asked)
 
 
 def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Found]:

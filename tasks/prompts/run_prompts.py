@@ -60,8 +60,12 @@ class RunPrompts:
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at `index`."""
+        return self.asked(index)[0]
+
+    def asked(self, index: int) -> tuple[Prompt, Question]:
+        """The training prompt at `index`, and its question."""
         position, which = divmod(index, len(self.sources))
-        return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)[0]
+        return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)
 
     def question(self, index: int) -> Question:
         """What the source of `index` asks there, whatever its length in tokens."""

@@ -22,6 +22,7 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.run_context import RunContext
 
 GROUPS, SIZE = 2, 4
@@ -143,24 +144,28 @@ def batch(context: RunContext, number: int, *, ahead: bool = False) -> StagedBat
     started = max(number - int(context.config.async_ratio), 0)
     newest = started if ahead else number
     order, draw, state = context.prompts(), random.Random(number), context.log.state
+    stop = stop_tokens(context.policy_folder)[0]
     again, first = number in state.holes, number * GROUPS
     gone = (Discard(GroupKey(first, 0), DiscardReason.STALE, 0, 21),) if number == 2 and not again else ()
     attempts = state.open | {discard.key.prompt: discard.key.attempt + 1 for discard in gone}
     groups = []
     for index in range(first, first + GROUPS):
         prompt = order.prompt(index)
-        samples = (trajectory(prompt.tokens, sample, started, newest, draw) for sample in range(SIZE))
+        samples = (trajectory(prompt.tokens, sample, started, newest, draw, stop) for sample in range(SIZE))
         key = GroupKey(index, attempts.get(index, 0))
         groups.append(TrajectoryGroup(key, prompt.id, prompt.domain, tuple(samples)))
     issued = range(first + 1 if number else 0, first + GROUPS + 1)
     return StagedBatch(number, tuple(groups), () if again else tuple(issued), gone)
 
 
-def trajectory(prompt: tuple[int, ...], sample: int, started: int, newest: int, draw: random.Random) -> Trajectory:
-    """A made-up answer, begun and ended under these versions."""
+def trajectory(
+    prompt: Sequence[int], sample: int, started: int, newest: int, draw: random.Random, stop: int
+) -> Trajectory:
+    """A made-up answer, begun and ended under these versions; a short one ends with the token `stop`."""
     length = draw.randint(2, 8)
     versions = tuple(started if t < length // 2 else newest for t in range(length))
     response = tuple(draw.randint(3, 250) for _ in range(length))
+    response = response if length == 8 else (*response[:-1], stop)
     quiet = len(prompt)
     return Trajectory(
         sample,

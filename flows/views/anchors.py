@@ -1,0 +1,60 @@
+"""Anchors of a run where who can alter its storage may not reach: tags of its MLflow run, an artifact in Prefect.
+
+They are written when a supervisor takes the run, after each block of versions, and at the end. An anchor says something
+of the entries up to its own, so a run that is killed in between has older anchors, which hold all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rollflow.flows.views.mlflow_run import ANCHOR_TAG, TrackingPlace, read_tags
+from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
+from rollflow.storage.log.anchors import Anchor, first_anchor, newest_anchor, parse
+from rollflow.tasks.run_context import RunContext
+
+if TYPE_CHECKING:
+    from rollflow.flows.views.page import Page
+    from rollflow.flows.views.tracking import Tracker
+
+
+def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:
+    """Hand the anchors of entry 0 and of the newest entry to the tracker and the page, which write them by themselves.
+
+    A store that cannot be read now is no reason to end a run: the next anchor says as much.
+    """
+    with contextlib.suppress(RollflowError, OSError):
+        first = first_anchor(context.store)
+        tracker.log_anchor(first)
+        page.anchor(str(first))
+    write_anchor(context, tracker, page)
+
+
+def write_anchor(context: RunContext, tracker: Tracker, page: Page | None = None) -> None:
+    """The same of the newest entry that the supervisor has read; it reads nothing."""
+    anchor = newest_anchor(context.log.state)
+    tracker.log_anchor(anchor)
+    if page is not None:
+        page.anchor(str(anchor))
+
+
+def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
+    """The anchors of a run that the MLflow at `place` has.
+
+    Raises:
+        ConfigError: MLflow cannot be read, or has none of this run.
+    """
+    try:
+        tags = read_tags(place, context.key)
+    except Unreachable as error:
+        raise ConfigError(f"--anchor mlflow: {error}; give N:SHA256, from where you kept one") from None
+    anchors = [
+        parse(f"{int(name.removeprefix(ANCHOR_TAG))}:{sha256}")
+        for name, sha256 in sorted(tags.items())
+        if name.startswith(ANCHOR_TAG)
+    ]
+    if not anchors:
+        raise ConfigError("--anchor mlflow: MLflow has no anchor of this run; give N:SHA256, from where you kept one")
+    return anchors

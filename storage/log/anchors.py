@@ -1,0 +1,73 @@
+"""Anchors: hashes of a run's entries that are kept outside of its storage, where who alters the run cannot follow.
+
+    12:6b86b273...   entry 12 has this sha256
+
+An entry names the hash of the one before, so the anchor of an entry proves all entries up to it. Entries are never
+changed and only added, so an anchor holds however far the run has gone on since. (`rollflow repair` may set a damaged
+newest entry aside; then its anchor, if there was one, does not hold any more, and says so.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.log.entries import entry_path
+from rollflow.storage.log.report import Violation
+from rollflow.storage.log.state import RunState
+from rollflow.storage.objects.base import ObjectStore
+
+FORM = re.compile(r"(\d{1,10}):([0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """Entry `n` has this hash."""
+
+    n: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.sha256}"
+
+
+def parse(text: str) -> Anchor:
+    """The anchor that a text is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if (match := FORM.fullmatch(text.strip())) is None:
+        raise ConfigError(f"anchor {text!r}: give the number of an entry and its sha256, as in 0:6b86b273...")
+    return Anchor(int(match[1]), match[2])
+
+
+def first_anchor(run: ObjectStore) -> Anchor:
+    """The anchor of entry 0."""
+    return Anchor(0, hashlib.sha256(run.get(entry_path(0))).hexdigest())
+
+
+def newest_anchor(state: RunState) -> Anchor:
+    """The anchor of the newest entry that `state` has seen."""
+    return Anchor(state.n, state.sha256)
+
+
+def check_anchors(run: ObjectStore, anchors: Sequence[Anchor]) -> list[Violation]:
+    """Say which entries are not those of the anchors."""
+    found = []
+    for anchor in anchors:
+        path = entry_path(anchor.n)
+        try:
+            sha256 = hashlib.sha256(run.get(path)).hexdigest()
+        except Missing:
+            found.append(Violation("gap", path, f"there is no entry {anchor.n}; its anchor is {anchor.sha256[:12]}"))
+        except Corrupt as error:
+            found.append(Violation("altered", path, f"{error}; its anchor is {anchor.sha256[:12]}"))
+        else:
+            if sha256 != anchor.sha256:
+                what = f"its sha256 is {sha256[:12]}, its anchor is {anchor.sha256[:12]}"
+                found.append(Violation("altered", path, f"{what}: the log was written anew, or repaired"))
+    return found

@@ -1,0 +1,216 @@
+"""Compares the rows of a batch file with the prompts that they answer and with the config's limits.
+
+Each row is a prompt, as its index asks it, and a response of what the policy chose. Shapes: R rows of N groups, G to a
+group; T tokens over all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.flat import ANY_TOKEN
+from rollflow.storage.log.expected import Limits
+from rollflow.storage.log.report import ViolationKind
+from rollflow.storage.records import Ending, Prompt
+
+Found = tuple[ViolationKind, str]
+Array = np.ndarray[Any, Any]
+ENDINGS = (Ending.STOP, Ending.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a batch's rows are compared with; None: that is not checked."""
+
+    limits: Limits | None = None
+    prompts: Mapping[int, Prompt] | None = None  # by index
+    held: frozenset[int] = frozenset()  # indices of those that are held out
+    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> its id
+    vocabulary: int = ANY_TOKEN
+    stops: frozenset[int] = frozenset()
+
+
+NOT_ASKED = Asked()
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The columns of a batch, flat."""
+
+    index_R: Array
+    length_R: Array  # tokens
+    first_R: Array  # where the row's tokens begin
+    prompt_R: Array  # tokens of the prompt
+    row_T: Array
+    tokens_T: Array
+    mask_T: Array
+    logprobs_T: Array
+    versions_T: Array
+    endings: list[str]
+
+    @classmethod
+    def of(cls, batch: TrajectoryBatch, prompts: Mapping[int, Prompt] | None) -> _Table:
+        table = batch.table
+        index, length = table["index"].to_numpy(), pc.list_value_length(table["tokens"]).to_numpy()
+        first, mask = np.cumsum(length) - length, _flat(batch, "loss_mask")
+        row = np.repeat(np.arange(len(length)), length)
+        if prompts is None:  # what stands before the first token that the policy chose
+            chosen = np.flatnonzero(mask)
+            place = np.searchsorted(chosen, first)
+            begins = np.append(chosen, len(mask))[place]
+            given = np.minimum(begins - first, length)
+        else:
+            given = np.array([len(prompts[one].tokens) for one in index.tolist()], dtype=np.int64)
+        flat = (_flat(batch, name) for name in ("tokens", "loss_mask", "logprobs", "versions"))
+        return cls(index, length, first, given, row, *flat, table["ending"].to_pylist())
+
+    @property
+    def response_T(self) -> Array:
+        """Whether a token stands behind its row's prompt."""
+        place: Array = np.arange(len(self.row_T)) - self.first_R[self.row_T]
+        behind: Array = place >= self.prompt_R[self.row_T]
+        return behind
+
+    def row(self, row: int) -> Array:
+        """A row's tokens."""
+        tokens: Array = self.tokens_T[self.first_R[row] : self.first_R[row] + self.length_R[row]]
+        return tokens
+
+
+def check_rows(batch: TrajectoryBatch, asked: Asked) -> Iterator[Found]:
+    """Say where the rows do not answer their prompts, or are not what the config lets a policy say.
+
+    The rows' columns have equal lengths (see `rows`).
+    """
+    table = _Table.of(batch, asked.prompts)
+    if asked.prompts is not None:
+        wrong = list(_check_prompts(batch, table, asked.prompts, asked))
+        yield from wrong
+        if wrong:
+            return
+    yield from _check_tokens(table, asked)
+    if asked.limits is not None:
+        yield from _check_responses(table, asked.limits, known=asked.prompts is not None)
+        yield from _check_times(batch, table, asked.limits)
+        yield from _check_rewards(batch, asked.limits)
+
+
+def _check_prompts(
+    batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: Asked
+) -> Iterator[Found]:
+    """Each row begins with the prompt of its index, and names it; none is held out."""
+    names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
+    told: set[int] = set()
+    for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
+        prompt = prompts[index]
+        if index in told:
+            continue  # one line a group
+        if name != (prompt.id, prompt.domain):
+            told.add(index)
+            yield "lineage", f"a row of prompt {index} names {name}, the prompt is {(prompt.id, prompt.domain)}"
+        elif not np.array_equal(table.row(row)[: len(prompt.tokens)], np.asarray(prompt.tokens)):
+            told.add(index)
+            other = _other(table.row(row), asked.held_out)
+            yield "lineage", f"a row of prompt {index} answers {other}, not that prompt"
+        elif index in asked.held:
+            told.add(index)
+            yield "lineage", f"prompt {index} is held out for evaluation"
+
+
+def _other(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
+    """What a row answers instead of its prompt, as far as it can be told."""
+    found = tuple(tokens_T.tolist())
+    for length in sorted({len(tokens) for tokens in held_out}, reverse=True):
+        if found[:length] in held_out:
+            return f"the held-out prompt {held_out[found[:length]]}"
+    return "other tokens"
+
+
+def _check_tokens(table: _Table, asked: Asked) -> Iterator[Found]:
+    """Tokens are of the vocabulary; what the policy did not choose has no log-prob and no version."""
+    most = asked.vocabulary
+    if table.tokens_T.size and (table.tokens_T.min() < 0 or table.tokens_T.max() >= most):
+        yield "lineage", f"a token lies outside of the policy's vocabulary, which has {most} tokens"
+    given_T = ~table.mask_T
+    if (table.logprobs_T[given_T] != 0.0).any() or (table.versions_T[given_T] != -1).any():
+        yield "lineage", "a token that the policy did not choose has a log-probability or a version"
+    if (table.mask_T & ~table.response_T).any():
+        yield "lineage", "a token of a prompt counts as chosen by the policy"
+    chosen_row, chosen_version = table.row_T[table.mask_T], table.versions_T[table.mask_T]
+    if ((np.diff(chosen_version) < 0) & (np.diff(chosen_row) == 0)).any():
+        yield "stale", "a token comes from an older version than the token before it"
+    if unknown := set(table.endings) - set(ENDINGS):
+        yield "lineage", f"a trajectory has the ending {min(unknown)!r}; what is trained on has one of {[*ENDINGS]}"
+    if asked.stops and not (asked.limits and asked.limits.made_up):
+        yield from _check_stops(table, asked.stops)
+
+
+def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
+    """A response that stopped ends with a stop token: the last one that the policy chose."""
+    chosen_T = np.flatnonzero(table.mask_T)
+    last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
+    for row, (ending, last) in enumerate(zip(table.endings, last_R.tolist(), strict=True)):
+        token = int(table.tokens_T[chosen_T[last]]) if last >= 0 else -1
+        if ending == Ending.STOP and token not in stops:
+            yield "lineage", f"a trajectory of prompt {table.index_R[row]} stopped without a stop token"
+            return
+
+
+def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[Found]:
+    """No response is longer than the config allows; one that was cut is as long as that.
+
+    Args:
+        known: the prompts are; else an environment may have added tokens before the first of the policy.
+    """
+    response_R = table.length_R - table.prompt_R
+    if (response_R > limits.max_new_tokens).any():
+        yield "lineage", f"a response has {response_R.max()} tokens, max_new_tokens is {limits.max_new_tokens}"
+    cut_R = np.array([ending == Ending.LENGTH for ending in table.endings], dtype=bool)
+    if (known or limits.single_turn) and (response_R[cut_R] < limits.max_new_tokens).any():
+        least, most = response_R[cut_R].min(), limits.max_new_tokens
+        yield "lineage", f"a response of {least} tokens was cut for its length, max_new_tokens is {most}"
+    if (response_R < 1).any():
+        yield "lineage", "a trajectory has no response"
+    if limits.single_turn and (table.response_T & ~table.mask_T).any():
+        yield "lineage", "a token of a response counts as not chosen by the policy, in an environment of one turn"
+
+
+def _check_times(batch: TrajectoryBatch, table: _Table, limits: Limits) -> Iterator[Found]:
+    """Starts are those of the config's rule; what was measured is a time."""
+    if limits.oldest_token:
+        yield from _check_starts(batch, table)
+    for name in ("generation_seconds", "reward_seconds"):
+        seconds = batch.table[name].to_numpy()
+        if not (np.isfinite(seconds) & (seconds >= 0)).all():
+            yield "lineage", f"{name} of a trajectory is negative or not finite"
+
+
+def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
+    """Each trajectory starts with its oldest token."""
+    oldest_R = np.full(len(table.length_R), np.iinfo(np.int32).max, dtype=np.int64)
+    np.minimum.at(oldest_R, table.row_T[table.mask_T], table.versions_T[table.mask_T])
+    started_R = batch.table["started_version"].to_numpy()
+    spoken = np.unique(table.row_T[table.mask_T])
+    if (started_R[spoken] != oldest_R[spoken]).any():
+        yield "stale", "a trajectory was not started under the version of its oldest token, as the config says"
+
+
+def _check_rewards(batch: TrajectoryBatch, limits: Limits) -> Iterator[Found]:
+    """No group is there that the config's filter would have removed."""
+    rewards, index = batch.table["reward"].to_pylist(), batch.table["index"].to_pylist()
+    for first in range(0, len(rewards), limits.group_size):
+        why = limits.filtered(rewards[first : first + limits.group_size])
+        if why is not None:
+            yield "lineage", f"group {index[first]} was trained on and not filtered: {why}"
+            return
+
+
+def _flat(batch: TrajectoryBatch, name: str) -> Array:
+    values: Array = pc.list_flatten(batch.table[name]).to_numpy()
+    return values

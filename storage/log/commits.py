@@ -1,0 +1,78 @@
+"""Compares what an entry commits with the config in force: counts, reasons of discards, paths of objects.
+
+The rules of the log (`rules`) decide what may follow. They know no config but alpha and the group's size, so that a
+writer with another config would be followed all the same. An audit asks for more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rollflow.storage.log.entries import BatchCommitted, VersionPublished
+from rollflow.storage.log.expected import Limits
+from rollflow.storage.log.report import ViolationKind
+from rollflow.storage.log.state import RunState
+from rollflow.storage.records import Discard, DiscardReason, GroupKey
+
+Found = tuple[ViolationKind, str]
+LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
+HIGHEST_PROBE = 1e-4  # nats; rounding may lift a certain token's above 0
+
+
+def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Limits | None) -> Iterator[Found]:
+    """Say what is wrong with a commit; `after` is the state that it leads to."""
+    if not body.file.path.startswith(f"trajectories/{body.number:08d}-{claim}-"):
+        yield "lineage", f"batch {body.number} names {body.file.path}, which is no file of this batch and its writer"
+    for discard in body.discards:
+        yield from _check_discard(discard, after)
+    if limits is None:
+        return
+    if len(body.groups) != limits.groups:
+        yield "lineage", f"batch {body.number} has {len(body.groups)} groups, the config says groups = {limits.groups}"
+    if not 0 <= body.surplus_tokens <= len(body.groups) * limits.extra_responses * limits.max_new_tokens:
+        what = f"extra_responses = {limits.extra_responses} of {limits.max_new_tokens} tokens at most"
+        yield "lineage", f"batch {body.number} counts {body.surplus_tokens} tokens of surplus responses, with {what}"
+    for group in body.groups:
+        yield from _check_length(group.key, group.tokens, limits.group_size * limits.max_new_tokens)
+    for discard in body.discards:
+        yield from _check_against(discard, limits)
+
+
+def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
+    """A discard was started under a version that existed; one that was left behind was too old for the next batch."""
+    name = _name(discard.key)
+    if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
+        what = f"started under version {discard.started_version}, with {discard.response_tokens} tokens"
+        yield "lineage", f"dispatch {name} was discarded as {discard.reason}, {what}: it cannot be"
+    elif discard.reason in LEFT_BEHIND and discard.started_version >= after.next_batch - after.alpha:
+        what = f"batch {after.next_batch} would still take version {discard.started_version}"
+        yield "lineage", f"dispatch {name} was discarded as {discard.reason}, and at async_ratio {after.alpha:g} {what}"
+
+
+def _check_against(discard: Discard, limits: Limits) -> Iterator[Found]:
+    name = _name(discard.key)
+    if discard.reason not in limits.reasons:
+        known = ", ".join(sorted(limits.reasons)) or "none"
+        yield "lineage", f"dispatch {name} was discarded as {discard.reason}; with this config there is only: {known}"
+    responses = limits.group_size + limits.extra_responses
+    yield from _check_length(discard.key, discard.response_tokens, responses * limits.max_new_tokens)
+
+
+def _check_length(key: GroupKey, tokens: int, most: int) -> Iterator[Found]:
+    if tokens > most:
+        yield "lineage", f"dispatch {_name(key)} has {tokens} response tokens, the config allows {most}"
+
+
+def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
+    """Say what is wrong with a version's entry: whose objects it names, and its probe."""
+    own = f"policies/{body.number:08d}/{claim}/"
+    for stored in (*body.weights, *body.state):
+        if not stored.path.startswith(own):
+            yield "lineage", f"version {body.number} names {stored.path}, which is not among its own objects ({own})"
+    if not all(math.isfinite(value) and value <= HIGHEST_PROBE for value in body.probe):
+        yield "lineage", f"version {body.number} has a log-probability of the probe that is positive or not finite"
+
+
+def _name(key: GroupKey) -> str:
+    return f"{key.prompt}.{key.attempt}"

@@ -1,0 +1,61 @@
+"""Finds a weight that is not finite in a safetensors file, a stretch at a time.
+
+A file is eight bytes of length, a JSON header of that length, then the tensors (the format's own documentation:
+https://github.com/huggingface/safetensors). A number is infinite or NaN if all bits of its exponent are set.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+
+STRETCH = 1 << 20  # numbers that are looked at together
+EXPONENTS = {  # type -> its bits as a number, and those of the exponent
+    "F64": ("<u8", 0x7FF << 52),
+    "F32": ("<u4", 0xFF << 23),
+    "BF16": ("<u2", 0xFF << 7),
+    "F16": ("<u2", 0x1F << 10),
+}
+
+
+def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
+    """The name of the first tensor with a number that is not finite; None if there is none.
+
+    Raises:
+        ValueError: it is no safetensors file.
+    """
+    for name, dtype, start, end in _tensors(data):
+        if dtype in EXPONENTS and not _is_finite(data, dtype, start, end):
+            return name
+    return None
+
+
+def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, int, int]]:
+    """Name, type, first byte and end of each tensor."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise ValueError("its header is cut")
+    try:
+        header = json.loads(bytes(data[8 : 8 + size]))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                if not 0 <= start <= end <= len(data) - 8 - size:
+                    raise ValueError(f"tensor {name} lies outside of it")
+                yield name, str(tensor["dtype"]), 8 + size + start, 8 + size + end
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is none: {error!r}") from error
+
+
+def _is_finite(data: bytes | memoryview | mmap.mmap, dtype: str, start: int, end: int) -> bool:
+    kind, exponent = EXPONENTS[dtype]
+    width = np.dtype(kind).itemsize
+    for first in range(start, end - width + 1, STRETCH * width):
+        count = min(STRETCH, (end - first) // width)
+        bits = np.frombuffer(data, kind, count, first)
+        if ((bits & bits.dtype.type(exponent)) == exponent).any():
+            return False
+    return True

@@ -1,0 +1,62 @@
+"""What a plain audit looks at again of what an earlier one has read: entry 0 and the newest entries.
+
+An audit that goes on from an earlier one believes it. So it asks whether that audit's own words still fit the log: the
+rules of entry 0, and the chain of the entries before the one that it ended with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.log.audits import Audited, audit_path
+from rollflow.storage.log.entries import decode, entry_path, opened
+from rollflow.storage.log.report import Violation
+from rollflow.storage.log.rules import apply
+from rollflow.storage.log.state import Refused, RunState
+from rollflow.storage.objects.base import ObjectStore
+
+NEWEST = 8  # entries
+
+
+def recheck(run: ObjectStore, begun: Audited) -> list[Violation]:
+    """Say what of the log's beginning, or of the entries before the one that `begun` ended with, is not what it saw."""
+    return [*_recheck_first(run, begun), *_recheck_newest(run, begun)]
+
+
+def _recheck_first(run: ObjectStore, begun: Audited) -> list[Violation]:
+    path = entry_path(0)
+    try:
+        data = run.get(path)
+        written = decode(data, 0, run.get)
+        first = apply(RunState(), written)
+    except (Missing, Corrupt, Refused, KeyError, TypeError, ValueError) as error:
+        return [Violation("altered", path, f"it cannot be read any more: {error}")]
+    if written.sha256 != begun.first:
+        return [Violation("altered", path, f"{audit_path(begun.state.n)} was made of another entry 0")]
+    rules = ["run_id", "fixed", *(["alpha", "group_size", "retention"] if len(begun.state.configs) == 1 else [])]
+    if any(getattr(first, name) != getattr(begun.state, name) for name in rules):
+        return [Violation("altered", audit_path(begun.state.n), "it goes by other rules than entry 0 says")]
+    return []
+
+
+def _recheck_newest(run: ObjectStore, begun: Audited) -> list[Violation]:
+    """Follow the chain back from the entry that `begun` ended with, and look at the link to entry 0."""
+    end = begun.state.n
+    found: list[Violation] = []
+    named: dict[int, str] = {}  # entry -> its hash, as the entry behind it has it
+    numbers = [*range(end, max(end - NEWEST, 0), -1), *([1] if end > NEWEST else [])]
+    for n in numbers:
+        try:
+            data = run.get(entry_path(n))
+            prev = opened(data)["prev"]
+        except (Missing, Corrupt, ValueError, KeyError) as error:
+            kind = "gap" if isinstance(error, Missing) else "altered"
+            found.append(Violation(kind, entry_path(n), f"it was audited, and cannot be read any more: {error}"))
+            continue
+        if n in named and hashlib.sha256(data).hexdigest() != named[n]:
+            found.append(Violation("altered", entry_path(n), f"entry {n + 1} follows another entry {n}: this one"))
+        named[n - 1] = prev
+    if 0 in named and named[0] != begun.first:
+        found.append(Violation("altered", entry_path(0), "entry 1 follows another entry 0"))
+    return found

@@ -1,0 +1,91 @@
+"""Alterations of a finished run by somebody who can write to its storage, and who could find each: `docs/audit.md`.
+
+All that names what is altered is hashed and chained anew, and what an earlier audit left is gone. The run is a real
+one: its prompts, its log, its learner; only its responses are made up.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.report import AuditReport
+from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run_expectations import expected_of
+from tests.support.alterations import Alteration
+from tests.support.alterations_of_log import all_alterations, table
+from tests.support.forger import Forger
+from tests.support.log_runs import forget
+from tests.support.small_run import prepare_small, train_small
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("alterations")]
+PAGE = Path(__file__).parents[3] / "docs" / "audit.md"
+ALTERATIONS = all_alterations()
+
+
+@dataclass
+class Finished:
+    """A run that has ended, and the hashes of its log that somebody has kept."""
+
+    context: RunContext
+    anchors: tuple[Anchor, Anchor]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    home = tmp_path_factory.mktemp("home")
+    file = home / "questions.jsonl"
+    line = '{"question":"What is %d plus %d?","answer":"%d"}\n'
+    file.write_text("".join(line % (one, one + 1, 2 * one + 1) for one in range(60)))
+    sources = [{"kind": "jsonl", "path": str(file)}, {"kind": "reasoning-gym", "family": "basic_arithmetic"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        context = prepare_small(home, "altered", 12, prompts=sources, keep_last=3, keep_every=2)
+        train_small(context)
+        forget(context.store)
+        yield Finished(context, (first_anchor(context.store), newest_anchor(context.log.state)))
+
+
+@pytest.fixture
+def forger(finished: Finished, tmp_path: Path) -> Forger:
+    shutil.copytree(finished.context.store.uri, tmp_path / "altered")
+    return Forger(RunContext(str(tmp_path / "altered"), tmp_path / "cache"))
+
+
+def audited(context: RunContext) -> AuditReport:
+    """What a deep audit says, of one who has read nothing of the run before."""
+    fresh = RunContext(context.uri, context.cache)
+    return audit(fresh.store, deep=True, expected=expected_of(fresh))
+
+
+def test_the_run_itself_is_clean(finished: Finished) -> None:
+    report = audited(finished.context)
+    assert (report.violations, report.unchecked, report.overdue) == ([], "", [])
+    assert report.fates == {"trained": 24, "discarded: stale": 1, "in flight": 1}
+    assert check_anchors(finished.context.store, finished.anchors) == []
+
+
+@pytest.mark.parametrize("one", ALTERATIONS, ids=[f"{one.part}: {one.what}" for one in ALTERATIONS])
+def test_an_alteration_is_found_by_whom_the_table_says(one: Alteration, forger: Forger, finished: Finished) -> None:
+    before = {path: forger.store.get(path) for path in forger.store.list()}
+    one.forge(forger)
+    assert {path: forger.store.get(path) for path in forger.store.list()} != before, "nothing was altered"
+    forget(forger.store)
+    report = audited(forger.context)
+    found = {"audit"} if report.violations else {"says"} if report.unchecked or report.overdue else set[str]()
+    found |= {"anchor"} if check_anchors(forger.store, finished.anchors) else set()
+    assert found == {*one.by} - {"replay"}, report.violations or report.unchecked
+
+
+def test_at_least_as_many_are_planted_as_were() -> None:
+    assert len({(one.part, one.what) for one in ALTERATIONS}) == len(ALTERATIONS) >= 73
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert table() in PAGE.read_text()

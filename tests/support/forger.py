@@ -1,0 +1,190 @@
+"""An attacker who can write to a run's storage: alters anything, and hashes and chains anew all that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.entries import BatchCommitted, Entry, RunCreated, VersionPublished
+from rollflow.storage.records import Discard, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.tasks.run_context import RunContext
+from tests.support.log_runs import committed, published, read, rewritten, sha256_of, told
+
+Groups = list[TrajectoryGroup]
+
+
+@dataclass(frozen=True)
+class Forger:
+    """One run, altered. See the module's docstring."""
+
+    context: RunContext
+
+    @property
+    def store(self) -> Any:
+        """The run's storage."""
+        return self.context.store
+
+    # --- entries ------------------------------------------------------------------------------------------------
+
+    def log(self, change: Callable[[list[Entry]], list[Entry]]) -> None:
+        """Another log, numbered and chained."""
+        rewritten(self.store, change(read(self.store)))
+
+    def entry(self, n: int, change: Callable[[Entry], Entry]) -> None:
+        """Another entry `n`."""
+        self.log(lambda entries: [change(one) if one.n == n else one for one in entries])
+
+    def batch(self, number: int, change: Callable[[BatchCommitted], BatchCommitted]) -> None:
+        """Another commit of batch `number`."""
+        self.entry(committed(self.store, number).n, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
+
+    def version(self, number: int, change: Callable[[VersionPublished], VersionPublished]) -> None:
+        """Another entry of version `number`."""
+        self.entry(published(self.store, number).n, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
+
+    def creation(self, change: Callable[[RunCreated], RunCreated]) -> None:
+        """Another entry 0."""
+        self.entry(0, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
+
+    def config(self, change: Mapping[str, Any]) -> None:
+        """Another config, with the hash that it has; of a section, only the keys that are given."""
+
+        def changed(body: RunCreated) -> RunCreated:
+            config = dict(body.config)
+            for key, value in change.items():
+                config[key] = {**config[key], **value} if isinstance(value, Mapping) else value
+            return replace(body, config=config, config_sha256=sha256_of(config))
+
+        self.creation(changed)
+
+    def discard(self, number: int, **change: Any) -> None:
+        """Another first discard of batch `number`."""
+
+        def changed(discards: tuple[Discard, ...]) -> tuple[Discard, ...]:
+            return (discards[0]._replace(**change), *discards[1:])
+
+        self.batch(number, lambda body: replace(body, discards=changed(body.discards)))
+
+    # --- objects ------------------------------------------------------------------------------------------------
+
+    def put(self, path: str, data: bytes) -> StoredObject:
+        """Other bytes at a path."""
+        return StoredObject(path, len(data), self.store.put(path, data))
+
+    def begun_with(self, path: str, data: bytes) -> None:
+        """Another file of the policy that the run began with."""
+        stored = self.put(path, data)
+        files = lambda body: tuple(stored if one.path == path else one for one in body.policy)  # noqa: E731
+        self.creation(lambda body: replace(body, policy=files(body)))
+
+    def policy(self, name: str, **change: Any) -> None:
+        """Another JSON file of the policy, with these keys changed."""
+        path = f"policy/{name}"
+        self.begun_with(path, json.dumps({**json.loads(self.store.get(path)), **change}).encode())
+
+    def pin(self, which: int, **change: Any) -> None:
+        """Another pin of a source of prompts."""
+
+        def changed(body: RunCreated) -> RunCreated:
+            pins = [{**pin, **change} if place == which else pin for place, pin in enumerate(body.prompts)]
+            return replace(body, prompts=tuple(pins))
+
+        self.creation(changed)
+
+    def file_of_prompts(self, change: Callable[[bytes], bytes]) -> None:
+        """Another file of prompts that the run keeps, pinned by its own hash."""
+        pin = self.context.created.prompts[0]
+        stored = self.put(pin["kept"], change(self.store.get(pin["kept"])))
+        self.pin(0, sha256=stored.sha256, size=stored.size)
+
+    def weights(self, number: int, change: Callable[[bytes], bytes], kind: str = "weights") -> None:
+        """Other weights (or learner state) of a version, under their own name."""
+        [stored, *others] = getattr(published(self.store, number).body, kind)
+        other = self.put(stored.path, change(self.store.get(stored.path)))
+        self.version(number, lambda body: replace(body, **{kind: (other, *others)}))
+
+    # --- rows ---------------------------------------------------------------------------------------------------
+
+    def groups(self, number: int) -> Groups:
+        """The groups of batch `number`."""
+        body = committed(self.store, number).body
+        assert isinstance(body, BatchCommitted)
+        return TrajectoryBatch.from_bytes(self.store.get(body.file.path)).groups()
+
+    def rows(self, number: int, change: Callable[[Groups], Groups], *, counts: bool = True) -> None:
+        """Other rows of batch `number`; its entry says of them what is so, unless its `counts` stay."""
+        groups = change(self.groups(number))
+        data = TrajectoryBatch.from_groups(groups).to_bytes().to_pybytes()
+
+        def changed(body: BatchCommitted) -> BatchCommitted:
+            file = self.put(body.file.path, data)
+            if not counts:
+                return replace(body, file=file)
+            rows = sum(len(group.trajectories) for group in groups)
+            return replace(body, file=file, groups=tuple(map(told, groups)), rows=rows)
+
+        self.batch(number, changed)
+
+    def row(self, number: int, change: Callable[[Trajectory], Trajectory], *, ending: str = "") -> None:
+        """Another first row of batch `number`, or the first with this ending."""
+
+        def changed(groups: Groups) -> Groups:
+            rows = [one for group in groups for one in group.trajectories]
+            first = next(one for one in rows if one.ending == ending or not ending)
+            return [
+                replace(group, trajectories=tuple(change(one) if one is first else one for one in group.trajectories))
+                for group in groups
+            ]
+
+        self.rows(number, changed)
+
+    def batch_with(self, ending: str) -> int:
+        """The first batch that has a row with this ending."""
+        return next(
+            number
+            for number in range(1, 12)
+            if any(one.ending == ending for group in self.groups(number) for one in group.trajectories)
+        )
+
+
+def given(row: Trajectory) -> int:
+    """Tokens of a row's prompt."""
+    return list(row.loss_mask).index(True)
+
+
+def put(values: Sequence[Any], place: int, value: Any) -> tuple[Any, ...]:
+    """The values with another one at a place."""
+    changed = list(values)
+    changed[place] = value
+    return tuple(changed)
+
+
+def asked(row: Trajectory, prompt: Sequence[int]) -> Trajectory:
+    """The row's response behind another prompt."""
+    own, more = given(row), len(prompt)
+    return replace(
+        row,
+        tokens=(*prompt, *row.tokens[own:]),
+        loss_mask=(*[False] * more, *row.loss_mask[own:]),
+        logprobs=(*[0.0] * more, *row.logprobs[own:]),
+        versions=(*[-1] * more, *row.versions[own:]),
+    )
+
+
+def longer(row: Trajectory, more: int) -> Trajectory:
+    """The row with so many tokens more, before its last one."""
+    return replace(
+        row,
+        tokens=(*row.tokens[:-1], *[5] * more, row.tokens[-1]),
+        loss_mask=(*row.loss_mask, *[True] * more),
+        logprobs=(*row.logprobs, *[-5.0] * more),
+        versions=(*row.versions, *[row.versions[-1]] * more),
+    )
+
+
+def of_all(group: TrajectoryGroup, change: Callable[[Trajectory], Trajectory]) -> TrajectoryGroup:
+    """The group with all its rows changed."""
+    return replace(group, trajectories=tuple(map(change, group.trajectories)))
