@@ -32,9 +32,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log import audits
-from rollflow.storage.log.answers import Asked
 from rollflow.storage.log.audits import Audited
 from rollflow.storage.log.commits import check_batch, check_version
 from rollflow.storage.log.configs import RecordedConfig, differences
@@ -50,7 +49,8 @@ from rollflow.storage.log.entries import (
     decode,
     entry_path,
 )
-from rollflow.storage.log.expected import NOTHING, Expected, Limits
+from rollflow.storage.log.expected import NOTHING, Expected
+from rollflow.storage.log.expecting import Expecting, OpenSince
 from rollflow.storage.log.objects import Looked, Looking, Named
 from rollflow.storage.log.reading import entries
 from rollflow.storage.log.recheck import recheck
@@ -60,9 +60,6 @@ from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.rows import Rules
 from rollflow.storage.objects.base import ObjectStore, first_missing
 from rollflow.storage.records import StoredObject
-
-LONG = 4  # times the batches that alpha lets generation be ahead
-MOST_OVERDUE = 20  # prompts that are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +102,17 @@ class _Audit:
         self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[Progress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
-        self.expected, self.prompts = expected, expected.prompts
         snapshots = audits.snapshots(store)  # before the log is read: what they were made of is there
-        newest, self.others = audits.newest(store, thorough=self._is_thorough)
+        newest, self.others = audits.newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = Audited() if deep else newest
         self.begun_at = begun.state.n
-        self.report = replace(begun.report, since=self.begun_at + 1, unchecked=expected.unchecked)
-        self.report.violations += [] if self.begun_at < 0 else recheck(store, begun)
-        self.first, self.opened = begun.first, begun.opened
-        self.limits = None if self.begun_at < 0 else self._limits_in_force(begun)
+        self.report = replace(begun.report, since=self.begun_at + 1)
+        self.expecting = Expecting(expected, self.report)
+        if self.begun_at >= 0:
+            self.expecting.go_on(store, begun.state)
+            self.report.violations += recheck(store, begun)
+        self.first, self.opened = begun.first, OpenSince(begun.opened)
         self.fold = Refold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
         self.latest = begun.state.version  # of what was read; the fold may have ended before
@@ -134,7 +132,7 @@ class _Audit:
         self.fold.close()
         self._hear_the_others()
         self.report.close(self.fold.state)
-        self.report.overdue = self._overdue()
+        self.report.overdue = [] if self.fold.missed else self.opened.overdue(self.fold.state)
         self._leave_word()
         return self.report
 
@@ -142,12 +140,8 @@ class _Audit:
         if not self.report.clean and self.deep:
             audits.withdraw(self.store, self.others)
         if self.report.clean and self.fold.state.n > self.begun_at:
-            told = self.fold.state, self.report, self.rows, self.responses, self.first, self.opened
-            audits.keep(self.store, Audited(*told, thorough=self._is_thorough))
-
-    @property
-    def _is_thorough(self) -> bool:
-        return self.expected.limits is not None and self.prompts is not None
+            told = self.fold.state, self.report, self.rows, self.responses, self.first, self.opened.batches
+            audits.keep(self.store, Audited(*told, thorough=self.expecting.is_thorough))
 
     # --- entries ------------------------------------------------------------------------------------------------
 
@@ -185,7 +179,7 @@ class _Audit:
                 self._check(entry, counts)
                 self._note_version(entry.body, n, counts)
             case BatchVoided() if counts:
-                self._reopen()
+                self.opened.note(self.fold.state)
                 self.report.quarantined.append(f"{entry_path(entry.body.entry)}: {entry.body.why}")
                 self._settle(entry.body.entry, None)
             case Pruned() if counts:
@@ -195,8 +189,8 @@ class _Audit:
     def _begin(self, body: RunCreated, looking: Looking) -> None:
         """Take what entry 0 says: the config, and the objects that the run was prepared with."""
         self._take_config(body, 0)
-        limits = self.limits
-        if limits and (body.sources, len(body.prompts)) != (limits.sources, limits.sources):
+        limits = self.expecting.limits
+        if limits and {body.sources, len(body.prompts) or body.sources} != {limits.sources}:
             told = f"{body.sources} sources and {len(body.prompts)} pins"
             what = f"it has {told}, its config has {limits.sources} [[prompts]]"
             self.report.add("lineage", entry_path(0), what)
@@ -216,7 +210,7 @@ class _Audit:
 
     def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
         """From entry `n` on batches are formed by this config."""
-        self.limits = self._limits_of(body.config)
+        self.expecting.take(body.config)
         self.responses = self.fold.state.group_size + self._extra_responses(body.config, n)
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
             self.report.add("altered", entry_path(n), "the config is not the one whose hash stands beside it")
@@ -254,48 +248,10 @@ class _Audit:
             wrong = check_version(body, entry.claim)
         else:
             assert isinstance(body, BatchCommitted)
-            wrong = check_batch(body, entry.claim, state, self.limits)
-            ended = {*(group.prompt for group in body.groups), *(discard.key.prompt for discard in body.discards)}
-            self.opened = {prompt: since for prompt, since in self.opened.items() if prompt not in ended}
-            self._reopen()
+            wrong = check_batch(body, entry.claim, state, self.expecting.limits)
+            self.opened.commit(body, state)
         for kind, what in wrong:
             self.report.add(kind, entry_path(entry.n), what)
-
-    def _limits_of(self, config: Mapping[str, Any]) -> Limits | None:
-        try:
-            return self.expected.limits(config) if self.expected.limits else None
-        except Corrupt as error:
-            self._give_up_prompts(f"prompts and limits are not checked, because {error}")
-            return None
-
-    def _limits_in_force(self, begun: Audited) -> Limits | None:
-        """By the config that the earlier audit ended with."""
-        n = begun.state.configs[-1].entry
-        try:
-            entry = decode(self.store.get(entry_path(n)), n, self.store.get).entry
-            return self._limits_of(RecordedConfig.of(entry).config)
-        except (Missing, Corrupt):  # which `recheck` says of entry 0
-            return None
-
-    def _give_up_prompts(self, why: str) -> None:
-        self.prompts, self.report.unchecked = None, why
-
-    def _reopen(self) -> None:
-        """Note with which batch dispatches began."""
-        state = self.fold.state
-        self.opened |= {prompt: state.next_batch for prompt in state.open if prompt not in self.opened}
-
-    def _overdue(self) -> list[str]:
-        """Prompts whose dispatch is open for longer than batches ahead of training can explain."""
-        state, limit = self.fold.state, LONG * (int(self.fold.state.alpha) + 1)
-        if self.fold.missed:
-            return []
-        ages = {prompt: state.next_batch - since for prompt, since in self.opened.items() if prompt in state.open}
-        return [
-            f"prompt {prompt} is open since batch {state.next_batch - age} of {state.next_batch}"
-            for prompt, age in sorted(ages.items(), key=lambda one: -one[1])
-            if age > limit
-        ][:MOST_OVERDUE]
 
     def _note_version(self, body: VersionPublished, n: int, counts: bool) -> None:
         own: dict[Kind, tuple[StoredObject, ...]] = {"weights": body.weights, "state": body.state}
@@ -331,22 +287,9 @@ class _Audit:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
         if named.rules is None:  # else they are those of its entry, and it is looked at again
             state = self.fold.state
-            rules = Rules(state.alpha, state.group_size, self.responses, self._asked(named))
+            rules = Rules(state.alpha, state.group_size, self.responses, self.expecting.asked(named.batch))
             named = replace(named, rules=rules)
         looking.add(named)
-
-    def _asked(self, named: Named) -> Asked:
-        """What an object is compared with; the prompts of a batch are made here, since a source is no thread's."""
-        prompts = self.prompts
-        if named.batch is None or prompts is None:
-            return Asked(self.limits)
-        try:
-            asked = {group.prompt: prompts.prompt(group.prompt) for group in named.batch.groups}
-            held = frozenset(index for index, prompt in asked.items() if prompts.is_held_out(prompt))
-        except ConfigError as error:  # of a file, say, that is another one now
-            self._give_up_prompts(f"prompts are not checked, because {error}")
-            return Asked(self.limits)
-        return Asked(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
 
     def _take(self, looked: Looked) -> None:
         """Take what was found out about an object; if something is wrong, it will be looked at again."""

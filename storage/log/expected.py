@@ -47,5 +47,10 @@ class Expected:
     prompts: Prompts | None = None
     unchecked: str = ""
 
+    @property
+    def is_thorough(self) -> bool:
+        """Whether both limits and prompts are compared."""
+        return self.limits is not None and self.prompts is not None
+
 
 NOTHING = Expected()

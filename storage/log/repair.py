@@ -10,6 +10,7 @@ Nobody may work on the run meanwhile. What is set aside stays in storage under a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,13 +47,14 @@ def cures(run: ObjectStore) -> list[Cure]:
         Missing: there is no log.
         Corrupt: there is damage without a cure.
     """
-    last = max((n for path in run.list(FOLDER) if (n := entry_number(path)) is not None), default=None)
-    if last is None:
+    numbers = sorted(n for path in run.list(FOLDER) if (n := entry_number(path)) is not None)
+    if not numbers:
         raise Missing(f"{run.uri} has no log")
+    last = numbers[-1]
     found: list[Cure] = []
     state = RunState()
     for n in range(last + 1):
-        written, cure = _entry(run, n, last)
+        written, cure = _entry(run, n, numbers)
         found += [cure] if cure else []
         if written is None:
             break
@@ -61,7 +63,7 @@ def cures(run: ObjectStore) -> list[Cure]:
         except Refused as error:
             what = f"{entry_path(n)} cannot stand where it stands ({error})"
             if n < last:
-                raise Corrupt(f"{what}, and {last - n} entries follow it: there is no cure") from error
+                raise Corrupt(f"{what}, and {_following(n, numbers)}: there is no cure") from error
             found.append(Cure(n, what))
     return found
 
@@ -85,7 +87,13 @@ def _made_of(run: ObjectStore, n: int) -> list[str]:
     return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 
 
-def _entry(run: ObjectStore, n: int, last: int) -> tuple[Written | None, Cure | None]:
+def _following(n: int, numbers: Sequence[int]) -> str:
+    """How many entries there are behind entry `n`."""
+    count = len(numbers) - bisect_right(numbers, n)
+    return f"{count} entries follow it" if count > 1 else f"entry {numbers[-1]} follows it"
+
+
+def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[Written | None, Cure | None]:
     """Entry `n`, and the cure that it needs; None for an entry that is to be set aside."""
     try:
         return decode(run.get(entry_path(n)), n, run.get), None
@@ -93,9 +101,9 @@ def _entry(run: ObjectStore, n: int, last: int) -> tuple[Written | None, Cure | 
         what = f"{entry_path(n)} is missing"
     except Corrupt as error:
         what = str(error)
-    if n == last:
+    if n == numbers[-1]:
         return None, Cure(n, what)
     found = healed(run, n, n + 1)
     if found is None:
-        raise Corrupt(f"{what}, no segment has it, and {last - n} entries follow it: there is no cure")
+        raise Corrupt(f"{what}, no segment has it, and {_following(n, numbers)}: there is no cure")
     return decode(found[0], n, run.get), Cure(n, what, found[0])

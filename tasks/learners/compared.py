@@ -6,7 +6,7 @@ whose gradients are nearly zero; so lengths are compared, of all tensors of a ki
     |made - published| <= share * |published - parent|
 
 A single number is short beside all others. It may be no further away than the step moved any of its kind, there and
-back, beyond the step of its type.
+back, beyond the step of its type. A number that is not finite has no distance: it is the same, or the two are far.
 """
 
 from __future__ import annotations
@@ -103,10 +103,17 @@ def distance_of_files(name: str, made: Data, published: Data, parent: Data | Non
 def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -> Distance:
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return FAR
-    if not ours.numel():
-        return Distance()
     if not ours.is_floating_point():
         return Distance() if torch.equal(ours, theirs) else FAR
+    odd = ~(ours.isfinite() & theirs.isfinite())
+    if odd.any():
+        if not ((ours == theirs) | (ours.isnan() & theirs.isnan()))[odd].all():
+            return FAR
+        ours, theirs, before = ours[~odd], theirs[~odd], None if before is None else before[~odd]
+    if before is not None and not (known := before.isfinite()).all():
+        ours, theirs, before = ours[known], theirs[known], before[known]
+    if not ours.numel():
+        return Distance()
     share, published = SHARE if ours.element_size() > 2 else SHORT, theirs.double()
     apart = ours.double() - published
     changed = published if before is None else published - before.double()

@@ -593,3 +593,19 @@ def test_damage_that_nothing_vouches_for_has_no_cure(store: MemoryStore) -> None
     store.put(entry_path(5), flipped(store.get(entry_path(5))))
     with pytest.raises(Corrupt, match=r"0000000005.json .* entries follow it: there is no cure"):
         cures(store)
+
+
+def test_repair_counts_the_entries_that_follow(store: MemoryStore) -> None:
+    """Not the numbers up to a stray one."""
+    create_run(store)
+    supervisor = Supervisor(store)
+    Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
+    for path in list(store.list("log_segments")):
+        store.delete(path)
+    newest = len(list(store.list("log"))) - 1
+    store.put(entry_path(900), store.get(entry_path(1)))
+    with pytest.raises(Corrupt, match=rf"{newest + 1:010d}.json is missing, .* and entry 900 follows it"):
+        cures(store)
+    store.delete(entry_path(2))
+    with pytest.raises(Corrupt, match=rf"0000000002.json is missing, .* and {newest - 1} entries follow it"):
+        cures(store)

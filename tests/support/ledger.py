@@ -10,8 +10,10 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rollflow.storage.log.commits import check_batch
 from rollflow.storage.log.entries import (
     BatchCommitted,
     BatchVoided,
@@ -26,6 +28,7 @@ from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, Ending, GroupKey, StoredObject, Trajectory
 from rollflow.storage.trajectories import StagedBatch, committed_group
+from tests.support.expected import limits_for
 from tests.support.log_runs import read
 
 if TYPE_CHECKING:
@@ -78,10 +81,13 @@ class Ledger:
         assert staged.number == (self.missing[0] if self.missing else self._next)
         self._check_groups(staged)
         groups, rows = tuple(map(committed_group, staged.groups)), len(staged.groups) * self.case.group_size
-        body = BatchCommitted(staged.number, MADE_UP, rows, groups, staged.issued, staged.discards)
+        file = replace(MADE_UP, path=f"trajectories/{staged.number:08d}-{writer.claim}-made-up.arrow")
+        body = BatchCommitted(staged.number, file, rows, groups, staged.issued, staged.discards)
         entry = self._read(writer.append(lambda state, stored: body))
         assert isinstance(entry.body, BatchCommitted)
         assert [group.key for group in entry.body.groups] == [group.key for group in staged.groups]
+        limits = limits_for(self.case.limits)
+        assert list(check_batch(entry.body, entry.claim, writer.log.state, limits)) == [], "an audit would accuse it"
         self._account(entry.body)
         assert len(set(held)) == len(held), "held twice"
         assert set(held) == self.open, "lost, or made up"

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
+from safetensors.numpy import save
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.channel import Channel
@@ -271,7 +273,8 @@ class Pipeline:
 
     def _publish(self, version: int, batch: Waiting | None) -> None:
         files = {
-            name: f"{name} {version}".encode() for name in ("weights/model.safetensors", "learner/state.safetensors")
+            name: save({"number": np.array([float(version)])})
+            for name in ("weights/model.safetensors", "learner/state.safetensors")
         }
         weights, state = ((stored,) for stored in self.policies.stage(self.learning, version, files))
         entry = None if batch is None else batch.entry

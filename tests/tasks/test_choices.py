@@ -29,6 +29,7 @@ from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions
+from tests.support.expected import expected_of
 from tests.support.pipeline import Pipeline
 
 NO_PROBE = Probe((), (), 0.1)
@@ -44,7 +45,7 @@ def ran(**kwargs: Any) -> tuple[Pipeline, float]:
         return pipeline, asyncio.get_running_loop().time()
 
     pipeline, seconds = run_virtual(timed())
-    assert audit(pipeline.store).violations == []
+    assert audit(pipeline.store, expected=expected_of(pipeline)).violations == []
     return pipeline, seconds
 
 

@@ -109,3 +109,21 @@ def test_another_number_of_ranks_changes_nothing_else(train: Any) -> None:
     assert (one.learner, one.ranks, getattr(one, "sharded", None)) == ("torch", 1, False)
     moved = {"learner", "ranks", "spread", "sharded", "zero", "offload", "options"}
     assert one.model_dump(exclude=moved) == train.model_dump(exclude=moved)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_the_same_or_far(odd: float) -> None:
+    """Beside a sound tensor of its kind, before and behind it; in what was made, what was published, and in both."""
+    parent, sound = torch.zeros(4), torch.full((4,), 0.1)
+    spoilt = sound.clone()
+    spoilt[2] = odd
+    for first, second in (("a", "b"), ("b", "a")):
+        before, published = {first: parent, second: parent}, {first: sound, second: sound}
+        assert not apart({first: spoilt, second: sound}, published, before).near
+        assert not apart(published, {first: spoilt, second: sound}, before).near
+        assert apart({first: spoilt, second: sound}, {first: spoilt, second: sound}, before).near
+        assert apart(published, published, {first: spoilt, second: parent}).near
+    other = spoilt.clone()
+    other[2] = -odd if odd == odd else float("inf")
+    assert not apart({"a": other}, {"a": spoilt}, {"a": parent}).near
+    assert not apart({"a": torch.full((4,), 0.2)}, {"a": sound}, {"a": spoilt}).near

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.flows.commands.replay import replay
+from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.report import AuditReport
@@ -27,6 +29,11 @@ from tests.support.small_run import prepare_small, train_small
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("alterations")]
 PAGE = Path(__file__).parents[3] / "docs" / "audit.md"
 ALTERATIONS = all_alterations()
+UNSEEN = [  # a replay takes seconds
+    pytest.param(one, marks=[] if one.what in ("a reward", "one weight") else pytest.mark.soak, id=one.what)
+    for one in ALTERATIONS
+    if "audit" not in one.by
+]
 
 
 @dataclass
@@ -83,9 +90,23 @@ def test_an_alteration_is_found_by_whom_the_table_says(one: Alteration, forger: 
     assert found == {*one.by} - {"replay"}, report.violations or report.unchecked
 
 
+@pytest.mark.parametrize("one", UNSEEN)
+def test_a_replay_finds_what_the_table_says(one: Alteration, forger: Forger) -> None:
+    """Of what the audit does not find. A run that a replay cannot read is found, too."""
+    one.forge(forger)
+    forget(forger.store)
+    context = RunContext(forger.context.uri, forger.context.cache)
+    try:
+        right = replay(context, None, True, lambda line: None, lambda outcome: None)
+    except (Corrupt, ConfigError):
+        right = False
+    assert right is ("replay" not in one.by)
+
+
 def test_at_least_as_many_are_planted_as_were() -> None:
     assert len({(one.part, one.what) for one in ALTERATIONS}) == len(ALTERATIONS) >= 73
 
 
 def test_the_documentation_has_the_table() -> None:
+    """See `alterations_of_log`: `python -m tests.support.alterations_of_log` prints it."""
     assert table() in PAGE.read_text()

@@ -1,0 +1,95 @@
+"""What an audit expects while it goes through a log: the limits of the config in force, the prompts of a batch; and
+since when each prompt is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.log.answers import Asked
+from rollflow.storage.log.configs import RecordedConfig
+from rollflow.storage.log.entries import BatchCommitted, decode, entry_path
+from rollflow.storage.log.expected import Expected, Limits
+from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.state import RunState
+from rollflow.storage.objects.base import ObjectStore
+
+LONG = 4  # times the batches that alpha lets generation be ahead
+MOST_OVERDUE = 20  # prompts that are listed
+
+
+class Expecting:
+    """The limits in force and the prompts. What cannot be had is not compared, and the report says why."""
+
+    def __init__(self, expected: Expected, report: AuditReport) -> None:
+        self._limits_of, self._prompts, self._report = expected.limits, expected.prompts, report
+        self.limits: Limits | None = None
+        report.unchecked = expected.unchecked
+
+    @property
+    def is_thorough(self) -> bool:
+        """Whether both limits and prompts are compared."""
+        return self._limits_of is not None and self._prompts is not None
+
+    def take(self, config: Mapping[str, Any]) -> None:
+        """Go by a recorded config from here on."""
+        try:
+            self.limits = self._limits_of(config) if self._limits_of else None
+        except Corrupt as error:
+            self._give_up(f"prompts and limits are not checked, because {error}")
+            self.limits = None
+
+    def go_on(self, run: ObjectStore, state: RunState) -> None:
+        """Go by the config that was in force when an earlier audit ended with this state."""
+        n = state.configs[-1].entry
+        try:
+            self.take(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
+        except (Missing, Corrupt) as error:
+            self._give_up(f"prompts and limits are not checked, because {error}")
+
+    def asked(self, body: BatchCommitted | None) -> Asked:
+        """What an object (a batch's, with its `body`) is compared with.
+
+        The prompts are made here, in the audit's own thread: a source of prompts is used by one thread at a time.
+        """
+        prompts = self._prompts
+        if body is None or prompts is None:
+            return Asked(self.limits)
+        try:
+            asked = {group.prompt: prompts.prompt(group.prompt) for group in body.groups}
+            held = frozenset(index for index, prompt in asked.items() if prompts.is_held_out(prompt))
+        except ConfigError as error:  # of a file, say, that is another one now
+            self._give_up(f"prompts are not checked, because {error}")
+            return Asked(self.limits)
+        return Asked(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
+
+    def _give_up(self, why: str) -> None:
+        self._prompts, self._report.unchecked = None, why
+
+
+@dataclass(slots=True)
+class OpenSince:
+    """With which batch the dispatch began of each prompt that is open."""
+
+    batches: dict[int, int] = field(default_factory=dict)  # by prompt
+
+    def commit(self, body: BatchCommitted, after: RunState) -> None:
+        """Dispatches ended with a batch, and others began."""
+        ended = {*(group.prompt for group in body.groups), *(discard.key.prompt for discard in body.discards)}
+        self.batches = {prompt: since for prompt, since in self.batches.items() if prompt not in ended}
+        self.note(after)
+
+    def note(self, after: RunState) -> None:
+        """Dispatches may have begun."""
+        self.batches |= {prompt: after.next_batch for prompt in after.open if prompt not in self.batches}
+
+    def overdue(self, state: RunState) -> list[str]:
+        """The prompts that are open for longer than batches that are ahead of training explain, the oldest first."""
+        limit = LONG * (int(state.alpha) + 1)
+        ages = {prompt: state.next_batch - since for prompt, since in self.batches.items() if prompt in state.open}
+        late = sorted((prompt for prompt in ages if ages[prompt] > limit), key=lambda prompt: -ages[prompt])
+        newest = state.next_batch
+        return [f"prompt {one} is open since batch {newest - ages[one]} of {newest}" for one in late[:MOST_OVERDUE]]

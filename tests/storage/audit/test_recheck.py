@@ -1,0 +1,137 @@
+"""What a plain audit looks at again although an earlier one found it whole: entry 0, the newest entries, strays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log import audits, recheck
+from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor, parse
+from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import encode, entry_path
+from rollflow.storage.log.log import Log
+from rollflow.storage.objects.local import LocalStore
+from rollflow.storage.objects.memory import MemoryStore
+from tests.support.audited import other_alpha
+from tests.support.log_runs import Actors, changed, read, resealed, sha256_of
+
+
+@pytest.fixture
+def audited(store: MemoryStore) -> MemoryStore:
+    """Audited to its end, and nothing new since; only the audit's own word is left."""
+    Actors.begin(store).train(8)
+    assert audit(store).clean
+    for folder in ("log_snapshots", "log_segments"):
+        for path in list(store.list(folder)):
+            store.delete(path)
+    return store
+
+
+def whole(body: object, alpha: float) -> object:
+    """Entry 0 with another alpha and the hash of that config."""
+    other = other_alpha(body, alpha)  # type: ignore[arg-type]
+    return replace(other, config_sha256=sha256_of(other.config))
+
+
+def test_another_alpha_in_entry_0_is_seen(audited: MemoryStore) -> None:
+    """Sealed and hashed; the chain is as it was."""
+    resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
+    report = audit(audited)
+    assert report.since == len(read(audited))
+    assert ("altered", entry_path(0)) in {(v.kind, v.where) for v in report.violations}
+
+
+def test_another_alpha_is_seen_although_the_audit_vouches_for_it(audited: MemoryStore) -> None:
+    """Its word is forged, too: entry 1 still follows the other entry, and the state goes by the other alpha."""
+    resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
+    found, _ = audits.newest(audited)
+    first = first_anchor(audited).sha256
+    audits.keep(audited, replace(found, first=first))
+    assert {v.where for v in audit(audited).violations} == {entry_path(0), audits.audit_path(found.state.n)}
+    rules = {"alpha": 99.0, "retention": replace(found.state.retention, keep_last=100)}
+    audits.keep(audited, replace(found, first=first, state=replace(found.state, **rules)))
+    assert {v.where for v in audit(audited).violations} == {entry_path(0)}
+
+
+@pytest.mark.parametrize("back", range(1, recheck.NEWEST))
+@pytest.mark.parametrize("how", ["altered", "gone", "damaged"])
+def test_the_newest_entries_are_looked_at_again(audited: MemoryStore, back: int, how: str) -> None:
+    n = len(read(audited)) - 1 - back
+    if how == "altered":
+        resealed(audited, n, at=1.0)
+    elif how == "gone":
+        audited.delete(entry_path(n))
+    else:
+        audited.put(entry_path(n), b"{}")
+    kind = "gap" if how == "gone" else "altered"
+    assert (kind, entry_path(n)) in {(v.kind, v.where) for v in audit(audited).violations}
+
+
+def test_a_sound_log_is_looked_at_again_for_nothing(audited: MemoryStore) -> None:
+    before = list(audited.list("audits"))
+    assert audit(audited).clean
+    assert list(audited.list("audits")) == before
+
+
+def test_a_short_log_is_looked_at_again(store: MemoryStore) -> None:
+    Actors.begin(store)
+    assert audit(store).clean
+    assert audit(store).clean
+
+
+def test_a_plain_audit_sees_a_stray_entry(tmp_path: Path) -> None:
+    """Far behind the end of a log in a folder, where readers look at the next numbers only."""
+    store = LocalStore(tmp_path)
+    Actors.begin(store).train(2)
+    assert audit(store).clean
+    end = len(read(store))
+    store.put(entry_path(5_000), store.get(entry_path(2)))
+    assert {v.where for v in audit(store).violations} >= {entry_path(end)}
+
+
+# --- anchors -------------------------------------------------------------------------------------------------------
+
+
+def test_anchors_hold_however_far_the_run_goes_on(store: MemoryStore) -> None:
+    """Those of a run that was killed between two, too."""
+    actors = Actors.begin(store).train(1)
+    anchors = [first_anchor(store), newest_anchor(Log(store).state)]
+    assert check_anchors(store, anchors) == []
+    actors.train(2)
+    assert check_anchors(store, [*anchors, newest_anchor(Log(store).state)]) == []
+
+
+def test_a_log_that_was_written_anew_breaks_its_anchors(store: MemoryStore) -> None:
+    Actors.begin(store).train(2)
+    anchors = [first_anchor(store), newest_anchor(Log(store).state)]
+    changed(store, 0, lambda body: whole(body, 1.0))
+    assert audit(store, deep=True).clean
+    assert [(v.kind, v.where) for v in check_anchors(store, anchors)] == [
+        ("altered", entry_path(anchor.n)) for anchor in anchors
+    ]
+
+
+def test_a_log_that_was_cut_breaks_its_newest_anchor(store: MemoryStore) -> None:
+    Actors.begin(store).train(2)
+    anchor = newest_anchor(Log(store).state)
+    store.delete(entry_path(anchor.n))
+    assert [(v.kind, v.where) for v in check_anchors(store, [anchor])] == [("gap", entry_path(anchor.n))]
+
+
+def test_an_anchor_is_read_as_it_is_written() -> None:
+    anchor = Anchor(12, "ab" * 32)
+    assert parse(str(anchor)) == anchor
+
+
+@pytest.mark.parametrize("text", ["", "12", "12:", "12:abc", ":" + "ab" * 32, "-1:" + "ab" * 32, "12:" + "AB" * 32])
+def test_what_is_no_anchor_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="anchor"):
+        parse(text)
+
+
+def test_an_entry_is_what_its_anchor_is_of(store: MemoryStore) -> None:
+    Actors.begin(store)
+    assert first_anchor(store).sha256 == encode(read(store)[0]).sha256

@@ -1,0 +1,91 @@
+"""An audit accuses no sound run: control paths on a virtual clock, with the shipping scheduler and the real log.
+
+Engines and verifier are timed, so a run takes part of a second. No violation are: the death of an engine, voids,
+restarts under a newer version, what alpha, filters, extra groups and responses, sources and environments do.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rollflow.storage.log.audit import audit
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.rollout.config import FilterConfig
+from rollflow.tasks.verifiers.base import Score
+from tests.support.expected import expected_of
+from tests.support.pipeline import Pipeline
+
+
+class TwoTurns(Environment):
+    """A hint before the first generation, an answer to it, and tokens behind the last."""
+
+    async def play(self, episode: Episode) -> Score | None:
+        """See `Environment`."""
+        episode.add([7])
+        if await episode.generate() is None:
+            return None
+        if episode.room > 2:
+            episode.add([8, 9])
+            if await episode.generate() is None:
+                return None
+        if episode.room:
+            episode.add([10])
+        return Score(float(len(episode.response) % 2), "parity")
+
+
+DROP = {"at_bound": "drop"}
+FILTER = FilterConfig(min_std=0.0)
+SOUND: Mapping[str, dict[str, Any]] = {
+    "alpha 0": {"async_ratio": 0.0},
+    "alpha 1": {},
+    "alpha 2": {"async_ratio": 2.0},
+    "a fractional alpha": {"async_ratio": 1.5},
+    "what is old is dropped": {"async_ratio": 2.0, "sigma": 2.0, "choices": DROP},
+    "a fraction, and dropped": {"async_ratio": 0.5, "sigma": 2.0, "choices": DROP},
+    "restarted in flight": {"async_ratio": 2.0, "in_flight": "restart", "sigma": 1.5},
+    "restarted in flight, and dropped": {"in_flight": "restart", "sigma": 2.0, "choices": DROP},
+    "age by the oldest token": {"async_ratio": 2.0, "choices": {"staleness": "oldest-token"}},
+    "age by the oldest token, dropped": {"sigma": 2.0, "choices": {"staleness": "oldest-token", **DROP}},
+    "a filter": {"group_size": 3, "choices": {"filter": FILTER}},
+    "a filter, dropped": {"async_ratio": 2.0, "sigma": 2.0, "choices": {"filter": FILTER, **DROP}},
+    "extra groups": {"choices": {"extra_groups": 2, **DROP}},
+    "extra groups at alpha 0": {"async_ratio": 0.0, "choices": {"extra_groups": 2, **DROP}},
+    "extra responses": {"choices": {"extra_responses": 2}},
+    "extra groups and responses, a filter": {
+        "choices": {"extra_groups": 2, "extra_responses": 1, "filter": FILTER, **DROP}
+    },
+    "tail batching": {"async_ratio": 2.0, "sigma": 2.0, "choices": {"tail_batching": True, **DROP}},
+    "several sources": {"shares": (2.0, 1.0, 1.0), "async_ratio": 2.0},
+    "in the order of their start": {"async_ratio": 2.0, "choices": {"order": "started"}},
+    "whole batches": {"choices": {"mode": "batch"}},
+    "several turns": {"environment": TwoTurns(), "async_ratio": 2.0},
+    "several turns, dropped": {"environment": TwoTurns(), "sigma": 2.0, "choices": DROP},
+    "engines that die": {"engines": 2, "async_ratio": 2.0, "engine_deaths": [(0.2, 0), (0.5, 1), (0.9, 0)]},
+    "engines that die, restarted and dropped": {
+        "engines": 2,
+        "sigma": 2.0,
+        "in_flight": "restart",
+        "engine_deaths": [(0.2, 0), (0.5, 1), (0.9, 0)],
+        "choices": DROP,
+    },
+    "batches that are voided": {"async_ratio": 2.0, "damage": {(2, 0): "cut", (2, 1): "gone", (4, 0): "flipped"}},
+    "batches that are not finite": {"async_ratio": 2.0, "damage": {(1, 0): "not finite", (3, 0): "not finite"}},
+    "voided, dropped": {"async_ratio": 3.0, "sigma": 2.0, "damage": {(3, 0): "cut"}, "choices": DROP},
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_run_is_accused_of_nothing(name: str, seed: int) -> None:
+    pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), versions=10, seed=seed, vocabulary=256, **SOUND[name])
+    run_virtual(pipeline.run())
+    expected = expected_of(pipeline, single_turn="environment" not in SOUND[name])
+    report = audit(pipeline.store, deep=True, expected=expected)
+    assert (report.violations, report.unchecked, report.versions) == ([], "", 10)
+    assert audit(pipeline.store, expected=expected).violations == []

@@ -1,0 +1,37 @@
+"""What an audit may expect of a made-up run: limits as a scheduler has them, and the pipeline's prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.storage.log.expected import Expected, Limits, Prompts
+from rollflow.storage.records import DiscardReason
+from rollflow.tasks.rollout.limits import RolloutLimits, filtered
+from tests.support.pipeline import Pipeline
+
+
+def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> Limits:
+    """By the words of the docs: who filters may discard as filtered; what is left behind has one name."""
+    left = DiscardReason.REDUNDANT if limits.extra_groups else DiscardReason.STALE
+    return Limits(
+        sources=len(limits.shares),
+        groups=limits.groups,
+        group_size=limits.group_size,
+        extra_responses=limits.extra_responses,
+        max_new_tokens=limits.max_new_tokens,
+        reasons=frozenset({left, DiscardReason.FILTERED} if limits.filter else {left}),
+        made_up=True,
+        single_turn=single_turn,
+        oldest_token=limits.staleness == "oldest-token",
+        filtered=lambda rewards: filtered(limits.filter, rewards),
+    )
+
+
+def expected_of(pipeline: Pipeline, *, single_turn: bool = True) -> Expected:
+    """Of a pipeline that has run."""
+
+    def limits(config: Mapping[str, Any]) -> Limits:
+        return limits_for(pipeline.scheduler.limits, single_turn=single_turn)
+
+    return Expected(limits, Prompts(pipeline._prompt, lambda prompt: False, {}, pipeline.vocabulary))
