@@ -59,11 +59,12 @@ class Expecting:
         if body is None or prompts is None:
             return Asked(self.limits)
         try:
-            asked = {group.prompt: prompts.prompt(group.prompt) for group in body.groups}
-            held = frozenset(index for index, prompt in asked.items() if prompts.is_held_out(prompt))
+            found = {group.prompt: prompts.ask(group.prompt) for group in body.groups}
         except ConfigError as error:  # of a file, say, that is another one now
             self._give_up(f"prompts are not checked, because {error}")
             return Asked(self.limits)
+        asked = {index: prompt for index, (prompt, _) in found.items()}
+        held = frozenset(index for index, (_, is_held_out) in found.items() if is_held_out)
         return Asked(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
 
     def _give_up(self, why: str) -> None:

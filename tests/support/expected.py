@@ -34,4 +34,4 @@ def expected_of(pipeline: Pipeline, *, single_turn: bool = True) -> Expected:
     def limits(config: Mapping[str, Any]) -> Limits:
         return limits_for(pipeline.scheduler.limits, single_turn=single_turn)
 
-    return Expected(limits, Prompts(pipeline._prompt, lambda prompt: False, {}, pipeline.vocabulary))
+    return Expected(limits, Prompts(lambda index: (pipeline._prompt(index), False), {}, pipeline.vocabulary))
