@@ -67,8 +67,8 @@ class _Table:
             given = np.minimum(begins - first, length)
         else:
             given = np.array([len(prompts[one].tokens) for one in index.tolist()], dtype=np.int64)
-        flat = (_flat(batch, name) for name in ("tokens", "loss_mask", "logprobs", "versions"))
-        return cls(index, length, first, given, row, *flat, table["ending"].to_pylist())
+        tokens, logprobs, versions = (_flat(batch, name) for name in ("tokens", "logprobs", "versions"))
+        return cls(index, length, first, given, row, tokens, mask, logprobs, versions, table["ending"].to_pylist())
 
     @property
     def response_T(self) -> Array:

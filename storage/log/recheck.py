@@ -11,7 +11,7 @@ import hashlib
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.audits import Audited, audit_path
 from rollflow.storage.log.entries import decode, entry_path, opened
-from rollflow.storage.log.report import Violation
+from rollflow.storage.log.report import Violation, ViolationKind
 from rollflow.storage.log.rules import apply
 from rollflow.storage.log.state import Refused, RunState
 from rollflow.storage.objects.base import ObjectStore
@@ -51,7 +51,7 @@ def _recheck_newest(run: ObjectStore, begun: Audited) -> list[Violation]:
             data = run.get(entry_path(n))
             prev = opened(data)["prev"]
         except (Missing, Corrupt, ValueError, KeyError) as error:
-            kind = "gap" if isinstance(error, Missing) else "altered"
+            kind: ViolationKind = "gap" if isinstance(error, Missing) else "altered"
             found.append(Violation(kind, entry_path(n), f"it was audited, and cannot be read any more: {error}"))
             continue
         if n in named and hashlib.sha256(data).hexdigest() != named[n]:
