@@ -124,7 +124,7 @@ def _train(step: Steps, stages: Stages, following: Following, writer: StatusWrit
         if writer.no_signal:
             get_run_logger().warning(writer.no_signal)
             page.warn(writer.no_signal)
-        write_anchor(context, writer.tracker, page)
+        write_anchor(context.log.state, writer.tracker, page)
         newest = max(0, len(told) - 2)  # an evaluation may come later than its block
         told[newest:] = rows(context, every[newest : len(told) + 1])
         page.progress(told)
@@ -264,7 +264,7 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
     phase, writer.failure = _ending(error)
     with contextlib.suppress(RollflowError):  # the store may be what failed; the error itself must come through
         writer.refresh(phase)
-    write_anchor(writer.context, writer.tracker)
+    write_anchor(supervisor.log.state, writer.tracker)
     writer.tracker.finish("FAILED" if phase == "failed" else "KILLED")
 
 
@@ -296,7 +296,7 @@ def _finish(
     mlflow = mlflow_page(tracker, context.config, "rollflow serve")
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}
     summary = summarize(context, report, idle, stages.rollout, pages)
-    write_anchor(context, tracker, page)
+    write_anchor(supervisor.log.state, tracker, page)
     plot = home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
     with contextlib.suppress(RollflowError):  # a batch that is damaged now is no reason to fail the run

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rollflow.flows.views.mlflow_run import ANCHOR_TAG, TrackingPlace, read_tags
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.log.anchors import Anchor, first_anchor, newest_anchor, parse
+from rollflow.storage.log.state import RunState
 from rollflow.tasks.run_context import RunContext
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> Non
         first = first_anchor(context.store)
         tracker.log_anchor(first)
         page.anchor(str(first))
-    write_anchor(context, tracker, page)
+    write_anchor(context.log.state, tracker, page)
 
 
-def write_anchor(context: RunContext, tracker: Tracker, page: Page | None = None) -> None:
-    """The same of the newest entry that the supervisor has read; it reads nothing."""
-    anchor = newest_anchor(context.log.state)
+def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) -> None:
+    """The same of the newest entry that the supervisor has read."""
+    anchor = newest_anchor(state)
     tracker.log_anchor(anchor)
     if page is not None:
         page.anchor(str(anchor))

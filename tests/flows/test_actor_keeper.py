@@ -182,7 +182,7 @@ def supervised(store: MemoryStore, done: list[str]) -> tuple[Writer, Any, Any]:
         statuses=dict,
         rollout=RolloutStatus(),
     )
-    nothing = {"log_reward_plot": lambda *_: None, "log_ending": lambda *_: None}
+    nothing = {"log_reward_plot": lambda *_: None, "log_ending": lambda *_: None, "log_anchor": lambda *_: None}
     tracker = SimpleNamespace(page="", finish=done.append, **nothing)
     writer = SimpleNamespace(tracker=tracker, refresh=done.append, failure="", curves=None)
     return Log(store).claim("supervisor", cluster="A"), stages, writer
@@ -245,7 +245,8 @@ def test_a_run_ends_with_what_waited_for_its_evaluation_pruned(
 
     if failure:
         monkeypatch.setattr(MemoryStore, "delete", delete)
-    page: Any = SimpleNamespace(plot=lambda *_: None, progress=lambda *_: None, close=lambda: None)
+    nothing = dict.fromkeys(("plot", "progress", "anchor"), lambda *_: None)
+    page: Any = SimpleNamespace(close=lambda: None, **nothing)
     assert _finish(stages, writer, supervisor, AuditReport(), page) == {"summary": "of it"}
     assert told == ["FINISHED", "done"]
     assert (left, supervisor.log.state.releasable) == (4, [])
