@@ -31,7 +31,7 @@ from rollflow.flows.services.told import Told
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_settings
 from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.tasks.actors.early_imports import Kind, kinds_of
 from rollflow.tasks.config import RecoveryConfig
 from rollflow.tasks.run_context import RunContext
@@ -217,6 +217,17 @@ def _login(server: PrefectServer | None) -> str:
 
 
 def _import_prefect(runner: Runner) -> None:
-    """Here and in the runner, which then waits until it may begin."""
+    """Import Prefect here and in the runner, which then waits until it may begin.
+
+    Raises:
+        ConfigError: Prefect refuses a setting.
+    """
     runner.launch()
-    import prefect.deployments  # noqa: F401 - takes seconds
+    try:
+        from prefect.settings import get_current_settings
+
+        get_current_settings()
+    except ValueError as error:  # pydantic's, of a setting, whose variable it does not name
+        given = ", ".join(sorted(name for name in os.environ if name.startswith("PREFECT_")))
+        reason = " ".join(f"{error}".split())[:200]
+        raise ConfigError(f"Prefect refuses one of {given} ({reason}); correct it, or unset it") from None

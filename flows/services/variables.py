@@ -28,7 +28,8 @@ from rollflow.storage.errors import ConfigError
 PROXIES = tuple(name for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper()))
 SOCKS = ("socks5", "socks5h")
 SOCKET_PATH_BYTES = 107  # the longest path of a unix socket
-LONGEST_SOCKET = len("/01234567-0123-0123-0123-0123456789ab")  # vLLM's; multiprocessing's is shorter
+# Below it are the sockets of vLLM, which are named so, and of multiprocessing, whose names are shorter.
+LONGEST_TMPDIR = SOCKET_PATH_BYTES - len("/01234567-0123-0123-0123-0123456789ab")
 OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
 OWN_RAY = ("RAY_ADDRESS", "RAY_AUTH_", "RAY_NAMESPACE", "RAY_RUNTIME_ENV", "RAY_JOB_", "RAY_TMPDIR", "RAY_CLIENT_MODE")
 NEEDED_FILES, WANTED_FILES = 256, 65536
@@ -139,11 +140,10 @@ def _check_temporary_folder() -> None:
         raise ConfigError(
             f"TMPDIR = {given!r}, and no other folder for temporary files, can be written; name one"
         ) from None
-    most = SOCKET_PATH_BYTES - LONGEST_SOCKET
-    if len(os.fsencode(folder)) > most:
+    if len(os.fsencode(folder)) > LONGEST_TMPDIR:
         raise ConfigError(
             f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes, and sockets in it would have too long a path; "
-            f"name a folder of at most {most}, such as /tmp"
+            f"name a folder of at most {LONGEST_TMPDIR}, such as /tmp"
         )
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from rollflow.flows.services.variables import LONGEST_TMPDIR
 from rollflow.storage.log.audit import audit
 from rollflow.storage.objects import open_store
 from tests.support.small_run import make_policy
@@ -46,7 +48,7 @@ prompts = 2
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is started under. In values and `home`, FOLDER is the test's folder, which is open to every user."""
+    """What a run is started under. In values and `home`, FOLDER is the test's folder, open to every user."""
 
     variables: Mapping[str, str | None] = field(default_factory=dict)  # None: not set
     home: str = "FOLDER/home"
@@ -68,9 +70,7 @@ GROUPS: dict[str, Settings] = {
         {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii"},
         home="FOLDER/a b ü 日本/home",
     ),
-    "long names": Settings(
-        {"TMPDIR": "FOLDER/tmp", "RAY_TMPDIR": f"FOLDER/{'y' * 120}"}, home=f"FOLDER/{'y' * 120}/home"
-    ),
+    "long names": Settings({"TMPDIR": "LONGEST", "RAY_TMPDIR": f"FOLDER/{'y' * 120}"}, home=f"FOLDER/{'y' * 120}/home"),
     "services": Settings(
         {
             "RAY_ADDRESS": "ray://127.0.0.1:1",
@@ -147,8 +147,11 @@ def test_a_run_works_under(group: str, tmp_path: Path) -> None:
 
 def run_under(settings: Settings, folder: Path) -> None:
     """Run the recipe to its end; its audit is clean."""
-    modules, place = folder / "modules", {"FOLDER": str(folder), "NUMBER": str(os.getpid())}
-    for part in (modules, folder / "tmp", folder / ("y" * 120)):
+    scratch = tempfile.mkdtemp()
+    longest = Path(scratch, "t" * (LONGEST_TMPDIR - len(scratch) - 1))
+    place = {"FOLDER": str(folder), "NUMBER": str(os.getpid()), "LONGEST": str(longest)}
+    modules = folder / "modules"
+    for part in (modules, longest, folder / ("y" * 120)):
         part.mkdir()
     for name in ("flows", "tasks", "storage"):  # a person's own, by the names of the houses
         (modules / f"{name}.py").write_text("raise RuntimeError('another module')\n")

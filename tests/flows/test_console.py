@@ -223,6 +223,25 @@ def test_the_doctor_reports_no_secret_and_names_what_is_missing(
     assert "hidden" not in stream.getvalue()
 
 
+def test_the_doctor_names_variables_that_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@hub/x")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    found = {check.name: check for check in doctor(tmp_path / "home")}
+    assert found["environment"].outcome == "ok"
+    assert "HTTPS_PROXY" in found["environment"].found
+    assert found["Ray server"].outcome == "note"
+    assert "cluster.address" in found["Ray server"].found
+    assert "tracking.uri" in found["MLflow server"].found
+    assert "hidden" not in found["MLflow server"].found
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    found = {check.name: check for check in doctor(tmp_path / "home")}
+    assert found["environment"].outcome == "missing"
+    assert "unset PYTHONWARNINGS" in found["environment"].found
+    assert not (tmp_path / "home").exists(), "to look changes nothing"
+
+
 def test_a_page_that_nobody_serves_yet_is_no_address() -> None:
     print_summary(
         {"storage": "/a/run", "prefect": "rollflow serve", "mlflow": "http://127.0.0.1/#/x"}, out := io.StringIO()

@@ -261,3 +261,22 @@ def test_a_policy_that_the_user_may_not_read_is_refused(
 def test_a_folder_of_no_user_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
     given = "policy={path = '~nobody-of-this-name/policy'}"
     assert "there is no such folder" in refused(capsys, "check", RECIPE, "--set", given)
+
+
+@pytest.mark.long
+def test_a_setting_that_prefect_refuses_is_one_sentence() -> None:
+    """Prefect reads its settings while it is imported: so this one is a process."""
+    code = """
+from unittest import mock
+from rollflow.flows import session
+from rollflow.storage.errors import ConfigError
+try:
+    session._import_prefect(mock.Mock())
+except ConfigError as error:
+    print(error)
+"""
+    given = {**os.environ, "PREFECT_CLIENT_MAX_RETRIES": "many"}
+    ended = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    assert "PREFECT_CLIENT_MAX_RETRIES" in ended.stdout
+    assert "max_retries Input should be a valid integer" in ended.stdout
+    assert "unset it" in ended.stdout
