@@ -31,6 +31,7 @@ from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.config_history import change_sentence, history
 from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
+from rollflow.flows.views.turns import Part, prompt_tokens, split_turns
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
@@ -267,16 +268,39 @@ def _answers(
     """One trajectory in full, added to `table`; or the group's question, and its trajectories as a table."""
     chosen = trajectories_of(context, key, batch, sample)
     one = chosen[0]
-    asked = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if not mask]
-    table.add_row("question", Text(context.tokenizer.decode(asked)))
+    table.add_row("question", Text(context.tokenizer.decode(prompt_tokens(one))))
     if sample is None:
         return _group(context, chosen, batch.number)
-    table.add_row("response", Text(_response(context, one)))
+    parts = split_turns(one)
+    several = any(part.author == "environment" for part in parts)
+    if not several:
+        table.add_row("response", Text(_response(context, one)))
     table.add_row("tokens", f"{one.response_tokens}: {_spans(one)}")
+    table.add_row("log-probs", _logprobs([value for part in parts for value in part.logprobs]))
     table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
     table.add_row("ending", one.ending.value)
     table.add_row("staleness", f"{batch.number - one.started_version} (started under version {one.started_version})")
-    return None
+    return _turns(context, parts) if several else None
+
+
+def _turns(context: RunContext, parts: Sequence[Part]) -> Table:
+    """Show a multi-turn trajectory part by part; only the policy's tokens have loss mask 1."""
+    table = Table(title="turns", title_justify="left")
+    for name in ("turn", "by", "tokens", "mask", "versions", "log-probs", "text"):
+        table.add_column(name, justify="right" if name in ("turn", "mask") else "left", overflow="fold")
+    turn = 0
+    for part in parts:
+        own = part.author == "policy"
+        turn += own
+        counts = ", ".join(f"{version}: {count}" for version, count in sorted(Counter(part.versions).items()))
+        place = f"{part.start}-{part.start + len(part.tokens) - 1}"
+        figures = (place, str(int(own)), counts, _logprobs(part.logprobs) if own else "")
+        table.add_row(str(turn) if own else "", part.author, *figures, Text(context.tokenizer.decode(part.tokens)))
+    return table
+
+
+def _logprobs(values: Sequence[float]) -> str:
+    return f"mean {sum(values) / len(values):.2f}, lowest {min(values):.2f}" if values else "none"
 
 
 def _group(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:
@@ -295,7 +319,7 @@ def _response(context: RunContext, trajectory: Trajectory) -> str:
 
 
 def _spans(trajectory: Trajectory) -> str:
-    """Which version wrote which of the response's tokens."""
+    """Say which version wrote which of the tokens that the policy chose."""
     written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
     spans, start = [], 0
     for version, run in groupby(written):

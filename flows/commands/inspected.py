@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rollflow.flows.views.config_history import history, shown_changes
+from rollflow.flows.views.turns import prompt_tokens, split_turns
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.journal.recoveries import RecoveryLog
@@ -66,16 +67,15 @@ def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int
     if not isinstance(fate, Consumed | Waiting):
         return {**told, "trajectories": []}
     trajectories = trajectories_of(context, key, batch_of(context, fate), sample)
-    return {**told, "trajectories": [_with_texts(context, asdict(one)) for one in trajectories]}
+    return {**told, "trajectories": [_with_texts(context, one) for one in trajectories]}
 
 
-def _with_texts(context: RunContext, one: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[bool, list[int]] = {False: [], True: []}
-    for token, mask in zip(one["tokens"], one["loss_mask"], strict=True):
-        parts[bool(mask)].append(token)
-    flat = {name: list(one[name]) for name in ("tokens", "loss_mask", "logprobs", "versions")}
+def _with_texts(context: RunContext, one: Trajectory) -> dict[str, Any]:
+    flat = {name: list(getattr(one, name)) for name in ("tokens", "loss_mask", "logprobs", "versions")}
     decode = context.tokenizer.decode
-    return {**one, **flat, "question": decode(parts[False]), "response": decode(parts[True])}
+    chosen = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask]
+    texts = {"question": decode(prompt_tokens(one)), "response": decode(chosen)}
+    return {**asdict(one), **flat, **texts, "turns": [part.value(decode) for part in split_turns(one)]}
 
 
 def trajectories_of(

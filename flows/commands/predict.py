@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.simulation import Outputs, run_simulation
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
@@ -85,7 +86,7 @@ def _recorded(context: RunContext, before: PolicyVersion, after: PolicyVersion) 
     table = TrajectoryBatch.from_bytes(context.batches.read(file)).table
     return Recorded(
         version=after.number,
-        seconds=after.at - before.at,
+        seconds=after.at - before.at - paused_seconds(context, before, after),
         waited=after.metrics["wait_seconds"],
         pause=None if update is None else update.pause_seconds,
         fetched=None if update is None else update.resumed_at - update.pause_seconds - after.at,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import length_bias
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.rollout.evaluation import evaluations
@@ -25,16 +26,18 @@ def rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dic
         accuracy = [one.accuracy for one in evaluations(context.store, first - 1, last)]
         yield {
             "versions": f"{first} to {last}" if last > first else str(first),
-            **_figures(found[0], found[1:], context.config.groups),
+            **_figures(found, context.config.groups, paused_seconds(context, found[0], found[-1])),
             "held-out accuracy": f"{accuracy[-1]:.3f}" if accuracy else "",
         }
 
 
-def _figures(before: PolicyVersion, trained: Sequence[PolicyVersion], groups: int) -> dict[str, object]:
+def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> dict[str, object]:
+    before, trained = versions[0], versions[1:]
+
     def total(name: str) -> float:
         return sum(version.metrics.get(name, 0.0) for version in trained)
 
-    seconds = trained[-1].at - before.at  # a clock that stepped back makes no figure that would be wrong
+    seconds = trained[-1].at - before.at - paused  # a clock that stepped back makes no figure that would be wrong
     used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
     bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))
     return {

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollflow.flows.views.config_history import UNSET, flat_history
+from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import RECENT
 from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
@@ -28,7 +30,10 @@ NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """Values at policy versions. `tokens` are response tokens trained on so far, `seconds` those since version 0."""
+    """Values at policy versions. `tokens` are response tokens trained on so far.
+
+    `seconds` are those since version 0, without pauses.
+    """
 
     versions: Numbers
     tokens: Numbers
@@ -126,7 +131,8 @@ def _curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str,
         return {}
     trained = versions[1:]
     at = np.array([one.at for one in versions])
-    seconds = np.maximum(at - at[0], 0.0)
+    pauses = np.cumsum([0.0, *(paused_seconds(context, before, after) for before, after in pairwise(versions))])
+    seconds = np.maximum(at - at[0] - pauses, 0.0)
     tokens = np.cumsum([0.0, *(_metric(trained, "response_tokens"))])
     numbers = np.array([float(one.number) for one in versions])
     lost, used = _metric(trained, "discarded_tokens") + _metric(trained, "surplus_tokens"), np.diff(tokens)

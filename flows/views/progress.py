@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
+from rollflow.flows.views.pauses import paused_seconds
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.config import RunConfig
@@ -26,14 +27,25 @@ class Progress:
 
     context: RunContext
     versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=KEPT))  # the newest ones
+    _pauses: dict[int, float] = field(default_factory=dict)  # version at hand -> seconds of pause before it, if any
+    _paused: float = 0.0  # seconds, between version 0 and the newest
 
     def advance(self) -> list[PolicyVersion]:
         """The versions that were published since the last complete read; at first, the newest `KEPT`."""
         newest = self.context.policies.newest()
         seen = self.versions[-1].number if self.versions else newest - KEPT
         new = list(self.context.policies.since(max(seen + 1, 0))) if newest > seen else []
-        self.versions += new
+        for version in new:
+            before = self.versions[-1] if self.versions else self._first
+            if pause := paused_seconds(self.context, before, version):
+                self._pauses[version.number] = pause
+                self._paused += pause
+            self.versions.append(version)
         return new
+
+    def pause_before(self, version: PolicyVersion) -> float:
+        """Return for how many seconds the run was paused between the version before this one and this one."""
+        return self._pauses.get(version.number, 0.0)
 
     @property
     def state(self) -> RunState:
@@ -66,8 +78,13 @@ class Progress:
 
     @property
     def training_seconds(self) -> float:
-        """From version 0 to the newest."""
-        return max(0.0, self.versions[-1].at - self._first.at) if self.versions else 0.0
+        """Seconds from version 0 to the newest, without those in which the run was paused, stopped or away."""
+        return max(0.0, self.versions[-1].at - self._first.at - self._paused) if self.versions else 0.0
+
+    @property
+    def paused_seconds(self) -> float:
+        """Seconds between version 0 and the newest in which the run was paused, stopped or away."""
+        return self._paused
 
     @property
     def tokens(self) -> int:
@@ -83,15 +100,17 @@ class Progress:
     def tokens_per_second_now(self) -> float:
         """The same of the newest versions."""
         last = list(islice(reversed(self.versions), RECENT + 1))
-        seconds = last[0].at - last[-1].at if last else 0.0
+        seconds = last[0].at - last[-1].at - sum(map(self.pause_before, last[:-1])) if last else 0.0
         return sum(v.metrics["response_tokens"] for v in last[:-1]) / seconds if seconds > 0 else 0.0
 
 
-def system_figures(before: PolicyVersion, version: PolicyVersion) -> dict[str, float]:
-    """What a version took: trained tokens a second, the share of the time that the learner waited, the share of tokens
-    that was thrown away. Of a clock that stepped back: no figure that would be wrong.
+def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float = 0.0) -> dict[str, float]:
+    """Compute what a version took, without the `paused` seconds before it. Of a clock that stepped back: nothing wrong.
+
+    These are trained tokens a second, the share of the time that the learner waited, and the share of tokens that was
+    thrown away.
     """
-    told, seconds = version.metrics, version.at - before.at
+    told, seconds = version.metrics, version.at - before.at - paused
     used, lost = told["response_tokens"], told["discarded_tokens"] + told["surplus_tokens"]
     found = {"waste": lost / (lost + used)} if lost + used else {}
     if seconds > 0:

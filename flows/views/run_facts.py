@@ -17,6 +17,7 @@ from typing import Any
 from rollflow.flows.services.reachability import redact
 from rollflow.flows.views.config_history import change_table, history, recipe_of, shown_changes
 from rollflow.flows.views.parameters import without_secrets
+from rollflow.flows.views.turns import prompt_tokens
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Trajectory
@@ -162,16 +163,14 @@ def _samples(context: RunContext, version: PolicyVersion) -> dict[str, list[Any]
     return {
         "version": [version.number for _ in told[:SAMPLES]],
         "domain": [group.domain for group, _ in told[:SAMPLES]],
-        "prompt": [_text(context, one, chosen=False) for _, one in told[:SAMPLES]],
-        "response": [_text(context, one, chosen=True) for _, one in told[:SAMPLES]],
+        "prompt": [context.tokenizer.decode(prompt_tokens(one)) for _, one in told[:SAMPLES]],
+        "response": [_response(context, one) for _, one in told[:SAMPLES]],
         "reward": [one.reward for _, one in told[:SAMPLES]],
         "reason": [one.reason for _, one in told[:SAMPLES]],
         "tokens": [one.response_tokens for _, one in told[:SAMPLES]],
     }
 
 
-def _text(context: RunContext, one: Trajectory, *, chosen: bool) -> str:
-    tokens = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask == chosen]
-    if not chosen:
-        return context.tokenizer.decode(tokens)
+def _response(context: RunContext, one: Trajectory) -> str:
+    tokens = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask]
     return context.tokenizer.decode_response(tokens, context.config.reward.special_tokens)

@@ -19,6 +19,7 @@ from rollflow.flows.views.config_history import change_sentence, history
 from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import EVALUATED, Point
 from rollflow.flows.views.no_signal import describe, newest_without
+from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
 from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
@@ -72,7 +73,7 @@ class StatusWriter:
         """Read what is new, log it, write the status."""
         for version in self.progress.advance():
             if version.number:
-                self.tracker.log_version(version.number, _told(self._before, version), version.at)
+                self.tracker.log_version(version.number, self._told(version), version.at)
             self._before = version
             about(version=version.number)
         self._look_for_signal()
@@ -93,6 +94,12 @@ class StatusWriter:
         if time.monotonic() - self._told > TELL_SECONDS:
             with contextlib.suppress(Unreachable, OSError):
                 self.refresh(phase)
+
+    def _told(self, version: PolicyVersion) -> dict[str, float]:
+        """Metrics of a version; what it took is unknown of the first that a supervisor sees, which another has told."""
+        if self._before is None:
+            return dict(version.metrics)
+        return {**version.metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
 
     def _evaluations(self) -> list[Evaluation]:
         """The new evaluations; at first, the newest and that of version 0, with which all others are compared."""
@@ -196,9 +203,5 @@ def points(context: RunContext, marker: str, wanted: range) -> Iterator[Point]:
             yield evaluation_point(evaluation.version, evaluation.metrics, time.time())
     else:
         for before, version in pairwise(islice(context.policies.since(wanted.start - 1), len(wanted) + 1)):
-            yield version_point(version.number, _told(before, version), version.at)
-
-
-def _told(before: PolicyVersion | None, version: PolicyVersion) -> dict[str, float]:
-    """Metrics of a version; what it took is not known of the first that a supervisor sees, which another has told."""
-    return {**version.metrics, **(system_figures(before, version) if before else {})}
+            figures = system_figures(before, version, paused_seconds(context, before, version))
+            yield version_point(version.number, {**version.metrics, **figures}, version.at)

@@ -52,6 +52,7 @@ def summarize(
         "no_signal": {"versions": count_without(trained), "newest": newest_without(trained)},
         "seconds": round(seconds, 2),
         "training_seconds": round(progress.training_seconds, 2),
+        "paused_seconds": round(progress.paused_seconds, 2),
         "tokens": progress.tokens,
         "tokens_per_second": round(progress.tokens_per_second, 1),
         "trajectories": report.trajectories,

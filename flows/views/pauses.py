@@ -1,0 +1,53 @@
+"""For how long a run was paused, stopped or away between two of its versions, as its log tells it.
+
+A run that goes on has a new supervisor, and stages that claim their roles again under it. The pause is from the newest
+batch or version before that to the newest of these claims before work goes on. What the stages had begun when the run
+was ended is part of the pause: nothing is known of it. A stage that is restarted alone makes no pause.
+
+Only entries between versions of different claims are read, so the cost grows with the claims, not with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollflow.storage.log.entries import BatchCommitted, Claimed, VersionPublished
+from rollflow.storage.log.reading import written
+from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.run_context import RunContext
+
+
+def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersion) -> float:
+    """Add up the pauses between two published versions of a run."""
+    return sum(_pause(context, before, after) for before, after in _reclaimed(context, first, last))
+
+
+def _reclaimed(
+    context: RunContext, first: PolicyVersion, last: PolicyVersion
+) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
+    """Find the neighbours of which another claim published the second; a claim that was lost never comes back."""
+    if first.number >= last.number or first.claim == last.claim:
+        return
+    if last.number == first.number + 1:
+        yield first, last
+        return
+    middle = context.policies.find((first.number + last.number) // 2)
+    yield from _reclaimed(context, first, middle)
+    yield from _reclaimed(context, middle, last)
+
+
+def _pause(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> float:
+    """Add up the pauses between two neighbours."""
+    total, worked, claimed = 0.0, before.at, None
+    resumed = False
+    for one in written(context.log, before.entry + 1, after.entry):
+        entry = one.entry
+        match entry.body:
+            case Claimed():
+                resumed = resumed or entry.role == "supervisor"
+                if resumed and entry.role != "supervisor":
+                    claimed = entry.at
+            case BatchCommitted() | VersionPublished():
+                total += max(0.0, claimed - worked) if claimed is not None else 0.0
+                worked, claimed, resumed = entry.at, None, False
+    return total

@@ -1,0 +1,57 @@
+"""The parts of a trajectory in their order: the prompt, what the policy said, what the environment answered.
+
+A part ends where the loss mask changes. Two generations with nothing between them are one part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from rollflow.storage.records import Trajectory
+
+Author = Literal["prompt", "policy", "environment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens that stand together, from token `start` of the trajectory on; only the policy's have the other two."""
+
+    author: Author
+    start: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float] = ()  # nats
+    versions: Sequence[int] = ()
+
+    def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """Return what programs get of it."""
+        told: dict[str, Any] = {"by": self.author, "start": self.start, "tokens": len(self.tokens)}
+        told |= {"loss_mask": self.author == "policy", "text": decode(self.tokens)}
+        if self.logprobs:
+            mean, least = sum(self.logprobs) / len(self.logprobs), min(self.logprobs)
+            told |= {"versions": dict(Counter(self.versions)), "logprob_mean": mean, "logprob_min": least}
+        return told
+
+
+def split_turns(trajectory: Trajectory) -> list[Part]:
+    """Cut a trajectory into its parts."""
+    parts = list[Part]()
+    start = 0
+    for chosen, masks in groupby(trajectory.loss_mask):
+        end = start + len(list(masks))
+        tokens = list(trajectory.tokens[start:end])
+        if chosen:
+            own = list(trajectory.logprobs[start:end]), list(trajectory.versions[start:end])
+            parts.append(Part("policy", start, tokens, *own))
+        else:
+            parts.append(Part("environment" if parts else "prompt", start, tokens))
+        start = end
+    return parts
+
+
+def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:
+    """Return the tokens that the trajectory began with."""
+    return next((part.tokens for part in split_turns(trajectory) if part.author == "prompt"), ())

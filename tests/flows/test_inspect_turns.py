@@ -1,0 +1,103 @@
+"""`rollflow inspect` of a trajectory with several turns: each part, by whom, under which versions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.flows.views.run_facts import _samples
+from rollflow.flows.views.turns import split_turns
+from rollflow.storage.records import Ending, Trajectory
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.run_context import RunContext
+from tests.support import small_run
+from tests.support.small_run import prepare_small, train_small
+
+PROMPT, FIRST, HINT, SECOND = "How many?", "five", "Look again.", "six"
+
+
+def two_turns(context: RunContext, of: Trajectory) -> Trajectory:
+    """A trajectory of two turns: the first one by two versions, then the environment's hint, then the second one."""
+    asked, said, hint, then = (context.tokenizer.encode(text) for text in (PROMPT, FIRST, HINT, SECOND))
+    versions = [0] * (len(said) - 1) + [1]
+    quiet = len(asked)
+    return Trajectory(
+        of.sample,
+        0,
+        [*asked, *said, *hint, *then],
+        [False] * quiet + [True] * len(said) + [False] * len(hint) + [True] * len(then),
+        [0.0] * quiet + [-1.0] * (len(said) - 1) + [-3.0] + [0.0] * len(hint) + [-2.0] * len(then),
+        [-1] * quiet + versions + [-1] * len(hint) + [1] * len(then),
+        of.reward,
+        of.reason,
+        Ending.STOP,
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+    """A run of two versions; each trajectory of the second batch has two turns."""
+    home = tmp_path_factory.mktemp("home")
+    made = small_run.batch
+
+    def batch(context: RunContext, number: int, **given: Any) -> StagedBatch:
+        staged = made(context, number, **given)
+        if number != 1:
+            return staged
+        groups = (replace(g, trajectories=tuple(two_turns(context, t) for t in g.trajectories)) for g in staged.groups)
+        return replace(staged, groups=tuple(groups))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        patch.setenv("COLUMNS", "160")
+        patch.setattr(small_run, "batch", batch)
+        context = prepare_small(home, versions=2)
+        train_small(context)
+        yield context
+
+
+def test_inspect_shows_each_turn(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "small", "2.0.1"]) == 0
+    out = re.sub(r"[ \n]+", " ", capsys.readouterr().out)
+    decode, encode = run.tokenizer.decode, run.tokenizer.encode
+    asked, said, hint, then = (len(encode(text)) for text in (PROMPT, FIRST, HINT, SECOND))
+    a, b, c, d = asked, asked + said, asked + said + hint, asked + said + hint + then
+    mean = -(said - 1 + 3) / said
+    for words in (
+        f"question {decode(encode(PROMPT))} ",
+        f"│ │ prompt │ 0-{a - 1} │ 0 │ │ │ {PROMPT} │",
+        f"│ 1 │ policy │ {a}-{b - 1} │ 1 │ 0: {said - 1}, 1: 1 │ mean {mean:.2f}, lowest -3.00 │ {FIRST} │",
+        f"│ │ environment │ {b}-{c - 1} │ 0 │ │ │ {HINT} │",
+        f"│ 2 │ policy │ {c}-{d - 1} │ 1 │ 1: {then} │ mean -2.00, lowest -2.00 │ {SECOND} │",
+    ):
+        assert words in out, out
+    assert "response" not in out.split("turns")[0].split("discarded")[-1]
+
+
+def test_inspect_gives_turns_to_programs(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "small", "2.0.1", "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)["trajectories"]
+    assert [turn["by"] for turn in one["turns"]] == ["prompt", "policy", "environment", "policy"]
+    assert [turn["text"] for turn in one["turns"]] == [PROMPT, FIRST, HINT, SECOND]
+    assert [turn["loss_mask"] for turn in one["turns"]] == [False, True, False, True]
+    assert sum(turn["tokens"] for turn in one["turns"]) == len(one["tokens"])
+    assert (one["question"], one["response"]) == (PROMPT, FIRST + SECOND)
+    assert one["turns"][3]["logprob_mean"] == one["turns"][3]["logprob_min"] == -2.0
+
+
+def test_samples_of_mlflow_keep_hints_out_of_prompts(run: RunContext) -> None:
+    assert set(_samples(run, run.policies.find(2))["prompt"]) == {PROMPT}
+
+
+def test_turns_of_a_single_turn_are_two(run: RunContext) -> None:
+    prompt = run.prompts().prompt(0)
+    one = small_run.trajectory(tuple(prompt.tokens), 0, 0, 0, Random(0))
+    assert [part.author for part in split_turns(one)] == ["prompt", "policy"]
+    assert [token for part in split_turns(one) for token in part.tokens] == list(one.tokens)
