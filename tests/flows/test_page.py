@@ -119,6 +119,7 @@ def test_the_bias_of_a_block_is_that_of_the_closing_figures(lost_tokens: float, 
     found = {"discarded_tokens": lost_tokens, "discarded_groups": lost_groups}
     told = {"response_tokens": 200.0, "reward": 0.0, "staleness_mean": 0.0, "wait_seconds": 0.0}
     one = SimpleNamespace
+    versions: Any = [one(claim=0, number=n, at=float(n), metrics=told | (found if n == 1 else {})) for n in range(3)]
     policies = SimpleNamespace(since=lambda first: iter(versions[first:]))
     context: Any = SimpleNamespace(policies=policies, store=None, config=RunConfig(groups=2))
     with pytest.MonkeyPatch.context() as patch:
