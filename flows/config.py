@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rollflow.flows.key_words import allowed, default_of
+from rollflow.flows.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
@@ -44,25 +45,37 @@ WORDS = {
 SHIPPED_HARDWARE = Path(__file__).parent / "hardware"
 
 
-def load_recipe(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a recipe, apply `key.path=value` overrides, check it.
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe, apply `key.path=value` overrides, check it; see `recipe_paths` for its relative paths.
 
     Raises:
         ConfigError: with one sentence for each key that a person must change.
     """
     tree = read_toml(path, "recipe")
+    replaced = {override.partition("=")[0].strip() for override in overrides}
+    given = {key: value for key, value in path_values(tree).items() if _is_within(key, replaced)}
+    anchor_paths(tree, recipe_folder(path), given)
+    own = {key: value for key, value in path_values(tree).items() if key not in given}
     for override in overrides:
         _override(tree, override)
+    anchor_paths(tree, Path.cwd(), own)
     config = parse(tree)
     check_new_run(config)
     return config
 
 
+def _is_within(key: str, sections: Iterable[str]) -> bool:
+    """Report whether a dotted key is one of these, or stands below one."""
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+
 def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
     """A recorded config with `key.path=value` overrides, checked; `ConfigError` as `load_recipe`."""
     given = _without_nulls(tree)
+    recorded = path_values(given)
     for override in overrides:
         _override(given, override)
+    anchor_paths(given, Path.cwd(), recorded)
     return parse(given)
 
 

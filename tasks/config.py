@@ -40,7 +40,9 @@ class StoreConfig(Section):
         "keep_prompts_bytes": "files of prompts were kept, or not, when the run began",
     }
 
-    uri: str | None = Field(None, description="s3://bucket/prefix or a folder; default: a folder in the run home")
+    uri: str | None = Field(
+        None, description="s3://bucket/prefix or a folder, relative to the recipe; default: in the run home"
+    )
     keep_last: int = Field(
         5, ge=2, description="newest versions that keep their objects; async_ratio + 1 where that is more"
     )
@@ -84,7 +86,9 @@ class TrackingConfig(Section):
 
     fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was made below it"}
 
-    uri: str | None = Field(None, description="an MLflow tracking URI; default: SQLite in the run home")
+    uri: str | None = Field(
+        None, description="an MLflow tracking URI; files are relative to the recipe; default: SQLite in the run home"
+    )
     experiment: str | None = Field(None, min_length=1, description="the MLflow experiment; default: the recipe's name")
     study: str | None = Field(
         None,

@@ -27,6 +27,6 @@ class ColdStart(Section):
 class PolicyConfig(Section):
     """Where the policy comes from: a Hugging Face folder (or hub name), or a cold start."""
 
-    path: str | None = Field(None, description="a local Hugging Face folder or a hub name")
+    path: str | None = Field(None, description="a Hugging Face folder, relative to the recipe, or a hub name")
     cold_start: ColdStart | None = None
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the weights, trained and served")

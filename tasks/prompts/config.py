@@ -40,7 +40,7 @@ class JsonlPrompts(PromptBase):
     """Your own prompts: one JSON object a line with `question` and `answer`."""
 
     kind: Literal["jsonl"] = Field("jsonl", description="a file of your own")
-    path: str = Field(description="the file, one JSON object a line")
+    path: str = Field(description="the file, one JSON object a line; a relative path is relative to the recipe")
     held_out: float = Field(0.1, ge=0, lt=1, description="part of the lines kept for evaluation")
     answer_after: str | None = Field(
         None,

@@ -1,0 +1,91 @@
+"""Relative paths in a recipe are relative to the recipe; those of `--set` are relative to the working folder.
+
+| key | what is taken as a path |
+|---|---|
+| `prompts.path` of kind "jsonl" | always |
+| `policy.path` | a folder that is there, or a name that cannot be a hub's; else it is a hub name |
+| `store.uri` | what has no scheme |
+| `tracking.uri` | what has no scheme but "databricks", `file:` and `sqlite:///` |
+
+Import paths of user-defined parts name modules, no files, and `options` are passed on as they are. A run records what
+is made here: absolute paths.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+
+Place = tuple[str, dict[str, Any], str]  # dotted key, the table it is in, its last part
+Anchor = Callable[[str, Path], str]
+
+
+def recipe_folder(recipe: Path) -> Path:
+    """Return the folder that a recipe's paths are relative to; of a recipe that is a pipe, the working folder."""
+    return recipe.parent.resolve() if recipe.is_file() else Path.cwd()
+
+
+def path_values(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values that may be paths, by key."""
+    return {key: table[last] for (key, table, last), _ in _places(tree)}
+
+
+def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Make a tree's relative paths absolute, from `folder`; values that are `known` already stay as they are.
+
+    Raises:
+        ConfigError: `policy.path` is no folder there, but one in the working folder.
+    """
+    for (key, table, last), anchor in _places(tree):
+        if (known or {}).get(key) != table[last]:
+            table[last] = anchor(table[last], folder)
+
+
+def _places(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
+    prompts = tree.get("prompts")
+    candidates: list[tuple[str, Any, str, Anchor]] = [
+        ("policy", tree.get("policy"), "path", _policy),
+        ("store", tree.get("store"), "uri", _store),
+        ("tracking", tree.get("tracking"), "uri", _tracking),
+    ]
+    for position, source in enumerate(prompts if isinstance(prompts, list) else ()):
+        if isinstance(source, dict) and source.get("kind") == "jsonl":
+            candidates.append((f"prompts.{position}", source, "path", _file))
+    for place, table, last, anchor in candidates:
+        if isinstance(table, dict) and isinstance(table.get(last), str) and table[last]:
+            yield (f"{place}.{last}", table, last), anchor
+
+
+def _file(path: str, folder: Path) -> str:
+    try:
+        return str(folder / Path(path).expanduser())
+    except RuntimeError:  # the home of a user that does not exist: who opens it says so
+        return path
+
+
+def _policy(path: str, folder: Path) -> str:
+    there = _file(path, folder)
+    could_be_a_hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    if not could_be_a_hub_name or Path(there).is_dir():
+        return there
+    if Path(path).is_dir():
+        cure = f"write its absolute path, or give --set policy.path={path}"
+        where = f"it is no folder beside the recipe, in {folder}, but one in the working folder"
+        raise ConfigError(f"policy.path = {path!r}: {where}; {cure}")
+    return path
+
+
+def _store(uri: str, folder: Path) -> str:
+    return uri if "://" in uri else _file(uri, folder)
+
+
+def _tracking(uri: str, folder: Path) -> str:
+    if match := re.fullmatch(r"(sqlite:///)([^/:].*)", uri):  # four slashes: absolute; a colon: in memory
+        return match[1] + _file(match[2], folder)
+    if match := re.fullmatch(r"file:(?://)?([^/].*)", uri):
+        return f"file://{_file(match[1], folder)}"
+    return uri if ":" in uri or uri == "databricks" else _file(uri, folder)
