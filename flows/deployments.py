@@ -33,8 +33,8 @@ from rollflow.flows.served_recipes import ServedRecipe, recipes_file, served_fil
 from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
 from rollflow.flows.services.flow_process import fork_flows
 from rollflow.flows.services.form import values
-from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist
-from rollflow.flows.services.registering import Offer, of_home
+from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist, names_of
+from rollflow.flows.services.registering import Offer, of_home, superseded
 from rollflow.flows.train import train
 from rollflow.flows.views.tracking import import_early
 from rollflow.storage.errors import ConfigError, Unreachable
@@ -47,11 +47,11 @@ FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
 def deployments(name: str | None = None) -> list[Offer]:
-    """The six flows under a name that stays, or else under that of this runner."""
+    """List the six flows, for a name that stays or else for that of this runner."""
     session = name is None and deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, of_home(home())) if session else (INTERNAL,)
     name = name or deployment()
-    return [Offer(flow, name, description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
+    return [Offer(flow, names_of(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
 
 
 def of_recipe(recipe: ServedRecipe) -> Offer:
@@ -114,7 +114,10 @@ async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool,
         if automations:
             await asyncio.to_thread(insist, lambda: install(deployment(), ids))
 
-    await add([*made, *(of_recipes() if recipes else ())])
+    made = list(made)
+    if recipes:
+        made += [*of_recipes(), *await asyncio.to_thread(insist, lambda: superseded(made, SERVED))]
+    await add(made)
     if ready:
         ready.touch()
     following = asyncio.create_task(_follow_recipes(add)) if recipes else None

@@ -22,6 +22,7 @@ from rollflow.storage.errors import Unreachable
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
+    from prefect.client.schemas.responses import DeploymentResponse
     from prefect.settings import Settings
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ INSIST_SECONDS = 60.0
 MESSAGE = 500  # characters of what it said; of a body that it refuses it repeats all
 PAGE = 200  # flow runs the server gives at once
 SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
+LAST = "zz-"  # internal deployments begin so: Prefect's page sorts by name, and recipes are to come first
 INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
 
 
@@ -125,7 +127,7 @@ def start(
 
     from prefect.states import Scheduled
 
-    served = client.read_deployment_by_name(f"{flow}/{deployment}")
+    served = _find(client, flow, deployment)
     made = client.create_flow_run_from_deployment(
         served.id,
         parameters=parameters,
@@ -136,6 +138,22 @@ def start(
         state=None if at is None else Scheduled(scheduled_time=datetime.fromtimestamp(at, UTC)),
     )
     return made.id
+
+
+def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentResponse:
+    """Return a deployment by its name: an internal one as it is called now, or else as older versions called it."""
+    from prefect.exceptions import ObjectNotFound
+
+    internal, plain = (f"{flow}/{name}" for name in names_of(deployment))
+    try:
+        return client.read_deployment_by_name(internal)
+    except ObjectNotFound:
+        return client.read_deployment_by_name(plain)
+
+
+def names_of(deployment: str) -> tuple[str, str]:
+    """Return what Prefect calls the internal deployments of a runner: now, and with versions before."""
+    return f"{LAST}{deployment}", deployment
 
 
 def flow_state(flow_run: UUID) -> Any:
@@ -180,9 +198,9 @@ def served(deployment: str) -> Any:
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 
     if deployment != SERVED:
-        return DeploymentFilter(name=DeploymentFilterName(any_=[deployment]))
+        return DeploymentFilter(name=DeploymentFilterName(any_=[*names_of(deployment)]))
     either: Any = {"operator": "or_", "tags": DeploymentFilterTags(any_=[RECIPE, NIGHTLY])}
-    return DeploymentFilter(name=DeploymentFilterName(any_=[deployment]), **either)
+    return DeploymentFilter(name=DeploymentFilterName(any_=[*names_of(deployment)]), **either)
 
 
 def going(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:

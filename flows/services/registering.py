@@ -17,15 +17,15 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from rollflow.flows.services.form import form
-from rollflow.flows.services.prefect_api import OF_SESSION, api, insist
+from rollflow.flows.services.prefect_api import INTERNAL, OF_SESSION, api, going, insist, names_of
 from rollflow.storage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -172,8 +172,32 @@ def check_unserved(name: str, home: Path) -> None:
 def _served_elsewhere(name: str, own: str) -> list[str]:
     """The tags of other homes whose sessions have asked for the work of these deployments a moment ago."""
     with api() as client:
-        there = [one for one in _tagged(client, OF_SESSION) if one.name == name and not _silent(one, DEAD_SECONDS)]
+        there = [
+            one for one in _tagged(client, OF_SESSION) if one.name in names_of(name) and not _silent(one, DEAD_SECONDS)
+        ]
     return [tag for one in there for tag in one.tags if tag.startswith(HOME) and tag != own]
+
+
+def superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
+    """List offers for internal deployments that older versions called `name`, where flow runs still wait for them.
+
+    Those that nothing waits for are deleted.
+    """
+    from prefect.exceptions import ObjectNotFound
+
+    waited = []
+    with api() as client:
+        waiting = {run.deployment_id for run in going(client, name)}
+        for offer in offers:
+            try:
+                there = client.read_deployment_by_name(f"{offer.flow_name}/{name}")
+            except ObjectNotFound:
+                continue
+            if there.id in waiting:
+                waited.append(replace(offer, name=name))
+            elif INTERNAL in there.tags:
+                client.delete_deployment(there.id)
+    return waited
 
 
 def withdraw(name: str, home: Path) -> None:
@@ -181,7 +205,7 @@ def withdraw(name: str, home: Path) -> None:
     with api() as client:
         for one in _tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]
-            if one.name == name and homes in ([], [of_home(home)]):
+            if one.name in names_of(name) and homes in ([], [of_home(home)]):
                 client.delete_deployment(one.id)
 
 

@@ -220,7 +220,7 @@ def test_serve_and_start_a_run_from_the_api(
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
         url, mlflow = lines[0].split()[1].removesuffix("/deployments"), lines[1].split()[1]
-        assert fetch(f"{url}/api/deployments/name/post-training/rollflow").status == 401
+        assert fetch(f"{url}/api/deployments/name/post-training/zz-rollflow").status == 401
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", Path(lines[0].split()[-1].rstrip(")")).read_text())
         for bad in (({**config, "async_ratio": -1}, "fourth"), (config, "../../x"), (config, "fourth\n"), (config, "")):
             assert post(f"{url}/api", *bad).status == 409
@@ -261,7 +261,7 @@ BUSY = 503
 
 def post(api: str, config: dict[str, Any], run_id: str) -> Answer:
     """Create a run of the post-training deployment."""
-    found = fetch(f"{api}/deployments/name/post-training/rollflow").body
+    found = fetch(f"{api}/deployments/name/post-training/zz-rollflow").body
     parameters = {"parameters": {"config": config, "run_id": run_id}, "state": {"type": "SCHEDULED"}}
     while (answer := fetch(f"{api}/deployments/{found['id']}/create_flow_run", parameters)).status == BUSY:
         time.sleep(1)  # SQLite was locked for longer than the server waits; Prefect's own client asks again, too

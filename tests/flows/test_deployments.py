@@ -14,17 +14,19 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 import pytest
-from prefect.states import Pending, Running, Scheduled, Suspended
+from prefect.states import Cancelled, Pending, Running, Scheduled, Suspended
 
 from rollflow.flows.config import load_recipe
+from rollflow.flows.deployments import deployments
 from rollflow.flows.evaluate import evaluate
 from rollflow.flows.services import prefect_api, registering
 from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, going, start
 from rollflow.flows.services.process import PrefectServer, Runner
-from rollflow.flows.services.registering import Offer, register, sweep, withdraw
+from rollflow.flows.services.registering import Offer, register, superseded, sweep, withdraw
 from rollflow.tasks.config import RunConfig
 from tests.support.prefect_home import served
 from tests.support.waiting import RUN_SECONDS, until
@@ -102,6 +104,39 @@ def test_a_schedule_plans_flow_runs(server: PrefectServer, offer: Offer) -> None
         until(lambda: {run.deployment_id for run in going(client, SERVED) if run.auto_scheduled})
 
 
+def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: Offer) -> None:
+    """The page sorts by name, and so does the server: of a stack, and of sessions that others have on this server."""
+    recipe = replace(offer, name=f"yellow-{offer.name}", tags=("recipe",))
+    ours = [*deployments(SERVED), *deployments("arithmetic-20260101-120000-0a1b2c3d")]
+    made = [register(one) for one in (recipe, *ours)]
+    there = Page(server).ask("POST", "/deployments/filter", {"sort": "NAME_ASC"})  # as the page asks
+    assert next(one["name"] for one in there if one["id"] in map(str, made)) == recipe.name
+    with api() as client:
+        for one in made:
+            client.delete_deployment(one)
+
+
+def test_runs_of_older_names_are_served_until_they_end(server: PrefectServer) -> None:
+    """A run that was suspended under an older version is resumed by this one."""
+    page, offers = Page(server), [one for one in deployments(SERVED) if one.flow_name in ("evaluate", "post-training")]
+    for one in offers:
+        register(replace(one, name=SERVED))
+    with api() as client:
+        waits = start(client, "post-training", SERVED, {"config": RunConfig().model_dump(mode="json")})
+        old = [one for one in offers if one.flow_name == "post-training"]
+        assert [(one.flow_name, one.name) for one in superseded(offers, SERVED)] == [("post-training", SERVED)]
+        assert page.all() & {SERVED} == {SERVED}
+        for one in offers:
+            register(one)
+        newer = start(client, "post-training", SERVED, {"config": RunConfig().model_dump(mode="json")})
+        served_by = {run: client.read_flow_run(run).deployment_id for run in (waits, newer)}
+        assert served_by[newer] == UUID(page.read(f"post-training/{old[0].name}")["id"]) != served_by[waits]
+        for run in (waits, newer):
+            client.set_flow_run_state(run, Cancelled(), force=True)
+    assert superseded(offers, SERVED) == []
+    assert SERVED not in page.all()
+
+
 def test_where_nothing_differs_nothing_is_sent(server: PrefectServer, offer: Offer) -> None:
     """An update would drop the flow runs that a schedule has planned."""
     page, name = Page(server), f"evaluate/{offer.name}"
@@ -147,7 +182,7 @@ def test_a_schedule_a_pause_and_a_default_survive_the_runner(server: PrefectServ
         assert there["tags"] == ["recipe"]
         assert there["description"].startswith("A small one.")
         assert "storage" not in there["parameter_openapi_schema"]["properties"]
-        assert page.read("rollout/rollflow")["tags"] == ["internal"]
+        assert page.read("rollout/zz-rollflow")["tags"] == ["internal"]
         assert "sorting" in page.all()
         page.schedule(name)
         page.change(name, paused=True)
@@ -215,7 +250,7 @@ def test_a_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: 
     page.ask("POST", "/work_pools/", {"name": "gpus", "type": "process"})
     prefect = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
     subprocess.run(prefect, env=environment, check=True, cwd=tmp_path, timeout=RUN_SECONDS)
-    for name in ("post-training/pooled@gpus", "rollout/rollflow@gpus", "train/rollflow@gpus"):
+    for name in ("post-training/pooled@gpus", "rollout/zz-rollflow@gpus", "train/zz-rollflow@gpus"):
         there = page.read(name)
         assert there["work_pool_name"] == "gpus"
         assert there["entrypoint"].startswith("rollflow.flows.")
