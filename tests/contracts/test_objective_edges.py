@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,3 +69,18 @@ def test_a_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
         for level in ("token", "sequence", "geometric")
     }
     assert len(losses) == 1
+
+
+def test_m2po_may_mask_every_token() -> None:
+    """By hand: squares of 0.09 and 0.25 are both above 0.04, so that no token counts and nothing has a slope."""
+    objective = build_objective(PartsObjective(kind="m2po"))
+    proximal, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-1.3, -0.5])
+    kept = objective.keep(proximal, behaviour)
+    assert kept.tolist() == [False, False]
+    tokens = replace(given([-1.0, -1.0], [-1.3, -0.5], 1.0, torch.float32), kept_M=kept)
+    found = objective.loss(tokens)
+    [slope_M] = torch.autograd.grad(found.loss_M.sum(), tokens.logp_M)
+    assert found.loss_M.tolist() == slope_M.tolist() == [0.0, 0.0]
+    assert found.corrected_M is not None
+    assert found.corrected_M.tolist() == [True, True]
+    assert objective.keep(proximal, torch.tensor([-1.1, -0.5])).tolist() == [True, False]  # 0.01 is not above

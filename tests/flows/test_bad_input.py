@@ -52,7 +52,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("group_size=1", ["group_size = 1", 'baseline and scale of train.objective.advantage to "none"']),
         ("train.minibatches=3", ["train.minibatches = 3", "groups = 256"]),
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
-        ("policy.path=x", ["policy.path = 'x'", "one of the two"]),
+        ("policy.path=x", ["policy.path = '/", "/x': ", "one of the two"]),
         ("train.lora.rank=0", ["train.lora.rank = 0", "less than or equal to the minimum of 0"]),
         ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),
         ("train={learner = 'deepspeed', lora = {}}", ["train.learner = 'deepspeed'", "take [train.lora] away"]),

@@ -180,3 +180,12 @@ def test_the_learner_refuses_a_stale_batch_whatever_was_committed() -> None:
     actor._check_fresh(2, some_batch())
     with pytest.raises(Stale, match="batch 3 holds a trajectory started under version 0"):
         actor._check_fresh(3, some_batch())
+
+
+def test_batch_that_m2po_masks_whole_leaves_fresh_weights(folder: Path) -> None:
+    """Made-up log-probs are nats away from the policy's: all squares are above, and there is no momentum yet."""
+    made = learner(folder, objective={"kind": "m2po"})
+    before = [weight.detach().clone() for weight in made.model.parameters()]
+    told = made.step(some_batch(), 0)
+    assert told["loss"] == 0.0
+    assert all(map(torch.equal, before, made.model.parameters()))
