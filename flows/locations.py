@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
+from rollflow.flows.times import utc_stamp
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import open_store
@@ -66,8 +66,8 @@ def await_run(uri: str) -> RunContext:
 
 
 def new_run_id(name: str) -> str:
-    """A new run id, made of a recipe's name and the time."""
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """Make a new run id of a recipe's name and the time, in UTC."""
+    return f"{name}-{utc_stamp()}"
 
 
 def run_id_of(name: str, flow_run: str) -> str:

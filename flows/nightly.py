@@ -36,6 +36,7 @@ from rollflow.flows.keepalive.crashed import line
 from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
 from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start, supervisors
+from rollflow.flows.times import utc_minute
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.registry import Registered, Registry, Score, z_score
 from rollflow.flows.views.summary import SUMMARY
@@ -133,7 +134,7 @@ def tell_crash(flow: Any, flow_run: Any, state: Any) -> None:  # a runner calls 
 
 def one_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
     """Every recipe, whatever became of the one before."""
-    stamp = when.astimezone(ZoneInfo(plan.timezone)).strftime("%Y%m%d-%H%M")
+    stamp = when.astimezone(UTC).strftime("%Y%m%d-%H%M")
     return [_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
 
 
@@ -220,9 +221,7 @@ def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: 
 def page(plan: Nightly, when: datetime, reports: list[Report]) -> str:
     """The night as Markdown."""
     rows = "\n".join(f"| {one.recipe} | `{one.run_id}` | {one.result.replace('|', '/')} |" for one in reports)
-    local = when.astimezone(ZoneInfo(plan.timezone))
-    title = f"{plan.name}, {local:%Y-%m-%d %H:%M} {plan.timezone}"
-    return f"# {title}\n\n| recipe | run | result |\n|---|---|---|\n{rows}\n"
+    return f"# {plan.name}, {utc_minute(when)}\n\n| recipe | run | result |\n|---|---|---|\n{rows}\n"
 
 
 @task(name="notify")

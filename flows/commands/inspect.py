@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -27,6 +26,7 @@ from rollflow.flows.commands.inspected import (
     version_value,
 )
 from rollflow.flows.locations import find_run
+from rollflow.flows.times import utc_time
 from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.config_history import change_sentence, history
 from rollflow.flows.views.console import staleness_bar
@@ -106,7 +106,7 @@ def _run(context: RunContext, console: Console) -> None:
     )
     table.add_row("log", f"{state.n + 1} entries")
     for recorded in history(context):
-        when = f"{_clock(recorded.at)}, entry {recorded.entry}, by {recorded.who or 'nobody named'}"
+        when = f"{utc_time(recorded.at)}, entry {recorded.entry}, by {recorded.who or 'nobody named'}"
         table.add_row("changed", f"{change_sentence(recorded)} ({when})")
     table.add_row("batches", _batches(state))
     groups, tokens = (counts["trained"] for counts in (state.totals.groups, state.totals.tokens))
@@ -159,7 +159,7 @@ def _recoveries(context: RunContext, console: Console) -> None:
     for path in journal.damaged:
         console.print(f"  {path} is damaged: it is no recovery", soft_wrap=True)
     for recovery in recoveries:
-        console.print(f"  {_clock(recovery.noticed_at)}  {recovery.sentence()}", soft_wrap=True)
+        console.print(f"  {utc_time(recovery.noticed_at)}  {recovery.sentence()}", soft_wrap=True)
 
 
 # --- a version ----------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def _version(context: RunContext, number: int, console: Console) -> None:
     version = published(context, number)
     console.print(f"version {number} of run {context.run_id}")
     table = _grid()
-    table.add_row("published", f"{_clock(version.at)}, entry {version.entry}, by claim {version.claim}")
+    table.add_row("published", f"{utc_time(version.at)}, entry {version.entry}, by claim {version.claim}")
     config = context.recorded_at(number)
     table.add_row(
         "code, config", f"rollflow {version.code_version}, config {config.sha256[:12]} (entry {config.entry})"
@@ -344,7 +344,3 @@ def _keys(keys: Sequence[GroupKey]) -> str:
     named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return f"{named}{more}" if keys else "none"
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import all_runs
+from rollflow.flows.times import utc_time
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.tasks.run_context import RunContext
@@ -60,7 +60,7 @@ def _row(context: RunContext) -> dict[str, Any]:
 def _shown(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     if name == "began" and value:
-        return time.strftime("%m-%d %H:%M", time.localtime(value))
+        return utc_time(value)[:16] + "Z"
     if name == "version" and value is not None:
         return f"{value} of {row['versions']}"
     return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

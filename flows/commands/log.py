@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run
+from rollflow.flows.times import utc_time
 from rollflow.flows.views.config_history import change_sentence
 from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import (
@@ -62,7 +63,7 @@ def _entries(context: RunContext, *, follow: bool) -> Iterator[Entry]:
 
 
 def _line(entry: Entry) -> Text:
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at))
+    at = utc_time(entry.at)
     return Text.assemble((f"{at}  {entry.n:>6}  {entry.role:<10}  ", "dim"), sentence(entry))
 
 

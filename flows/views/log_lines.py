@@ -18,6 +18,7 @@ from rollflow.storage.errors import ConfigError
 
 FORM = "ROLLFLOW_LOG_FORMAT"
 FACTS = ("run", "stage", "actor", "rank", "version", "attempt")
+UTC_LINES = "rollflow.flows.views.utc_lines.UtcLines"  # by name: only a runner imports Prefect
 _about: dict[str, object] = {}  # of this process, which is one flow run's; logging itself is one for a process, too
 
 
@@ -36,15 +37,19 @@ def settings(*, shared: bool = False) -> dict[str, str]:
     """
     match os.environ.get(FORM, "text"):
         case "text" if not shared:
-            return {}
+            return _formatter(UTC_LINES)
         case "text" | "json":
-            return {
-                "PREFECT_LOGGING_FORMATTERS_JSON_CLASS": f"{__name__}.{LogLines.__name__}",
-                "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",
-                "PREFECT_LOGGING_COLORS": "false",
-            }
+            return {**_formatter(f"{__name__}.{LogLines.__name__}"), "PREFECT_LOGGING_COLORS": "false"}
         case other:
             raise ConfigError(f"{FORM} = {other!r}: a log is written as 'text' or as 'json'")
+
+
+def _formatter(name: str) -> dict[str, str]:
+    """Return the settings by which Prefect's logging writes with the formatter of this import path."""
+    return {
+        "PREFECT_LOGGING_FORMATTERS_JSON_CLASS": name,
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",
+    }
 
 
 class LogLines(logging.Formatter):
@@ -88,7 +93,7 @@ def text(line: str) -> str:
     who = " ".join(str(told[name]) for name in ("stage", "actor") if name in told)
     said = f"{who} - {told['message']}" if who else told["message"]
     error = f"\n{told['error']}" if "error" in told else ""
-    return f"{str(told.get('time', ''))[11:23]} | {told.get('level', ''):7} | {said}{error}"
+    return f"{str(told.get('time', ''))[11:23]}Z | {told.get('level', ''):7} | {said}{error}"
 
 
 def _read(line: str) -> Mapping[str, object] | None:

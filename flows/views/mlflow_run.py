@@ -20,14 +20,15 @@ from rollflow.storage.log.anchors import Anchor
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Run
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
 ANCHOR_TAG = "rollflow.anchor."  # before the number of an entry; its value is the entry's sha256
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # what is told once has arrived
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
-VERSION, EVALUATED, RECOVERIES = MARKERS = "train/version", "eval/version", "recovery/count"
+VERSION, EVALUATED, RECOVERIES = "version", "evaluation", "recovery"
+PREFIXES = {VERSION: ("rollout/", "train/", "system/"), EVALUATED: ("eval/",), RECOVERIES: ("recovery/",)}
 SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"  # which files its pages show as tables
 CHANGES, CHANGES_TAG, CHANGED = "config_changes.json", "rollflow.config_changes", "config."  # tags of changed keys
 PARAMETERS_A_CALL = 100  # MLflow takes no more in one
@@ -35,7 +36,10 @@ PARAMETERS_A_CALL = 100  # MLflow takes no more in one
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Metrics of one version or recovery; `marker` is the metric by which a resumed run knows that they were logged."""
+    """Metrics of one version, evaluation or recovery, at least one of them; `marker` says which of the three it is.
+
+    The step of its metrics tells a resumed run that they were logged, so no metric has to repeat it.
+    """
 
     marker: str
     version: int
@@ -76,9 +80,8 @@ class MlflowRun:
 
         metrics = []
         for point in points:
-            values = {**point.metrics, point.marker: float(point.version)}
             told = (int(point.when * 1000), point.version)
-            metrics += [Metric(name, float(value), *told) for name, value in values.items()]
+            metrics += [Metric(name, float(value), *told) for name, value in point.metrics.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def log_beginning(self, told: Beginning) -> None:
@@ -178,10 +181,9 @@ def open_run(
     fresh = [Param(key, value) for key, value in parameters.items() if key not in run.data.params]
     for start in range(0, len(fresh), PARAMETERS_A_CALL):
         client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
-    last = {marker: int(run.data.metrics[marker]) for marker in MARKERS if marker in run.data.metrics}
     ended, changes = run.data.tags.get(ENDED_TAG, ""), int(run.data.tags.get(CHANGES_TAG, 0))
     anchors = {int(tag.removeprefix(ANCHOR_TAG)) for tag in run.data.tags if tag.startswith(ANCHOR_TAG)}
-    opened = MlflowRun(client, run.info.run_id, experiment_id, last, ended, changes, anchors)
+    opened = MlflowRun(client, run.info.run_id, experiment_id, _last(run), ended, changes, anchors)
     if BEGUN_TAG not in run.data.tags:
         opened.log_beginning(told)
     opened.log_changes(told.changes)
@@ -209,6 +211,13 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
         raise Unreachable(f"the MLflow of this run cannot be read ({first})") from error
     tags: Mapping[str, str] = found[0].data.tags if found else {}
     return tags
+
+
+def _last(run: Run) -> dict[str, int]:
+    """Return the newest step that each marker's metrics have. A call logs all metrics of a step or none."""
+    metrics = run.data.to_proto().metrics
+    steps = {name: [one.step for one in metrics if one.key.startswith(prefix)] for name, prefix in PREFIXES.items()}
+    return {name: max(found) for name, found in steps.items() if found}
 
 
 def _experiment(client: MlflowClient, place: TrackingPlace) -> str:

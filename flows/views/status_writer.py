@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice, pairwise
 from typing import Protocol
@@ -60,7 +59,7 @@ class StatusWriter:
         self.messages = [change_sentence(one) for one in history(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
-        self._recovered: Counter[str] = Counter()
+        self._recovered = 0  # recoveries that were logged
         # Its age by the wall clock, once; from then on no clock that steps makes it younger.
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
         self._before: PolicyVersion | None = None  # the version that was told last
@@ -120,11 +119,10 @@ class StatusWriter:
         self.no_signal = found
 
     def _count_recoveries(self) -> None:
-        for recovery in self.recoveries.read()[self._recovered.total() :]:
-            self._recovered[recovery.role] += 1
-            seconds = {"seconds": recovery.seconds}
-            by_role = {recovery.role.replace(" ", "_"): float(self._recovered[recovery.role])}
-            self.tracker.log_recovery(self._recovered.total(), seconds | by_role, recovery.resumed_at)
+        for recovery in self.recoveries.read()[self._recovered :]:
+            self._recovered += 1
+            by_role = {recovery.role.replace(" ", "_"): recovery.seconds}
+            self.tracker.log_recovery(self._recovered, by_role, recovery.resumed_at)
             self.messages.append(f"recovered {recovery.sentence()}")
 
     @property

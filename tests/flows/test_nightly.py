@@ -91,8 +91,7 @@ def test_nights_with_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
         best.append(registry.get_model_version_by_alias("math", "best").tags["run"])
         if night == 1:
             assert (home / "store/runs" / results[0][0]).exists()
-    # Berlin's clock: 01:00, and after the change an hour less, as the sun has it
-    ids = [f"math-night-{stamp}" for stamp in ("20261025-0100", "20261026-0000", "20261027-0000", "20261028-0000")]
+    ids = [f"math-night-{stamp}" for stamp in ("20261024-2300", "20261025-2300", "20261026-2300", "20261027-2300")]
     assert [run_id for run_id, _, _ in results] == ids
     assert best == [ids[0], ids[0], ids[0], ids[3]]
     assert [ok for _, ok, _ in results] == [True, True, False, True]
@@ -122,8 +121,8 @@ def test_what_others_use_is_not_deleted(plan: Nightly, tmp_path: Path) -> None:
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
     train.right, plan = 0.3, plan.model_copy(update={"keep": 1, "z": 0.0})
-    prepare(load_recipe(tmp_path / "math.toml", []), "math-night-club-night-20261025-0100")
-    half = home / "nightly/math/.math-night-20261025-0100.x1y2"  # of an export that was killed
+    prepare(load_recipe(tmp_path / "math.toml", []), "math-night-club-night-20261024-2300")
+    half = home / "nightly/math/.math-night-20261024-2300.x1y2"  # of an export that was killed
     half.mkdir(parents=True)
     ids = []
     for night in range(4):
@@ -132,7 +131,7 @@ def test_what_others_use_is_not_deleted(plan: Nightly, tmp_path: Path) -> None:
         ids.append(report.run_id)
         if night == 1:
             registry.set_registered_model_alias("math", "mine", "2")
-    kept = ["math-night-club-night-20261025-0100", ids[0], ids[1], ids[3]]
+    kept = ["math-night-club-night-20261024-2300", ids[0], ids[1], ids[3]]
     assert sorted(one.run_id for one in all_runs()) == sorted(kept)
     assert sorted(one.name for one in half.parent.iterdir() if one != half) == sorted(kept[1:])
     assert train.begun_with[0] == str(tmp_path / "policy")
@@ -279,7 +278,7 @@ class TestOnAServer:
         with api() as client:
             client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=SERVED)
         monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)
-        name = f"math-night-{time.strftime('%Y%m%d-%H%M')}"
+        name = f"math-night-{time.strftime('%Y%m%d-%H%M', time.gmtime())}"
         with pytest.raises(Unreachable, match=r"took longer than .* hours and was stopped"):
             train_here(RunConfig(name="math"), name, 0.3)
         with api() as client:

@@ -282,7 +282,7 @@ def test_logs_are_shown_in_both_forms(run: RunContext, options: list[str], capsy
     file.write_text('{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "message": "hello"}\nplain\ncut')
     tell(run, replace(RunStatus("one", "done"), version=9))
     assert main(["logs", "one", *options]) == 0
-    assert capsys.readouterr().out == "12:00:00.000 | INFO    | hello\nplain\ncut\n"
+    assert capsys.readouterr().out == "12:00:00.000Z | INFO    | hello\nplain\ncut\n"
     assert main(["logs", "one", "--json", *options]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["message"] for one in said] == ["hello", "plain", "cut"]

@@ -1,0 +1,22 @@
+"""Lines of a log for people, as Prefect writes them, but with UTC in place of the machine's local time."""
+
+from __future__ import annotations
+
+import time
+
+from prefect.logging.formatters import PrefectFormatter
+
+START = "%(asctime)s.%(msecs)03dZ | %(levelname)-7s | "
+
+
+class UtcLines(PrefectFormatter):
+    """Prefect's own formatter on another clock. Prefect's logging makes one, by the name of the class."""
+
+    converter = time.gmtime
+
+    def __init__(self, *_: object) -> None:
+        """Take the place of Prefect's JSON formatter, whose format says nothing here."""
+        flow_run, task_run = (
+            f"{START}{kind} run %({kind.lower()}_run_name)r - %(message)s" for kind in ("Flow", "Task")
+        )
+        super().__init__(f"{START}%(name)s - %(message)s", "%H:%M:%S", flow_run_fmt=flow_run, task_run_fmt=task_run)
