@@ -27,6 +27,8 @@ ANCHOR_TAG = "rollflow.anchor."  # before the number of an entry; its value is t
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # what is told once has arrived
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
+VIEW_TAG, VIEW_NAME = "mlflow.sharedViewState.rollflow", "accuracy, reward, tokens a second"
+COLUMNS = "eval/accuracy", "rollout/reward", "system/tokens_per_second"
 VERSION, EVALUATED, RECOVERIES = "version", "evaluation", "recovery"
 PREFIXES = {VERSION: ("rollout/", "train/", "system/"), EVALUATED: ("eval/",), RECOVERIES: ("recovery/",)}
 SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"  # which files its pages show as tables
@@ -99,14 +101,16 @@ class MlflowRun:
             self.anchors.add(anchor.n)
 
     def log_ending(self, told: Ending) -> None:
-        """Figures, files, samples and kept versions; nothing if they are there."""
-        from mlflow.entities import Metric
+        """Log figures, files, samples and kept versions; nothing if they are there.
+
+        Figures are tags: as metrics each would be a plot of one point.
+        """
+        from mlflow.entities import RunTag
 
         if self.ended == str(told.version) or (self.ended == "yes" and not self.changes):
             return
-        when = int(told.when * 1000)
-        figures = [Metric(f"final/{name}", value, when, told.version) for name, value in told.figures.items()]
-        self.client.log_batch(self.run_id, metrics=figures)
+        figures = [RunTag(f"final.{name}", f"{value:.6g}") for name, value in told.figures.items()]
+        self.client.log_batch(self.run_id, tags=figures)
         for name, text in told.texts.items():
             self.client.log_text(self.run_id, text, name)
         if told.samples:
@@ -142,12 +146,10 @@ class MlflowRun:
             name = f"version-{version.number}"
             if name in known:
                 continue
-            model = self.client.create_logged_model(self.experiment_id, name, self.run_id, dict(version.tags))
+            told = {} if version.accuracy is None else {"accuracy": f"{version.accuracy:.6g}"}
+            model = self.client.create_logged_model(self.experiment_id, name, self.run_id, dict(version.tags), told)
             self.client.finalize_logged_model(model.model_id, "READY")
             made.append(LoggedModelOutput(model.model_id, version.number))
-            if version.accuracy is not None:
-                told = {"step": version.number, "model_id": model.model_id}
-                self.client.log_metric(self.run_id, "final/version_accuracy", version.accuracy, **told)
         if made:
             self.client.log_outputs(self.run_id, made)
 
@@ -222,12 +224,19 @@ def _last(run: Run) -> dict[str, int]:
 
 def _experiment(client: MlflowClient, place: TrackingPlace) -> str:
     experiment = client.get_experiment_by_name(place.experiment)
+    tags = {KIND_TAG: KIND, VIEW_TAG: _view()}
     if experiment is None:
         location = place.artifacts.as_uri() if place.artifacts is not None else None
-        return str(client.create_experiment(place.experiment, artifact_location=location, tags={KIND_TAG: KIND}))
-    if KIND_TAG not in experiment.tags:
-        client.set_experiment_tag(experiment.experiment_id, KIND_TAG, KIND)
+        return str(client.create_experiment(place.experiment, artifact_location=location, tags=tags))
+    for tag in tags.keys() - experiment.tags.keys():  # what a person changed stands
+        client.set_experiment_tag(experiment.experiment_id, tag, tags[tag])
     return str(experiment.experiment_id)
+
+
+def _view() -> str:
+    """Return a saved view of an experiment's runs, as MLflow's pages keep one; their own has no column of a metric."""
+    state = {"selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
+    return json.dumps({"name": VIEW_NAME, "createdAt": 0, "state": json.dumps(state)})
 
 
 def _study(client: MlflowClient, experiment_id: str, name: str) -> str:

@@ -2,7 +2,7 @@
 
 A metric's prefix says whose it is: `rollout/` what the trajectories of a batch say about the policies that made them,
 `train/` what the learner did with them, `eval/` held-out prompts alone, `system/` time and waste, `recovery/` restarts
-(by number, not by version), `final/` what came of the run.
+(by number, not by version). What came of the run is in its tags (`final.accuracy`, ...).
 
 MLflow is a view, so tracking never holds up a run and never ends one:
 - every method returns at once; one thread imports MLflow (seconds), opens the store (seconds when it is new) and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from dataclasses import replace
@@ -171,6 +172,45 @@ def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
+def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
+    """Such a metric is a straight line on MLflow's page; what was logged is known by the steps of the others."""
+    for first in (1, 3):
+        tracker = Tracker(place, "run-5", {})
+        for version in range(1, first + 2):
+            tracker.log_version(version, {"reward": 0.25}, when=float(version))
+            tracker.log_evaluation(version, {"accuracy": 0.5}, when=float(version))
+            tracker.log_recovery(version, {"learner": 2.0}, when=float(version))
+        assert tracker.finish("FINISHED", HANG_SECONDS)
+    client, run = stored(place, "run-5")
+    assert sorted(run.data.metrics) == ["eval/accuracy", "recovery/learner", "rollout/reward"]
+    for name in run.data.metrics:
+        points = client.get_metric_history(run.info.run_id, name)
+        assert [point.step for point in points] == [1, 2, 3, 4]
+        assert not all(point.value == point.step for point in points)
+
+
+@pytest.mark.slow
+def test_experiment_has_a_view_of_what_matters(place: TrackingPlace) -> None:
+    """As MLflow 3.17 saves one; what a person made of it stands."""
+    from mlflow import MlflowClient
+
+    client, tag = MlflowClient(tracking_uri=place.uri), "mlflow.sharedViewState.rollflow"
+    own = client.create_experiment("own view", tags={tag: "mine"})
+    for name in ("own view", "fresh view"):
+        tracker = Tracker(replace(place, experiment=name), "run", {})
+        tracker.log_version(1, {"reward": 0.5, "tokens_per_second": 9.0}, when=1.0)
+        tracker.log_evaluation(1, {"accuracy": 0.5}, when=1.0)
+        assert tracker.finish("FINISHED", HANG_SECONDS)
+    assert client.get_experiment(own).tags[tag] == "mine"
+    fresh = client.get_experiment_by_name("fresh view")
+    view = json.loads(fresh.tags[tag])
+    columns = json.loads(view["state"])["selectedColumns"]
+    [run] = client.search_runs([fresh.experiment_id])
+    assert columns == [f"metrics.`{name}`" for name in sorted(run.data.metrics)]
+    assert view["name"] == "accuracy, reward, tokens a second"
+
+
+@pytest.mark.slow
 def test_the_experiment_is_one_of_model_training(place: TrackingPlace) -> None:
     """Also one that was there before without saying so; what a person chose stands."""
     from mlflow import MlflowClient
@@ -206,7 +246,8 @@ def test_runs_of_a_study_lie_below_one_and_what_is_told_once_stands_there_once(p
     parents = {one.data.tags["mlflow.parentRunId"] for one in (run, other)}
     (parent,) = map(client.get_run, parents)
     assert parent.info.run_name == "sweep of rates"
-    assert [point.value for point in client.get_metric_history(run.info.run_id, "final/tokens_per_second")] == [50.0]
+    assert run.data.tags["final.tokens_per_second"] == "50"
+    assert run.data.metrics == {}  # a figure of the whole run is no plot of one point
     files = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert files == {"recipe.toml", "summary.json", "samples.json"}
     (given,) = run.inputs.dataset_inputs
@@ -215,7 +256,7 @@ def test_runs_of_a_study_lie_below_one_and_what_is_told_once_stands_there_once(p
     assert {model.name: model.tags["rollflow.weights"] for model in models if "4" in model.name} == {
         "version-4": "s3://bucket/4"
     }
-    assert len(models) == 2
+    assert {model.name: model.params for model in models} == {"version-4": {"accuracy": "0.75"}, "version-0": {}}
 
 
 @pytest.fixture
