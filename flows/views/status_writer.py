@@ -72,7 +72,7 @@ class StatusWriter:
         """Read what is new, log it, write the status."""
         for version in self.progress.advance():
             if version.number:
-                self.tracker.log_version(version.number, self._told(version), version.at)
+                self.tracker.log_version(version.number, self._metrics_of(version), version.at)
             self._before = version
             about(version=version.number)
         self._look_for_signal()
@@ -94,7 +94,7 @@ class StatusWriter:
             with contextlib.suppress(Unreachable, OSError):
                 self.refresh(phase)
 
-    def _told(self, version: PolicyVersion) -> dict[str, float]:
+    def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
         """Metrics of a version; what it took is unknown of the first that a supervisor sees, which another has told."""
         if self._before is None:
             return dict(version.metrics)

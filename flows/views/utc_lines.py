@@ -12,7 +12,7 @@ START = "%(asctime)s.%(msecs)03dZ | %(levelname)-7s | "
 class UtcLines(PrefectFormatter):
     """Prefect's own formatter on another clock. Prefect's logging makes one, by the name of the class."""
 
-    converter = time.gmtime
+    converter = time.gmtime  # type: ignore[assignment]  # as it is documented
 
     def __init__(self, *_: object) -> None:
         """Take the place of Prefect's JSON formatter, whose format says nothing here."""
