@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rollflow.flows.key_words import allowed, default_of
-from rollflow.flows.recipe_paths import anchor_paths, path_values, recipe_folder
+from rollflow.flows.services.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature

@@ -36,7 +36,7 @@ from rollflow.flows.keepalive.crashed import line
 from rollflow.flows.keepalive.stages import reason_of
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
 from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start, supervisors
-from rollflow.flows.times import utc_minute
+from rollflow.flows.services.times import utc_minute
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.registry import Registered, Registry, Score, z_score
 from rollflow.flows.views.summary import SUMMARY

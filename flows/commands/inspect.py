@@ -26,7 +26,7 @@ from rollflow.flows.commands.inspected import (
     version_value,
 )
 from rollflow.flows.locations import find_run
-from rollflow.flows.times import utc_time
+from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.config_history import change_sentence, history
 from rollflow.flows.views.console import staleness_bar

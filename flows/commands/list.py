@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import all_runs
-from rollflow.flows.times import utc_time
+from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.tasks.run_context import RunContext

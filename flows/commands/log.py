@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run
-from rollflow.flows.times import utc_time
+from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.config_history import change_sentence
 from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import (

@@ -18,7 +18,7 @@ from rollflow.storage.errors import ConfigError
 
 FORM = "ROLLFLOW_LOG_FORMAT"
 FACTS = ("run", "stage", "actor", "rank", "version", "attempt")
-UTC_LINES = "rollflow.flows.views.utc_lines.UtcLines"  # by name: only a runner imports Prefect
+UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"  # by name: only a runner imports Prefect
 _about: dict[str, object] = {}  # of this process, which is one flow run's; logging itself is one for a process, too
 
 

@@ -13,9 +13,9 @@ import pytest
 from rollflow.flows import nightly
 from rollflow.flows.commands.cli import main
 from rollflow.flows.locations import new_run_id
-from rollflow.flows.times import utc_minute, utc_stamp, utc_time
+from rollflow.flows.services.times import utc_minute, utc_stamp, utc_time
+from rollflow.flows.services.utc_lines import UtcLines
 from rollflow.flows.views.log_lines import settings
-from rollflow.flows.views.utc_lines import UtcLines
 from rollflow.storage.log.entries import RunCreated
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import open_store
