@@ -23,7 +23,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import Data, open_store
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
-from rollflow.tasks.engines.runnable import check_head_size, hindrance_of
+from rollflow.tasks.engines.runnable import CPU_KV_CACHE_BYTES, check_head_size, hindrance_of, kv_cache_need
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import (
@@ -220,6 +220,7 @@ def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
             f"{tokenizer.context} tokens; choose fewer"
         )
     check_templates(config.prompts, tokenizer)
+    _check_kv_cache(config, folder, tokenizer.context)
     return tokenizer
 
 
@@ -249,6 +250,19 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
     if why is not None:
         cure = 'set engine.kind = "vllm", or choose another policy'
         raise ConfigError(f"policy.path = {path!r}: the transformers engine cannot run {why}; {cure}")
+
+
+def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
+    """Refuse a KV cache that has no room for one request: vLLM would not start."""
+    engine = config.engine
+    if not isinstance(engine, VllmEngineConfig) or config.cluster.address != "auto":
+        return
+    have, need = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES, kv_cache_need(folder, context, config.policy.dtype)
+    if need > have and not cluster.machine_gpus():
+        raise ConfigError(
+            f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, the policy's "
+            "context; set it to that or more, or choose a policy of a shorter context"
+        )
 
 
 def _check_reading(config: RunConfig, folder: Path, texts: list[str]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import JsonlPrompts
@@ -66,7 +67,7 @@ def fit_files(
             notes.append(
                 f"prompts.path = {source.path!r}: {len(dropped)} of {len(found)} lines are too long, and dropped"
             )
-        if isinstance(config.reward, ExactReward):
+        if isinstance(config.reward, ExactReward) and isinstance(config.environment, SingleTurnEnvironment):
             notes += _unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
     return functools.cache(lambda source: kept[source] if source in kept else read(source)), notes
 

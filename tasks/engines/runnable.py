@@ -9,6 +9,8 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
+CPU_KV_CACHE_BYTES = 256 << 20
+CPU_BLOCK_TOKENS = 32  # the smallest its attention kernel takes: only whole blocks of a prompt are shared
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention without a GPU
 
 
@@ -30,6 +32,22 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
             f"{', '.join(map(str, CPU_HEAD_SIZES))}; choose hidden_size / heads among them, or engine.kind = "
             "'transformers'"
         )
+
+
+def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
+    """Bytes that vLLM's cache has to have, or it does not start: of one request as long as the context, and a block.
+
+    0 where layers do not all see all tokens before: such caches are of other sizes.
+    """
+    policy = json.loads((folder / "config.json").read_text())
+    policy = policy.get("text_config") or policy
+    layers, width, heads = (policy.get(k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    odd = policy.get("kv_lora_rank") or policy.get("sliding_window") or policy.get("layer_types")
+    if odd or not (layers and width and heads):
+        return 0
+    kv_heads, size = policy.get("num_key_value_heads") or heads, policy.get("head_dim") or width // heads
+    tokens = (-(-context // CPU_BLOCK_TOKENS) + 1) * CPU_BLOCK_TOKENS
+    return 2 * tokens * int(layers * kv_heads * size) * (2 if dtype == "bfloat16" else 4)
 
 
 def hindrance(config: Any) -> str | None:

@@ -34,7 +34,7 @@ from rollflow.storage.flat import Int32s
 from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.engines.runnable import check_head_size
+from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES, check_head_size
 from rollflow.tasks.fork_server import fork_server
 from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
@@ -42,8 +42,6 @@ from rollflow.tasks.policies.stop import stop_tokens
 if TYPE_CHECKING:
     from rollflow.tasks.engines.vllm_responses import Response, Responses
 
-CPU_KV_CACHE_BYTES = 256 << 20
-CPU_BLOCK_TOKENS = 32  # the smallest its attention kernel takes: only whole blocks of a prompt are shared
 START_SECONDS = 600.0
 CALL_SECONDS = 50.0  # for suspend, resume, abort: they take milliseconds unless the engine hangs
 UPDATE_SECONDS = 120.0
