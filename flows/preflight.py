@@ -260,8 +260,8 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
     have, need = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES, kv_cache_need(folder, context, config.policy.dtype)
     if need > have and not cluster.machine_gpus():
         raise ConfigError(
-            f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, the policy's "
-            "context; set it to that or more, or choose a policy of a shorter context"
+            f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, the "
+            "policy's context; set it to that or more, or choose a policy of a shorter context"
         )
 
 

@@ -270,14 +270,12 @@ def test_heads_that_vllm_has_no_kernel_for(capsys: pytest.CaptureFixture[str], t
 
 
 def test_a_cache_without_room_for_one_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """4 layers of 4 heads of 32, keys and values in float32: 4,096 bytes a token; of 32 tokens more than the context."""
+    """4 layers of 4 heads of 32, keys and values in float32: 4,096 bytes a token. One block is vLLM's own."""
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
     folder = make_policy(tmp_path / "policy", max_position_embeddings=131072, **shape)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     need = (131072 + 32) * 4096
-    assert sentence.startswith(
-        f"engine.kv_cache_bytes = {2**28}: vLLM needs {need} bytes for one request of the policy's"
-    )
+    assert sentence.startswith(f"engine.kv_cache_bytes = {2**28}: vLLM needs {need} bytes for one request of 131072")
     recipe = policy_recipe(tmp_path, folder, f"[engine]\nkv_cache_bytes = {need}\n")
     assert "has no weights as safetensors" in refused_alike(capsys, recipe)
 
