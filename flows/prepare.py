@@ -32,12 +32,12 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
         ConfigError: with one sentence for what a person must change.
     """
     found = preflight(config, tell=tell)
-    for note in found.notes:
-        tell(note)
     uri = store_uri(config)
     context = context_of(uri, run_id)
     if context.store.exists(entry_path(0)):
         raise ConfigError(f"run id {run_id!r} exists in {uri}; choose another with --run-id")
+    for note in found.notes:
+        tell(note)
     policy = {f"policy/{name}": data for name, data in {**found.files, **found.weights}.items()}
     _place(context.store, policy, run_id)
     keep(context.store, config, found.pins, found.read)

@@ -117,7 +117,7 @@ class _Pool:
     def _at(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
         if index not in self._made:
             prompt, answer = self._prompts.demonstration(index)
-            response = [*self._tokenizer.encode(answer), self._tokenizer.stop_tokens[0]]
+            response = [*self._tokenizer.encode_response(answer), self._tokenizer.stop_tokens[0]]
             self._made[index] = (prompt.tokens, response)
         return self._made[index]
 

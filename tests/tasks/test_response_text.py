@@ -48,19 +48,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_response_keeps_all_but_its_final_stop_token(folder: Path, response: str, text: str) -> None:
     tokenizer = PolicyTokenizer(folder)
-    assert tokenizer.decode_response(tokenizer.encode(response)) == text
-    assert tokenizer.decode(tokenizer.encode(response)) == response
+    assert tokenizer.decode_response(tokenizer.encode_response(response)) == text
+    assert tokenizer.decode(tokenizer.encode_response(response)) == response
 
 
 def test_special_tokens_can_be_left_out(folder: Path) -> None:
     tokenizer = PolicyTokenizer(folder)
-    assert tokenizer.decode_response(tokenizer.encode(f"{PAD}<answer>7</answer>{END}"), special=False) == "7"
+    assert tokenizer.decode_response(tokenizer.encode_response(f"{PAD}<answer>7</answer>{END}"), special=False) == "7"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("special", "reward"), [(True, 1.0), (False, 0.0)])
 async def test_a_worker_judges_tags_that_are_tokens(folder: Path, special: bool, reward: float) -> None:
-    tokens = PolicyTokenizer(folder).encode(f"<answer>7</answer>{END}")
+    tokens = PolicyTokenizer(folder).encode_response(f"<answer>7</answer>{END}")
     pool = RewardPool(ExactReward(answer="tag", special_tokens=special), folder)
     await pool.start()
     try:
