@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +120,16 @@ def accuracy(folder: Path, asked: Asked, longest: int) -> float:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    right = 0
+    by_length: dict[int, list[tuple[list[int], str]]] = {}  # no row of a batch is padded
     for question, answer in asked:
-        prompt: Mapping[str, Any] = tokenizer(question, return_tensors="pt", return_token_type_ids=False)
-        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=longest)
-        response = tokens[0, prompt["input_ids"].shape[1] :]
-        right += tokenizer.decode(response, skip_special_tokens=True) == answer
+        prompt = tokenizer(question)["input_ids"]
+        by_length.setdefault(len(prompt), []).append((prompt, answer))
+    right = 0
+    for length, rows in by_length.items():
+        prompts = torch.tensor([prompt for prompt, _ in rows])
+        made = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=longest)
+        said = tokenizer.batch_decode(made[:, length:], skip_special_tokens=True)
+        right += sum(text == answer for text, (_, answer) in zip(said, rows, strict=True))
     return right / len(asked)
 
 
