@@ -72,7 +72,8 @@ def drive(context: RunContext) -> int:
 def _after_failure(reason: str, uri: str) -> str:
     """What a person can do after a failure; what they must change would fail a run again that is resumed as it is."""
     if ConfigError.__name__ in reason:
-        return "resumed as it is, it would fail again: change what that sentence names, or start a new run"
+        change = f"rollflow resume {uri} --set KEY=VALUE"
+        return f"as it is it would fail again: change what that sentence names ({change}), or start a new run"
     return f"go on with: rollflow resume {uri}"
 
 

@@ -108,5 +108,5 @@ def test_a_run_with_signal_says_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_resume_is_named_only_where_it_can_help(reason: str, resumable: bool) -> None:
     said = _after_failure(reason, "/a/run")
-    assert ("rollflow resume /a/run" in said) is resumable
-    assert resumable or "it would fail again" in said
+    assert said.endswith("rollflow resume /a/run") is resumable
+    assert resumable or "would fail again: change what that sentence names (rollflow resume /a/run --set" in said
