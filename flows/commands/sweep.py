@@ -24,7 +24,7 @@ from rollflow.flows.commands import FAILED, INTERRUPTED, OK
 from rollflow.flows.commands.compare import compared_table
 from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import context_of, home, new_run_id, store_uri
-from rollflow.flows.preflight import preflight
+from rollflow.flows.preflight import check_addresses, preflight
 from rollflow.flows.prepare import prepare
 from rollflow.flows.views.compare import read_compared
 from rollflow.flows.views.compare_page import compare_page
@@ -58,8 +58,11 @@ def command(options: argparse.Namespace) -> int:
     points = points_of(options)
     looked_at = set[str]()
     for point in points:
-        _check_same(point)
-        if (alike := point.config.model_copy(update={"seed": 0}).sha256()) not in looked_at:  # a seed changes no check
+        if _begun(point):
+            check_addresses(point.config, store_uri(point.config))
+        elif (
+            alike := point.config.model_copy(update={"seed": 0}).sha256()
+        ) not in looked_at:  # a seed changes no check
             preflight(point.config, download=False)
             looked_at.add(alike)
     failed = [point for number, point in enumerate(points) if not _made(point, number, len(points))]
@@ -155,11 +158,14 @@ def _fixed(sets: Sequence[str]) -> list[str]:
     return [one for override in sets if len(values := _values(override)) == 1 for one in values]
 
 
-def _check_same(point: Point) -> None:
-    """A run of that name that was begun before is this one."""
+def _begun(point: Point) -> bool:
+    """Whether the run is there; `ConfigError` if one of its name was begun with other values."""
     context = point.context
-    if context.store.exists(entry_path(0)) and context.all_configs[0] != point.config:
+    if not context.store.exists(entry_path(0)):
+        return False
+    if context.all_configs[0] != point.config:
         raise ConfigError(f"--study: run {point.run_id!r} was begun with other values; give the study another name")
+    return True
 
 
 def _made(point: Point, number: int, count: int) -> bool:

@@ -63,6 +63,7 @@ def test_bad_values_are_refused_before_a_run_begins(
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     given = ["sweep", RECIPE, "--set"]
     assert "train.learning_rate = -1" in refused(capsys, *given, "train.learning_rate=1e-4,-1")
+    assert "heads of size 5" in refused(capsys, *given, "policy.cold_start.hidden_size=128,20")
     assert "--study" in refused(capsys, *given, "seed=1", "--study", "../out")
     assert "--seeds 2000" in refused(capsys, *given, "seed=1", "--seeds", "2000")
     assert not all_runs()
