@@ -24,6 +24,7 @@ from rollflow.flows.views.summary import summarize
 from rollflow.storage import policies
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
+from rollflow.storage.log.anchors import first_anchor, newest_anchor
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Written
 from rollflow.storage.log.log import Log
@@ -31,7 +32,7 @@ from rollflow.storage.log.reading import written
 from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.run_context import RunContext
-from tests.support.log_runs import changed
+from tests.support.log_runs import changed, sha256_of
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS
 
@@ -356,3 +357,31 @@ heavy = {{"torch", "ray", "vllm", "prefect", "mlflow", "transformers"}} & set(sy
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
+
+
+def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the run as it was hold until somebody writes its log anew, with another bound of staleness."""
+    kept = [str(first_anchor(copy.store)), str(newest_anchor(copy.log.state))]
+    given = [word for anchor in kept for word in ("--anchor", anchor)]
+    assert "clean" in shown(capsys, "audit", copy.uri, "--deep", *given)
+    config = {**copy.created.config, "async_ratio": 1.25}
+    changed(copy.store, 0, lambda body: replace(body, config=config, config_sha256=sha256_of(config)))
+    assert "clean" in shown(capsys, "audit", copy.uri, "--deep")
+    said = shown(capsys, "audit", copy.uri, "--deep", *given, code=1)
+    assert said.count("the log was written anew, or repaired") == 2
+    refused = shown(capsys, "audit", copy.uri, "--anchor", "7", code=2)
+    assert "anchor '7': give the number of an entry and its sha256" in refused
+
+
+def test_audit_says_what_it_could_not_check(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    """The package that made the prompts is another one now: no violation, and the next audit does not go on from it."""
+    pins = [{**pin, "version": "0.0.1"} for pin in copy.created.prompts]
+    changed(copy.store, 0, lambda body: replace(body, prompts=tuple(pins)))
+    for _ in range(2):
+        said = shown(capsys, "audit", copy.uri)
+        assert "prompts are not checked, because" in said
+        assert "reasoning-gym 0.0.1" in said
+    changed(copy.store, 0, lambda body: replace(body, prompts=copy.created.prompts))
+    said = shown(capsys, "audit", copy.uri)
+    assert "not checked" not in said
+    assert "an audit found nothing wrong before it" not in said

@@ -14,10 +14,13 @@ import pytest
 
 from rollflow.flows.post_training import mlflow_page
 from rollflow.flows.views import run_facts, tracking
+from rollflow.flows.views.anchors import read_anchors
 from rollflow.flows.views.mlflow_run import VERSION, MlflowRun, Point, TrackingPlace
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
 from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.anchors import Anchor
 from rollflow.tasks.config import RunConfig
 from tests.support.waiting import HANG_SECONDS
 
@@ -92,6 +95,27 @@ def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(
     database = Path(place.uri.removeprefix("sqlite:///")).read_bytes()
     assert b"hidden" not in database
     assert b"max_new_tokens" in database
+
+
+@pytest.mark.slow
+def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
+    """Neither by the tracker that wrote them nor by one of a later supervisor; other keys have others."""
+    first = Tracker(place, "run-anchored", PARAMETERS, key="anchored-1")
+    first.log_anchor(Anchor(0, "a" * 64))
+    first.log_anchor(Anchor(7, "b" * 64))
+    assert first.finish("KILLED", HANG_SECONDS)
+    again = Tracker(place, "run-anchored", PARAMETERS, key="anchored-1")
+    again.log_anchor(Anchor(7, "c" * 64))
+    again.log_anchor(Anchor(12, "d" * 64))
+    assert again.finish("FINISHED", HANG_SECONDS)
+    assert (first.failures, again.failures) == (0, 0), again.warnings
+    context: Any = SimpleNamespace(key="anchored-1")
+    kept = [Anchor(0, "a" * 64), Anchor(7, "b" * 64), Anchor(12, "d" * 64)]
+    assert read_anchors(context, place) == kept
+    with pytest.raises(ConfigError, match="MLflow has no anchor of this run"):
+        read_anchors(SimpleNamespace(key="another"), place)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MLflow of this run cannot be read"):
+        read_anchors(context, replace(place, uri="sqlite:////proc/none/all.db"))
 
 
 @pytest.mark.slow
