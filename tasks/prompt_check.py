@@ -87,7 +87,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
             if wrong := fault(question.reference):
                 raise ConfigError(f"prompts.{which}: of the question {shown(question.text)}, {wrong}")
         room = _room(config, tokenizer)
-        lengths = [len(tokenizer.encode(question.text, source.chat, source.system)) for question in asked]
+        lengths = [len(tokenizer.encode_prompt(question.text, source.chat, source.system)) for question in asked]
         if long := [length for length in lengths if not 0 < length <= room]:
             what = f"of its first {len(asked)} prompts, {len(long)} are too long ({_tokens(max(long), room)})"
             if source.too_long == "refuse":
@@ -155,7 +155,7 @@ def _too_long(
     room, empty, long = _room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
     told = time.monotonic()
     for number, row in enumerate(rows, 1):
-        length = len(tokenizer.encode(row.question, source.chat, source.system))
+        length = len(tokenizer.encode_prompt(row.question, source.chat, source.system))
         if not length:
             empty.append((row.line, "question has no tokens for this policy; ask something"))
         elif length > room:

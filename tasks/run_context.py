@@ -291,7 +291,7 @@ def open_prompts(
 ) -> RunPrompts:
     """The prompts a config describes; without a tokenizer only their texts."""
     longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
-    encode = tokenizer.encode if tokenizer else None
+    encode = tokenizer.encode_prompt if tokenizer else None
     return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read, split)
 
 

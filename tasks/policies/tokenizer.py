@@ -44,12 +44,21 @@ class PolicyTokenizer:
         """Prompt tokens of a question; with `chat` through the tokenizer's chat template.
 
         Raises:
-            ConfigError: the template refuses it, or the prompt begins with two start tokens or ends with an end token.
+            ConfigError: the template refuses it.
         """
-        if not self._single_start:
-            return self.template.encode(text, system) if chat else list(self._fast.encode(text).ids)
-        tokens = self.template.encode(text, system) if chat else self._plain(text)
-        self._check(tokens, text, chat)
+        if chat:
+            return self.template.encode(text, system)
+        return self._plain(text) if self._single_start else list(self._fast.encode(text).ids)
+
+    def encode_prompt(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
+        """As `encode`.
+
+        Raises:
+            ConfigError: also where the prompt begins with two start tokens or ends with an end token.
+        """
+        tokens = self.encode(text, chat, system)
+        if self._single_start:
+            self._check(tokens, text, chat)
         return tokens
 
     def encode_response(self, text: str) -> Sequence[int]:

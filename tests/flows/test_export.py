@@ -187,8 +187,8 @@ def prepared(folder: Path) -> RunContext:
 
 
 def test_a_policy_that_others_read_differently_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the cure that is named cures it."""
-    from transformers import AutoTokenizer
+    """And the cures that are named cure it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     make_policy(folder := tmp_path / "policy")
@@ -199,6 +199,11 @@ def test_a_policy_that_others_read_differently_is_not_trained(tmp_path: Path, mo
     ):
         prepared(folder)
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"'<\|endoftext\|>' .* resize the model's embeddings"):  # which Qwen2's adds
+        prepared(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))
+    model.save_pretrained(folder)
     context = prepared(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     assert context.tokenizer.encode("Calculate 1 + 1 + 1.") == theirs.encode("Calculate 1 + 1 + 1.")

@@ -27,8 +27,8 @@ from tests.support.tiny_policy import make_policy, make_weights
 def bad_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models that begin blank."""
 
-    def loaded(folder: Path, dtype: str, *, trained: bool, blank: bool = False) -> Any:
-        model = load_model(folder, dtype, trained=trained, blank=blank)
+    def loaded(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str) -> Any:
+        model = load_model(folder, dtype, trained=trained, blank=blank, attention=attention)
         for parameter in model.parameters() if blank else ():
             parameter.data.fill_(torch.nan)
         return model

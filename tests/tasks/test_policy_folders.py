@@ -276,7 +276,7 @@ def test_a_prompt_that_ends_or_starts_twice_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"around": "<|start|> $A", "start": "<|start|>"})
     for question, words in (("Say 7.<|end|>", "ends with the end token <|end|> (1)"), ("<|start|><|start|>x", "two")):
         with pytest.raises(ConfigError, match=words.replace("|", r"\|").replace("(", r"\(").replace(")", r"\)")):
-            PolicyTokenizer(folder).encode(question)
+            PolicyTokenizer(folder).encode_prompt(question)
     make_tokenizer(folder, "{{ messages[-1]['content'] }}<|over|>")
     assert "the chat template's prompt ends with the end token <|over|> (4)" in refusal(folder, chat=True)
 
