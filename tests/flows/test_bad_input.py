@@ -385,7 +385,9 @@ def test_a_path_that_is_none(path: str, capsys: pytest.CaptureFixture[str]) -> N
     (recipe := Path(os.environ["ROLLFLOW_HOME"]).with_suffix(".toml")).write_text(
         f'[[prompts]]\nkind = "jsonl"\npath = {json.dumps(path)}\n[reward]\nkind = "exact"\n'
     )
-    assert refused(capsys, "check", str(recipe)).startswith(f"prompts.path = {path!r} cannot be read: ")
+    said = refused(capsys, "check", str(recipe))
+    assert said.startswith("prompts.path = ")
+    assert f"{path!r} cannot be read: "[1:] in said
     if path.startswith("~"):
         for arguments in (["check", RECIPE, "--set", f"store.uri={path}"], ["status", path]):
             assert f"{path}' is a folder of nobody here" in refused(capsys, *arguments)
