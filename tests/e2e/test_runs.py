@@ -21,19 +21,20 @@ from typing import Any
 import boto3
 import psutil
 import pytest
+from mlflow import MlflowClient
 from moto.server import ThreadedMotoServer
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.services.process import PrefectServer, free_port, start_together, stop_together
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.log.audit import audit
+from rollflow.storage.log.entries import ConfigChanged
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects import ObjectStore, open_store
-from rollflow.tasks.config import ClusterConfig
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from tests.support.described import change_config
+from tests.support.log_runs import of_kind
 from tests.support.prefect_home import give
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
@@ -319,12 +320,12 @@ def test_stopped_then_resumed_on_services_that_are_given(
     for name, value in (prefect.env | ray.env).items():
         monkeypatch.setenv(name, value)
     start_together(prefect, ray)
-    cluster = ClusterConfig(address=ray.address)
-    change_config(store, versions=versions, cluster=cluster.model_dump(mode="json"))
     left = command.home / "store/runs/third/.tmp/by-a-killed-writer"
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
-    command.run("resume", "third", prefect=prefect.api_url)
+    values = f"versions={versions}", f"cluster.address={ray.address}", "train.schedule=linear"
+    changed = [part for value in values for part in ("--set", value)]
+    command.run("resume", "third", *changed, prefect=prefect.api_url)
     assert not left.exists()
     # As a supervisor leaves it that dies once the last version is there: who resumes the run ends what is left.
     subprocess.run([sys.executable, "-c", LEFT, ray.address, store.uri], check=True, timeout=RUN_SECONDS)
@@ -333,7 +334,11 @@ def test_stopped_then_resumed_on_services_that_are_given(
     assert report.clean
     assert report.versions == versions
     assert set(report.staleness) == {0}
+    [entry] = of_kind(store, ConfigChanged)
+    assert isinstance(entry.body, ConfigChanged)
+    command.run("replay", "third", "--all")
     check_given(command, tmp_path, ray)
+    check_tracked(tmp_path, entry.body)
 
 
 def stopped(command: Command, store: ObjectStore) -> int:
@@ -364,6 +369,17 @@ def check_given(command: Command, place: Path, ray: RayHead) -> None:
         assert states[f"role:{role}"] == "COMPLETED", states
     storage = str(command.home / "store/runs/third")
     subprocess.run([sys.executable, "-c", USED, ray.address, storage], check=True, timeout=RUN_SECONDS)
+
+
+def check_tracked(place: Path, told: ConfigChanged) -> None:
+    """MLflow knows from which version on which keys were changed."""
+    client = MlflowClient(tracking_uri=f"sqlite:///{place}/mine.db")
+    [run] = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    for key, _, after in told.changes:
+        assert run.data.tags[f"config.{key}"] == f"{after} from version {told.version}"
+        assert run.data.params[key] != str(after)
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"config_changes.json", f"recipe-from-version-{told.version}.toml"} <= files
 
 
 LEFT = """

@@ -25,6 +25,7 @@ from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.warned import Warned
 from tests.support.described import describe
+from tests.support.log_actors import Supervisor
 
 STATES: Mapping[str, Any] = {
     name: SimpleNamespace(
@@ -224,3 +225,33 @@ def test_a_pause_of_the_supervisor_is_seen_where_no_stage_is_looked_at(world: Wo
         world.stages.look_at_own()
         assert world.stages.paused == paused
     assert len(world.started) == 4  # by the fixture
+
+
+@pytest.mark.parametrize("claimed", [False, True], ids=["no role since", "a role since"])
+def test_stages_of_an_older_config_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: bool) -> None:
+    """A changed run starts with none of their flow runs and actors, until a role was claimed under the new config."""
+    store = open_store(str(tmp_path))
+    describe(store, "run", RunConfig())
+    supervisor = Supervisor(store)
+    supervisor.change(versions=7)
+    if claimed:
+        supervisor.log.claim("learner")
+    world = World(monkeypatch, RunContext(str(tmp_path), tmp_path / "cache"))
+    older = {uuid.uuid4(): role for role in ACTORS}
+    world.runs |= older
+
+    def under_way(*_: object) -> list[Any]:
+        uri, there = world.stages.context.uri, [run for run in older if older[run] not in world.over]
+        tags = {run: world.stages._tags(older[run]) for run in there}
+        return [SimpleNamespace(id=run, state_type="RUNNING", parameters={"run": uri}, tags=tags[run]) for run in there]
+
+    def cancelled(run: uuid.UUID, state: Any, force: bool = False) -> None:
+        world.over.add(older[run])
+
+    monkeypatch.setattr(stages_module, "going", under_way)
+    monkeypatch.setattr(world, "set_flow_run_state", cancelled)
+    monkeypatch.setattr(cluster, "kill_named", lambda names: world.started.append(("killed", len([*names]))))
+    world.stages.start()
+    assert world.over == (set() if claimed else {*ACTORS})
+    names = [name for name, _ in world.started]
+    assert names == ([CHANNEL] if claimed else ["killed", CHANNEL, *ACTORS])

@@ -72,6 +72,7 @@ def verdict(context: RunContext, override: str) -> tuple[RunConfig | None, str]:
     return after, ""
 
 
+@pytest.mark.many
 @settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(KEYS), value=st.sampled_from(VALUES))
 def test_drawn_key_is_allowed_or_refused(run: RunContext, key: str, value: str) -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from rollflow.flows.commands.replay import Outcome, replay
 from rollflow.flows.commands.resume import change
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.entries import ConfigChanged, VersionPublished
+from rollflow.storage.log.entries import ConfigChanged, VersionPublished, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.state import Deposed
+from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.config_changes import change_config
@@ -178,3 +179,72 @@ def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
     change(again(context), ["versions=3", "group_size=6", "groups=3", "engine.temperature=0.5", "async_ratio=0"])
     found: RunConfig = again(context).config
     assert (found.group_size, found.groups, found.engine.temperature, found.async_ratio) == (6, 3, 0.5, 0)
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the write", "after it"])
+@pytest.mark.parametrize("entry", [0, 1], ids=["claim", "change"])
+def test_killed_change_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: int, after: bool) -> None:
+    """Killed around each of its two entries; then the same command again: one change, and the run goes on."""
+    context = prepare_small(tmp_path, versions=2)
+    train_small(context)
+    place = entry_path(again(context).log.state.n + 1 + entry)
+    create = LocalStore.create
+
+    def killed(store: LocalStore, path: str, data: Any) -> None:
+        if path == place and not after:
+            raise Killed
+        create(store, path, data)
+        if path == place:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "create", killed)
+        with pytest.raises(Killed):
+            change(again(context), ["versions=4", "train.learning_rate=0.002"])
+    assert len(of_kind(context.store, ConfigChanged)) == (entry == 1 and after)
+    for _ in range(2):
+        change(again(context), ["versions=4", "train.learning_rate=0.002"])
+    assert len(of_kind(context.store, ConfigChanged)) == 1
+    train_small(again(context))
+    assert audit(context.store, deep=True).clean
+    assert rates(context) == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3])
+
+
+def test_lost_answer_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = prepare_small(tmp_path, versions=2)
+    train_small(context)
+    place = again(context).log.state.n + 2
+    create, lost = LocalStore.create, [entry_path(place)]
+
+    def unanswered(store: LocalStore, path: str, data: Any) -> None:
+        create(store, path, data)
+        if path in lost:
+            lost.remove(path)
+            raise Unreachable(f"{path}: written, and the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "create", unanswered)
+        change(again(context), ["versions=4"])
+    assert not lost
+    assert [entry.n for entry in of_kind(context.store, ConfigChanged)] == [place]
+
+
+def test_two_of_one_change_add_one_entry(tmp_path: Path) -> None:
+    """Another command records the same between the look and the append."""
+    context = prepare_small(tmp_path, versions=2)
+    train_small(context)
+    slow, after = again(context), context.config.model_copy(update={"versions": 5})
+    assert slow.config.versions == 2  # it has looked
+    real = slow.log.claim
+
+    def claim(*given: Any, **more: Any) -> Any:
+        assert change_config(again(context), after)
+        return real(*given, **more)
+
+    object.__setattr__(slow.log, "claim", claim)
+    assert not change_config(slow, after)
+    assert len(of_kind(context.store, ConfigChanged)) == 1
