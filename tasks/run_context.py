@@ -195,7 +195,11 @@ class RunContext:
         return TrajectoryStore(self.log)
 
     def _waits_for_evaluation(self, version: int) -> bool:
-        return self.config.evaluates(version) and not evaluated(self.store, version)
+        return self.evaluates(version) and not evaluated(self.store, version)
+
+    def evaluates(self, version: int) -> bool:
+        """Whether `version` is to be evaluated: by its own config, or as the last one."""
+        return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def weights(self, version: int) -> Path:
         """A folder on this node with the weights of a version; it stays until another version is asked for."""

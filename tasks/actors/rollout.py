@@ -206,7 +206,7 @@ class RolloutActor:
         environment = build_environment(self.config.environment)
         held, vocabulary = self.prompts.held_out(), vocabulary_of(self.context.policy_folder)
         means = Means(
-            wanted=self.config.evaluates,
+            wanted=self.context.evaluates,
             evaluated=lambda version: asyncio.to_thread(evaluated, self.context.store, version),
             engine=self.proxy.lent if self.config.evaluation_engine(on_cpu=True) is None else self._owned,
             fetch=self.feed.fetch_kept,

@@ -173,6 +173,16 @@ def test_longer_responses_are_refused(tmp_path: Path) -> None:
     change(again(context), ["engine.max_new_tokens=8"])
 
 
+def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
+    """More evaluations ask for none of versions that are gone; the last one of before was evaluated."""
+    context = prepare_small(tmp_path, versions=3)
+    train_small(context)
+    change(again(context), ["versions=7", "evaluation.every=2"])
+    assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 4, 6, 7]
+    change(again(context), ["versions=5", "evaluation.every=0"])
+    assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 5]
+
+
 def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
