@@ -135,7 +135,7 @@ REFUSED = {
     "policy.dtype=bfloat16": "policy.dtype = 'bfloat16': it cannot change, as version 0 was made of it",
     "prompts.0.share=2": "prompts = [...]: it cannot change, as the log names prompts",
     "evaluation.prompts=8": "evaluation.prompts = 8: it cannot change, as which prompts are held out follows from it",
-    "store.uri=elsewhere": "store.uri = 'elsewhere': it cannot change, as the run lies there",
+    "store.uri=/elsewhere": "store.uri = '/elsewhere': it cannot change, as the run lies there",
     "store.state_every=3": "store.state_every = 3: it cannot change",
     "reward.kind=exact": "reward.kind = 'exact': it cannot change",
     "train.lora.rank=4": "train.lora = ",
