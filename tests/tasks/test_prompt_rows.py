@@ -166,6 +166,17 @@ def test_prompts_that_are_too_long_are_dropped(tmp_path: Path, tokenizer: Policy
     assert asked == {row["question"] for row in sums(40, 50) if len(row["question"]) < 100}
 
 
+def test_a_chat_template_counts_for_the_length(tmp_path: Path) -> None:
+    for name, data in build_cold_folder(ColdStart(context=128), ["What is 1 + 1?"] * 10).items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "chat_template.jinja").write_text("z" * 110 + "{{ messages[-1]['content'] }}")
+    (recipe := tmp_path / "data").mkdir()
+    file = written(recipe, sums())
+    fitted(config_of(file), PolicyTokenizer(tmp_path))
+    with pytest.raises(ConfigError, match=r"line 1: its prompt is too long \(1\d\d tokens, .* \(60 such lines\)"):
+        fitted(config_of(file, chat=True), PolicyTokenizer(tmp_path))
+
+
 def test_a_file_of_long_prompts_alone_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(*range(30), count=30)), too_long="drop")
     with pytest.raises(ConfigError, match=r"line 1: its prompt is too long .* \(30 such lines\)"):
