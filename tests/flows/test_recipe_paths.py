@@ -11,7 +11,7 @@ import pytest
 from rollflow.flows import nightly
 from rollflow.flows.commands import OK, sweep
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import load_recipe
+from rollflow.flows.config import load_recipe, overridden
 from rollflow.flows.prepare import prepare
 from rollflow.flows.served_recipes import recipes_of
 from rollflow.flows.services.form import values
@@ -107,6 +107,12 @@ def test_set_is_relative_to_the_working_folder(lying: Path) -> None:
     assert places(same)[0] == str(here / "mine/tiny")
     assert places(same)[2] == str(here / "runs here")
     assert places(load_recipe(lying / "lying.toml", ["versions=3"])) == beside(lying)
+
+
+def test_resumed_run_keeps_its_paths_and_takes_new_ones_from_here(lying: Path) -> None:
+    recorded = load_recipe(lying / "lying.toml").model_dump(mode="json")
+    changed = overridden(recorded, ["tracking.uri=mlruns", "versions=9"])
+    assert places(changed) == [*beside(lying)[:3], str(Path.cwd() / "mlruns")]
 
 
 @pytest.mark.parametrize(
