@@ -71,6 +71,14 @@ LATENCY_SECONDS = 0.03
 PAGE = 1_000  # names in an answer
 GROUPS, SIZE = 32, 8
 TURNS = 7
+TOLD = {  # what a status needs
+    "reward": 0.5,
+    "response_tokens": 600.0,
+    "discarded_tokens": 0.0,
+    "surplus_tokens": 0.0,
+    "wait_seconds": 0.0,
+    "staleness_mean": 0.0,
+}
 TIMES = 1.5  # how much longer a step may take on the longest log than on that of 1,000 versions
 WHOLE = (300, 3_000)  # versions of the runs that are read whole
 
@@ -234,7 +242,7 @@ def version_of(number: int, batch: int | None) -> VersionPublished:
     """A version with tiny objects."""
     weights = StoredObject(f"policies/{number:08d}/3/weights/model.safetensors", 100, "0" * 64)
     state = StoredObject(f"policies/{number:08d}/3/state/state.safetensors", 100, "1" * 64)
-    metrics = {f"metric_{one}": 0.25 for one in range(30)} | {"reward": 0.5, "response_tokens": 600.0}
+    metrics = {f"metric_{one}": 0.25 for one in range(30)} | TOLD
     return VersionPublished(number, batch, (weights,), (state,), (-1.5,) * 32, metrics, "0.1.0")
 
 
@@ -323,11 +331,10 @@ def publish_next(policies: PolicyStore, learner: Writer) -> None:
     """The next version, with tiny objects, of the batch that waits for it."""
     policies.log.follow()
     state = policies.log.state
-    version, metrics = state.version + 1, {f"metric_{one}": 0.25 for one in range(30)} | {"reward": 0.5}
+    version, metrics = state.version + 1, {f"metric_{one}": 0.25 for one in range(30)} | TOLD
     batch = state.waiting[version - 1].entry if version else None
     parts = ({"weights/model.safetensors": b"w" * 100}, {"state/state.safetensors": b"s" * 100})
     weights, states = (policies.stage(learner, version, files) for files in parts)
-    metrics |= {"response_tokens": 600.0, "staleness_mean": 0.0}
     made = VersionPublished(version, batch, weights, states, (-1.5,) * 32, metrics, "0.1.0")
     policies.publish(learner, made)
 

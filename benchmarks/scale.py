@@ -41,6 +41,7 @@ from rollflow.tasks.simulation.world import World, simulate
 from rollflow.tasks.verifiers.pool import ScoreRequest
 
 SLOTS, GROUP = 256, 16
+ENGINES = (4, 16, 64, 256, 1024)
 TURNS = 4  # trajectories for each slot
 ON_WIRE = 64  # requests in a call of an engine's actor
 TOKENS = {"median": 400, "cap": 8000, "grain": 1}
@@ -151,7 +152,7 @@ def measured(engines: int) -> tuple[float, int, float]:
 def rows() -> Iterator[Row]:
     """Microseconds a trajectory, by what is in flight."""
     first = 0.0
-    for engines in (4, 16, 64, 256, 1024):
+    for engines in ENGINES:
         flying = engines * SLOTS
         print(f" {flying:,} in flight", file=sys.stderr)
         found = [measured(engines) for _ in range(9 if engines < 64 else 1)]  # short ones vary by a tenth

@@ -2,7 +2,7 @@
 
     start --> watch --ended--> result
       ^         |
-      |         | died, silent, no progress, or raised
+      |         | died, silent and idle (`keepalive.vitals`), no progress, or raised
       +-- pause-+          (over the budget: `GaveUp` with the reason)
 
 Budget, pause and record are those of `keepalive.restarts`.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
+from rollflow.flows.keepalive.vitals import Vitals
 from rollflow.flows.services import cluster
 from rollflow.flows.views.log_lines import about
 from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, StoreFailed
@@ -53,6 +54,7 @@ class ActorKeeper(Generic[Status]):
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._last: Status | None = None
+        self._changed = 0.0  # monotonic: when it made progress
         about(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
@@ -72,24 +74,39 @@ class ActorKeeper(Generic[Status]):
             self.reporter.notes.flush()
 
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
-        running = actor.run.remote()
-        changed, before, name = time.monotonic(), None, self.watched.name
+        running, vitals = actor.run.remote(), Vitals(self.watched.name, actor, self._answer)
+        self._changed, before, name = time.monotonic(), None, self.watched.name
         poll = 0.0  # the first look is at once: engines wait for it
         while not cluster.done(running, poll):
             poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
-            status: Status = cluster.call(actor.status.remote(), self._answer, f"the status of {name}")
+            status = self._status(actor, vitals)
             self._last = status
             about(version=status.progress.get("version"))
             self.reporter.write(self.restarts.seen(name, status.made))
             # A stage that waits for another by design says so; that other one's flow watches it.
             if status.progress != before or status.waits_for:
-                changed, before = time.monotonic(), status.progress
-            if time.monotonic() - changed > self.watched.patience:
-                raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen: {before}")
+                self._changed, before = time.monotonic(), status.progress
+            self._check_progress()
             tick(actor, status)
         result = cluster.call(running, self._answer, name)
         self.reporter.write(self.restarts.back(name))
         return result
+
+    def _status(self, actor: Any, vitals: Vitals) -> Status:
+        """What the actor says; one that does not answer is waited for as long as it starts or works."""
+        asked = actor.status.remote()
+        while not cluster.done(asked, POLL_SECONDS):
+            if vitals.starting():
+                self._changed = time.monotonic()
+            self._check_progress()
+        status: Status = cluster.call(asked, self._answer, f"the status of {self.watched.name}")
+        vitals.answered()
+        return status
+
+    def _check_progress(self) -> None:
+        if time.monotonic() - self._changed > self.watched.patience:
+            last = self._last.progress if self._last else None
+            raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen: {last}")
 
     def _again(self, reason: str) -> None:
         """Make sure of its end, and wait as long as the budget says."""

@@ -16,7 +16,9 @@ from typing import Any
 
 from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
+from rollflow.flows.keepalive.vitals import Vitals
 from rollflow.flows.services import cluster
+from rollflow.flows.services.actor_process import lost
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
 from rollflow.tasks.actors.statuses import RolloutStatus
@@ -39,6 +41,7 @@ class _Engine:
     failure: str | None = None  # why the scheduler had given it up when it was asked
     began: float = 0.0  # monotonic: when `start` was called
     asked: float = 0.0
+    vitals: Vitals | None = None  # its life since then
 
     @property
     def name(self) -> str:
@@ -62,6 +65,7 @@ class Engines:
         self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
+        self._patience = context.config.rollout.patience_seconds  # for one that is silent and busy
         self._gpus = gpu_shares(context.config).engine
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
         own = context.config.evaluation_engine(on_cpu=not self._gpus) is not None
@@ -107,6 +111,8 @@ class Engines:
 
     def _started(self, engine: _Engine) -> None:
         if not cluster.done(engine.starting, 0):
+            if why := lost(engine.starting):
+                raise EngineFailed(why)
             if time.monotonic() - engine.began > START_SECONDS:
                 raise EngineFailed(f"{engine.name} did not start within {START_SECONDS:g} s")
             return
@@ -131,6 +137,7 @@ class Engines:
         """Ask for its health, one question at a time; `failure`: why the scheduler has given it up."""
         if engine.health is None or (failure and not engine.failure):  # an answer from before it failed tells nothing
             engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
+            engine.vitals = Vitals(engine.name, engine.actor, self._answer)
         elif cluster.done(engine.health, 0):
             answered, engine.health = engine.health, None
             try:
@@ -140,8 +147,10 @@ class Engines:
             else:
                 if failure:
                     raise EngineFailed(failure)
-        elif time.monotonic() - engine.asked > self._answer:
-            raise EngineFailed(f"{engine.name} did not answer for {self._answer:g} s")
+        elif time.monotonic() - engine.asked > self._patience:
+            raise EngineFailed(f"{engine.name} did not answer for {self._patience:g} s")
+        elif engine.vitals:
+            engine.vitals.starting()
 
     def _again(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
         """Start it again when its pause is over: `within` its actor, or in a new one once the old one has ended."""

@@ -17,11 +17,13 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
+from rollflow.flows.services.actor_process import lost
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import RollflowError, Unreachable
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # for one answer of the head
+LOST_SECONDS = 2.0  # how often a call looks whether there will ever be an actor
 
 
 def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
@@ -155,14 +157,20 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
         died: the error to raise if the actor is dead (`EngineFailed` for engines).
 
     Raises:
-        Unreachable: no answer in time.
+        Unreachable: no answer in time, or the actor's worker died before there was an actor.
         RollflowError: the one that the actor's method raised.
     """
     import ray
 
+    limit = time.monotonic() + deadline_seconds
     try:
+        while not done(reference, max(0.0, min(limit - time.monotonic(), LOST_SECONDS))):
+            if why := lost(reference):
+                raise died(f"waited for {what}: {why}")
+            if time.monotonic() > limit:
+                break
         with _as_raised():
-            return ray.get(reference, timeout=deadline_seconds)
+            return ray.get(reference, timeout=0)
     except ray.exceptions.RayError as error:
         _translate(error, deadline_seconds, what, died)
 

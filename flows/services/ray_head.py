@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from rollflow.flows.services.lost_workers import FOLDER
 from rollflow.flows.services.process import Service, free_port, without, write_secret
 from rollflow.flows.services.reachability import speaks_http2
 from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
@@ -34,6 +35,9 @@ IMPORTING = {
     "RAY_prestart_worker_first_driver": "0",  # workers of no kind, of which a run needs one
     "RAY_enable_worker_prestart": "0",
 }
+
+
+RESERVE = 2  # workers that may have died before they registered
 
 
 class RayHead(Service):
@@ -79,6 +83,7 @@ class RayHead(Service):
             # Despite its name, on Linux too: 0 keeps Ray from replacing 127.0.0.1 by the host's outside address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            FOLDER: str(self._lost),
         }
 
     @property
@@ -88,8 +93,9 @@ class RayHead(Service):
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
         inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))  # actors have no orders to give to it
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
-        # Workers that start at a time: those for actors, as many as by Ray itself, do not wait for the spares.
-        own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares))
+        # Workers that start at a time: those for actors, as many as by Ray itself, wait neither for the spares nor for
+        # workers that died, which Ray counts until they should have registered.
+        own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares) + RESERVE)
         return inherited | self.env | orphans | NOTICE | own
 
     def launch(self) -> None:
@@ -118,6 +124,7 @@ class RayHead(Service):
             size += ["--spares", str(self._wanted), "--kinds", ",".join(self._spares)]
             size += ["--keep-spares"] if self._keep_spares else []
         place = ["--port", str(self._port), "--temp", str(self.temp), "--ready", str(self._ready_file)]
+        place += ["--lost", str(self._lost)]
         return [sys.executable, "-m", "rollflow.flows.services.ray_process", *place, *size]
 
     def _environment(self) -> Mapping[str, str]:
@@ -126,6 +133,10 @@ class RayHead(Service):
     @property
     def _ready_file(self) -> Path:
         return self.folder / "ready"
+
+    @property
+    def _lost(self) -> Path:
+        return self.folder / "lost"
 
     @property
     def _wanted(self) -> Path:
@@ -175,6 +186,7 @@ class RayNode(Service):
     def _command(self) -> Sequence[str]:
         size = ["--cpus", str(self._cpus), "--object-store-bytes", str(self._object_store_bytes)]
         place = ["--join", self.head.address, "--temp", str(self.head.temp), "--ready", str(self._ready_file)]
+        place += ["--lost", str(self.head.folder / "lost")]
         return [
             sys.executable,
             "-m",

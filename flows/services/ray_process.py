@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollflow.flows.services.lost_workers import WorkerWatch
 from rollflow.flows.services.process import free_port
 from rollflow.flows.services.spares import Spares
 
@@ -58,7 +59,10 @@ def serve(given: argparse.Namespace) -> str:
     node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
     spares = _spares(node, given) if given.spares else None
+    watch = WorkerWatch(_raylet(node), given.lost) if given.lost else None
     while node.remaining_processes_alive():
+        if watch:
+            watch.look()
         if spares:
             spares.look()
         time.sleep(WATCH_SECONDS)
@@ -67,11 +71,15 @@ def serve(given: argparse.Namespace) -> str:
 
 def _spares(node: Any, given: argparse.Namespace) -> Spares:
     """Kept for this node."""
+    address = f"{node.node_ip_address}:{node.node_manager_port}"
+    return Spares(address, _raylet(node), given.spares, given.kinds.split(","), kept=given.keep_spares)
+
+
+def _raylet(node: Any) -> int:
+    """The process id of the node's raylet."""
     from ray._private import ray_constants
 
-    raylet = node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
-    address = f"{node.node_ip_address}:{node.node_manager_port}"
-    return Spares(address, raylet, given.spares, given.kinds.split(","), kept=given.keep_spares)
+    return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)
 
 
 def main() -> None:
@@ -89,6 +97,7 @@ def main() -> None:
     parser.add_argument("--kinds", help="of the spare workers, with commas")
     parser.add_argument("--keep-spares", action="store_true", help="make up for those that were taken")
     parser.add_argument("--ready", type=Path, required=True)
+    parser.add_argument("--lost", type=Path, help="a folder for the deaths of workers that begin")
     raise SystemExit(f"ended: {serve(parser.parse_args())}")
 
 

@@ -1,13 +1,14 @@
 """A worker of a private Ray cluster: Ray's own, after the imports that its environment asks for.
 
-Ray runs this file as a script, in the place of its `default_worker.py`.
+Ray runs this file as a script, in the place of its `default_worker.py`. An error that ends it before it registers with
+Ray is written to a file for `lost_workers`, for Ray itself says nothing of it.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules are others by these names
+
+def work() -> None:
     import runpy
 
     import ray
@@ -19,3 +20,22 @@ if __name__ == "__main__":
     folder = os.path.join(os.path.dirname(ray.__file__), "_private", "workers")
     sys.path.insert(0, folder)  # as Python has it where this is the script
     runpy.run_path(os.path.join(folder, "default_worker.py"), run_name="__main__")
+
+
+def note(error: Exception) -> None:
+    """As `lost_workers.note_death`: here, importing rollflow may be what fails."""
+    folder = os.environ.get("ROLLFLOW_LOST_WORKERS")
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        with open(os.path.join(folder, str(os.getpid())), "x") as file:
+            file.write(f"{os.environ.get('ROLLFLOW_IMPORTS', '')}\n{why}")
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules are others by these names
+    try:
+        work()
+    except Exception as failed:
+        note(failed)
+        raise

@@ -83,14 +83,16 @@ def test_the_newest_claim_holds(tmp_path: Path) -> None:
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_node")]
 
 
-def keep(tmp_path: Path, lives: str, restarts: int = 5) -> tuple[RunContext, Any]:
+def keep(
+    tmp_path: Path, lives: str, restarts: int = 5, answer: float = 30.0, patience: float = 5.0
+) -> tuple[RunContext, Any]:
     """Keep a worker with these lives; returns what its run returned."""
-    config = RunConfig(recovery=RecoveryConfig(restarts=restarts, backoff_seconds=0.01))
-    describe(open_store(str(tmp_path)), "kept", config)
-    return keep_on(tmp_path, lives)
+    recovery = RecoveryConfig(restarts=restarts, backoff_seconds=0.01, answer_seconds=answer)
+    describe(open_store(str(tmp_path)), "kept", RunConfig(recovery=recovery))
+    return keep_on(tmp_path, lives, patience)
 
 
-def keep_on(tmp_path: Path, lives: str) -> tuple[RunContext, Any]:
+def keep_on(tmp_path: Path, lives: str, patience: float = 5.0) -> tuple[RunContext, Any]:
     """The same of a run that is there already."""
     (tmp_path / "lives").write_text(lives)
     context = RunContext(str(tmp_path), tmp_path / "cache")
@@ -99,7 +101,7 @@ def keep_on(tmp_path: Path, lives: str) -> tuple[RunContext, Any]:
         name="worker",
         start=lambda: ray.remote(Worker).options(**options).remote(tmp_path),
         redone=lambda status: (f"{status.scored} pieces", 3),
-        patience=5.0,
+        patience=patience,
     )
     try:
         return context, ActorKeeper(context, watched, print).run()
@@ -118,6 +120,25 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
     assert hung == "no progress for 5 s; last seen: {'scored': 0, 'timeouts': 0}"
     assert recovery.attempt == 3
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
+
+
+def test_an_actor_that_is_busy_is_not_dead(tmp_path: Path) -> None:
+    """It answers nobody for several times as long as it may be silent: a library computes, and holds Python's lock."""
+    context, result = keep(tmp_path, "busy", restarts=0, answer=3.0, patience=HANG_SECONDS)
+    assert result == "done"
+    assert RecoveryLog(context.store).read() == []
+
+
+def test_an_actor_that_is_silent_and_idle_is_stuck(tmp_path: Path) -> None:
+    context, result = keep(tmp_path, "deaf work", answer=3.0, patience=HANG_SECONDS)
+    assert result == "done"
+    [recovery] = RecoveryLog(context.store).read()
+    assert recovery.reason.endswith("s for the status of worker, which does nothing")
+
+
+def test_an_actor_that_is_busy_for_long_makes_no_progress(tmp_path: Path) -> None:
+    with pytest.raises(GaveUp, match="no progress for 8 s"):
+        keep(tmp_path, "busy", restarts=0, answer=3.0, patience=8.0)
 
 
 def test_a_note_that_cannot_be_stored_costs_no_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

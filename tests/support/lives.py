@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -10,9 +11,14 @@ from rollflow.storage.errors import Conflict, NotFinite, StoreFailed
 from rollflow.storage.log.state import Deposed, Superseded
 from rollflow.tasks.actors.statuses import RewardStatus
 
+BUSY_SECONDS = 15.0
+
 
 class Worker:
-    """An actor whose lives end as the file `lives` says: "die", "full", "nan", "raise", "deposed", "hang", "work"."""
+    """An actor whose lives end as the file `lives` says: "die", "full", "nan", "raise", "deposed", "hang", "work".
+
+    Python's lock is held by one that is "busy", which computes, and by one that is "deaf", which does nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,6 +43,11 @@ class Worker:
             raise Superseded("a worker is claimed under the newest supervisor, which is another one")
         while self.life == "hang":
             time.sleep(0.1)
+        if self.life == "deaf":
+            ctypes.PyDLL(None).sleep(600)
+        began = time.monotonic()
+        while self.life == "busy" and time.monotonic() - began < BUSY_SECONDS:
+            sum(range(10**8))
         for _ in range(20):
             time.sleep(0.1)
             self.made += 1

@@ -1,0 +1,55 @@
+"""Whether an actor that does not answer is dead, stuck or busy, seen from outside: by Ray and by its process.
+
+    not created yet             it starts; a worker that died before it registered is named
+    its process computes        it is busy: on a machine short of CPUs, or in a library that holds Python's lock
+    its process does nothing    for so long as an actor may be silent: it is stuck
+
+Life is no progress: who is busy and makes none for its patience is stuck as well (`keepalive.actors`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollflow.flows.services.actor_process import lost_actor, process_of
+from rollflow.storage.errors import Unreachable
+
+START_SECONDS = 900.0  # longest time until an actor is created
+LEAST_SHARE = 0.02  # of a CPU: what idle threads use is less
+
+
+class Vitals:
+    """The life of one actor, from one answer to the next."""
+
+    def __init__(self, name: str, actor: Any, silent_seconds: float) -> None:
+        """`silent_seconds`: how long it may neither answer nor compute."""
+        self._name, self._id, self._longest = name, actor._actor_id, silent_seconds
+        self._began = time.monotonic()
+        self._window: tuple[float, float] | None = None  # when its process was looked at, and the time it had used
+
+    def answered(self) -> None:
+        """It gave an answer just now."""
+        self._began, self._window = time.monotonic(), None
+
+    def starting(self) -> bool:
+        """Look at an actor that does not answer; whether it is not created yet.
+
+        Raises:
+            Unreachable: it is dead or stuck, and how that is known.
+        """
+        if why := lost_actor(self._id):
+            raise Unreachable(f"waited for {self._name}: {why}")
+        now = time.monotonic()
+        if self._window and now - self._window[0] < self._longest:
+            return False
+        found = process_of(self._id)
+        if found is None or not found.created:
+            if now - self._began > START_SECONDS:
+                raise Unreachable(f"waited {START_SECONDS:g} s for {self._name} to start")
+            return True
+        used, window = found.cpu_seconds() or 0.0, self._window
+        if window and used - window[1] < LEAST_SHARE * (now - window[0]):
+            raise Unreachable(f"waited {now - self._began:.0f} s for the status of {self._name}, which does nothing")
+        self._window = now, used
+        return False

@@ -1,0 +1,91 @@
+"""An actor as Ray and its node's kernel see it: whether it is created yet, its process, the processor's time it used.
+
+None of it asks the actor, so none of it waits for the actor's threads, or for whoever holds Python's lock in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from rollflow.flows.services.lost_workers import deaths, lost_worker
+from rollflow.tasks.actors.early_imports import Kind
+
+CALL_SECONDS = 20.0
+KINDS: dict[str, Kind] = {  # of the workers that their actors begin in
+    "EngineActor": "engine",
+    "LearnerActor": "learner",
+    "RolloutActor": "rollout",
+    "RewardActor": "reward",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """Where an actor is. `state` is Ray's word ("PENDING_CREATION", "ALIVE", "DEAD"); `pid` 0: no process yet."""
+
+    state: str
+    pid: int
+    node: str
+    class_name: str
+
+    @property
+    def created(self) -> bool:
+        """Whether it can be asked."""
+        return self.state == "ALIVE" and self.pid > 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether it is to be created."""
+        return self.state in ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
+
+    def cpu_seconds(self) -> float | None:
+        """The processor's time that its process has used; None: it is gone, or its node does not answer."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if self.node == ray.get_runtime_context().get_node_id():
+            return cpu_seconds(self.pid)
+        there = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        ask = ray.remote(num_cpus=0, max_retries=0)(cpu_seconds).options(scheduling_strategy=there)
+        try:
+            used: float | None = ray.get(ask.remote(self.pid), timeout=CALL_SECONDS)
+        except ray.exceptions.RayError:
+            return None
+        return used
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """The processor's time of a process of this node; the time that it waited for disks counts, where that is known."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system + getattr(times, "iowait", 0.0))
+    except psutil.Error:
+        return None
+
+
+def process_of(actor_id: Any) -> ActorProcess | None:
+    """The actor with this id (Ray's `ActorID`), None where Ray knows of none."""
+    from ray._private import state
+
+    if actor_id is None or actor_id.is_nil():
+        return None
+    found = state.actors(actor_id.hex())
+    if not found:
+        return None
+    return ActorProcess(found["State"], int(found["Pid"]), found["Address"]["NodeID"], found["ActorClassName"])
+
+
+def lost(reference: Any) -> str:
+    """Why the actor that a call was made to cannot come to be, told once; "" as far as anybody knows it can."""
+    return lost_actor(reference.task_id().actor_id()) if deaths() else ""
+
+
+def lost_actor(actor_id: Any) -> str:
+    """See `lost`."""
+    if not deaths():
+        return ""
+    found = process_of(actor_id)
+    return lost_worker(KINDS.get(found.class_name, "")) if found and found.pending else ""

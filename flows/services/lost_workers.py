@@ -1,0 +1,115 @@
+"""Ray workers that died before they registered: Ray itself waits ten minutes for them, and their actors with it.
+
+    worker begins --> imports --> registers as `ray::...`
+                        |
+                        +-- dies: a file in the cluster's folder, named by its process id --> `lost_worker`, once
+
+The file is written by the worker itself where it can (`ray_worker`, which knows the error), else by the process above
+the raylet (`WorkerWatch`), which sees it vanish. `lost_worker` reads it, where the folder's name is in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+from rollflow.tasks.actors.early_imports import KIND
+
+FOLDER = "ROLLFLOW_LOST_WORKERS"  # in the environment: the folder of a private cluster; `ray_worker` repeats the name
+WORKER = Path(__file__).with_name("ray_worker.py")
+READ = ".read"
+LOOK_SECONDS = 0.5
+FRESH_SECONDS = 900.0  # an older death is no news
+
+
+class WorkerWatch:
+    """Sees the children of a raylet that end before they register."""
+
+    def __init__(self, raylet: int, folder: Path) -> None:
+        self._raylet, self._folder, self._looked = raylet, folder, 0.0
+        self._starting: dict[int, str] = {}  # process id -> kind
+        self._known: set[int] = set()  # that have registered, or are no workers
+
+    def look(self) -> None:
+        """Take note of those that ended; to be called again and again, and mostly does nothing."""
+        if time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        living = _children(self._raylet)
+        self._known &= living
+        for pid in living - self._known:
+            self._see(pid)
+        for pid in self._starting.keys() - living:
+            note_death(self._folder, pid, self._starting.pop(pid), "its process ended")
+
+    def _see(self, pid: int) -> None:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.status() == psutil.STATUS_ZOMBIE:  # which has no command line any more
+                self._known.add(pid)
+                if pid in self._starting:
+                    note_death(self._folder, pid, self._starting.pop(pid), "its process ended")
+                return
+            line = process.cmdline()
+            if line and line[0].startswith("ray::"):
+                self._known.add(pid)
+                self._starting.pop(pid, None)
+            elif str(WORKER) in line:  # at first without a kind: Ray sets it up, then executes it
+                self._starting[pid] = process.environ().get(KIND, "")
+
+
+def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
+    """Write it down, unless somebody has."""
+    file = folder / str(pid)
+    if file.exists() or file.with_suffix(READ).exists():
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{kind}\n{why}")
+
+
+def lost_worker(kind: str) -> str:
+    """How a worker of this kind died before it registered, told once; "" where none did, or another is on its way."""
+    for file in deaths():
+        with contextlib.suppress(OSError):
+            found, _, why = file.read_text().partition("\n")
+            if found != kind or time.time() - file.stat().st_mtime > FRESH_SECONDS:
+                continue
+            if _starts(kind, file.parent):
+                return ""
+            file.rename(file.with_suffix(READ))
+            return f"a Ray worker (process {file.name}) died before it registered: {why}; see {file.parents[1]}"
+    return ""
+
+
+def deaths() -> list[Path]:
+    """The files of deaths that nobody was told of."""
+    named = os.environ.get(FOLDER)
+    with contextlib.suppress(OSError):
+        return [file for file in sorted(Path(named).iterdir()) if file.suffix != READ] if named else []
+    return []
+
+
+def _starts(kind: str, folder: Path) -> bool:
+    """Whether a worker of this kind begins or waits."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if line and (str(WORKER) in line or line[0] == "ray::IDLE"):
+                environment = process.environ()
+                if environment.get(KIND, "") == kind and environment.get(FOLDER) == str(folder):
+                    return True
+    return False
+
+
+def _children(pid: int) -> set[int]:
+    """The child processes of a process, by the kernel's own lists, which cost little to read."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found.update(map(int, file.read_text().split()))
+    return found

@@ -1,0 +1,129 @@
+"""A Ray worker that dies before it registers is named to whoever waits for its actor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.services import lost_workers
+from rollflow.flows.services.lost_workers import FOLDER, WORKER, WorkerWatch, lost_worker, note_death
+from rollflow.flows.services.ray_head import RayHead
+from rollflow.tasks.actors.early_imports import KIND
+from tests.support.waiting import HANG_SECONDS, until
+
+# Where Ray's workers of two kinds begin, one ends without a word, and one cannot import Ray.
+SITE = """
+import os, signal, sys
+
+class Refusing:
+    def find_spec(self, name, *_):
+        if name == "ray":
+            raise ImportError("no Ray today")
+
+if any(one.endswith("ray_worker.py") for one in sys.orig_argv):
+    if os.environ.get("ROLLFLOW_IMPORTS") == "engine":
+        import time
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("ROLLFLOW_IMPORTS") == "learner":
+        sys.meta_path.insert(0, Refusing())
+"""
+ASK = """
+import sys
+import ray
+from rollflow.flows.services import cluster
+from rollflow.storage.errors import EngineFailed
+from rollflow.tasks.actors.early_imports import environment
+
+class EngineActor:
+    def here(self):
+        return "here"
+
+class LearnerActor(EngineActor):
+    pass
+
+class Other(EngineActor):
+    pass
+
+with cluster.attached(sys.argv[1], "test"):
+    for kind, made in (("engine", EngineActor), ("learner", LearnerActor), (None, Other)):
+        options = {"runtime_env": environment(kind)} if kind else {}
+        actor = ray.remote(made).options(num_cpus=0, **options).remote()
+        try:
+            print(cluster.call(actor.here.remote(), 500, f"the {kind}", died=EngineFailed), flush=True)
+        except EngineFailed as error:
+            print(error, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_who_waits_for_an_actor_hears_of_its_workers_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with RayHead(tmp_path, cpus=1) as head:
+        env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        command = [sys.executable, "-c", ASK, head.address]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    engine, learner, other = done.stdout.splitlines()
+    assert engine.startswith("waited for the engine: a Ray worker (process ")
+    assert f"died before it registered: its process ended; see {head.folder}" in engine
+    assert "died before it registered: ImportError: no Ray today" in learner
+    assert other == "here"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "lost"))
+    return tmp_path / "lost"
+
+
+def test_a_death_is_told_once_and_to_its_kind(folder: Path) -> None:
+    assert lost_worker("engine") == ""
+    note_death(folder, 12, "engine", "no memory")
+    assert lost_worker("learner") == ""
+    assert "process 12) died before it registered: no memory" in lost_worker("engine")
+    assert lost_worker("engine") == ""
+    note_death(folder, 12, "engine", "its process ended")  # by who sees it vanish, after its own word
+    assert lost_worker("engine") == ""
+
+
+def test_an_old_death_is_no_news(folder: Path) -> None:
+    note_death(folder, 12, "", "no memory")
+    os.utime(folder / "12", (0, 0))
+    assert lost_worker("") == ""
+
+
+def begin(folder: Path, text: str) -> subprocess.Popen[bytes]:
+    """A process as a worker of kind "reward" that begins."""
+    env = {**os.environ, KIND: "reward", FOLDER: str(folder)}
+    return subprocess.Popen([sys.executable, "-c", text, str(WORKER)], env=env)
+
+
+def test_where_another_worker_begins_nobody_is_lost(folder: Path) -> None:
+    note_death(folder, 12, "reward", "no memory")
+    with begin(folder, "import time; time.sleep(600)") as other:
+        until(lambda: lost_worker("reward") == "")
+        other.kill()
+    assert "no memory" in lost_worker("reward")
+
+
+def test_only_a_worker_that_has_not_registered_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_workers, "LOOK_SECONDS", 0.0)
+    watch = WorkerWatch(os.getpid(), folder)
+    registers = "import setproctitle, time; setproctitle.setproctitle('ray::IDLE'); time.sleep(600)"
+    with begin(folder, registers) as registered, begin(folder, "import time; time.sleep(600)") as lost:
+        until(lambda: (watch.look(), lost.pid in watch._starting)[1])
+        until(lambda: (watch.look(), registered.pid in watch._known)[1])
+        registered.kill()
+        lost.kill()
+        registered.wait()
+        until(lambda: (watch.look(), (folder / str(lost.pid)).exists())[1])  # before anybody has waited for it
+        lost.wait()
+    time.sleep(0.01)
+    watch.look()
+    assert [file.name for file in folder.iterdir()] == [str(lost.pid)]

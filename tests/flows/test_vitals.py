@@ -1,0 +1,93 @@
+"""An actor that does not answer is busy while its process computes, and stuck where it does nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollflow.flows.keepalive import vitals as module
+from rollflow.flows.keepalive.vitals import START_SECONDS, Vitals
+from rollflow.flows.services.actor_process import ActorProcess
+from rollflow.storage.errors import Unreachable
+
+
+class World:
+    """A clock, and an actor whose process computes a share of the time."""
+
+    def __init__(self) -> None:
+        self.now, self.used, self.share, self.lost = 0.0, 0.0, 0.0, ""
+        self.state, self.gone = "ALIVE", False
+
+    def process_of(self, _: Any) -> Any:
+        world = self
+
+        class Process(ActorProcess):
+            def cpu_seconds(self) -> float | None:
+                return None if world.gone else world.used
+
+        return Process(self.state, 7, "node", "LearnerActor")
+
+    def starting(self, vitals: Vitals, seconds: float) -> set[bool]:
+        """What is said at looks for so long."""
+        until, said = self.now + seconds, set[bool]()
+        while self.now < until:
+            self.now, self.used = self.now + 0.5, self.used + 0.5 * self.share
+            said.add(vitals.starting())
+        return said
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(module, "process_of", made.process_of)
+    monkeypatch.setattr(module, "lost_actor", lambda _: made.lost)
+    return made
+
+
+@pytest.fixture
+def vitals(world: World) -> Vitals:
+    return Vitals("learner", SimpleNamespace(_actor_id=None), 30.0)
+
+
+def test_an_actor_that_computes_is_not_dead(world: World, vitals: Vitals) -> None:
+    """On a machine where thirty others want the processors, too."""
+    world.share = 0.03
+    assert world.starting(vitals, 3600.0) == {False}
+
+
+def test_an_actor_that_does_nothing_is_stuck(world: World, vitals: Vitals) -> None:
+    world.share, world.used = 0.005, 100.0  # what idle threads use; it had worked before
+    with pytest.raises(Unreachable, match="the status of learner, which does nothing"):
+        world.starting(vitals, 3600.0)
+    assert 30.0 <= world.now <= 35.0
+
+
+def test_an_actor_that_answers_has_its_time_again(world: World, vitals: Vitals) -> None:
+    for _ in range(10):
+        assert world.starting(vitals, 25.0) == {False}
+        vitals.answered()
+
+
+def test_an_actor_whose_process_is_gone_is_stuck(world: World, vitals: Vitals) -> None:
+    world.share, world.gone = 1.0, True
+    with pytest.raises(Unreachable, match="does nothing"):
+        world.starting(vitals, 3600.0)
+
+
+def test_an_actor_may_take_long_to_be_created(world: World, vitals: Vitals) -> None:
+    """It imports, behind four others on two cores."""
+    world.state = "PENDING_CREATION"
+    assert world.starting(vitals, START_SECONDS) == {True}
+    with pytest.raises(Unreachable, match=f"waited {START_SECONDS:g} s for learner to start"):
+        world.starting(vitals, 10.0)
+
+
+def test_an_actor_whose_worker_died_is_named(world: World, vitals: Vitals) -> None:
+    world.state = "PENDING_CREATION"
+    assert world.starting(vitals, 10.0) == {True}
+    world.lost = "a Ray worker (process 12) died before it registered: no memory"
+    with pytest.raises(Unreachable, match=r"waited for learner: a Ray worker \(process 12\) died"):
+        world.starting(vitals, 1.0)

@@ -1,0 +1,119 @@
+"""Each benchmark still runs: with the smallest work that there is, in a process of its own, for its table of figures.
+
+What is short is in `make test`; whole runs and servers are in `make soak`. A module of `benchmarks/` without a row here
+is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import RUN_SECONDS
+
+ROOT = Path(__file__).parents[1]
+RUN = """
+import importlib, json, sys
+module = importlib.import_module(f"benchmarks.{sys.argv[1]}")
+for name, value in json.loads(sys.argv[2]).items():
+    assert hasattr(module, name), name
+    setattr(module, name, value)
+sys.argv = [module.__file__, *sys.argv[3:]]
+module.main()
+"""
+BRIEF = "--set versions=1 --set groups=2 --set policy.cold_start.target_accuracy=0.0"
+SORTING = str(ROOT / "flows/recipes/sorting.toml")
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """The smallest work of a benchmark: its options (`{}` is an empty folder), and constants of its module.
+
+    `table`: whether it writes its rows with `--json`.
+    """
+
+    options: str = ""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    table: bool = True
+
+
+SHORT = {
+    "bias": Smoke(constants={"BANDITS": 1, "STALENESS": [0.3], "COPIES": 100}),
+    "data_plane": Smoke("--quick --turns 1 --only batches"),
+    "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),
+    "publishing": Smoke("--sizes tiny --tokens 8"),
+    "scale": Smoke(constants={"ENGINES": [4], "TURNS": 1}),
+    "scheduling": Smoke("--only queue"),
+    "stale": Smoke(f"{SORTING} --starts {{}} --every 1 {BRIEF}", table=False),
+    "time_to_reward": Smoke("--runs {} --systems"),
+    "tokens": Smoke(constants={"SETTLE_SECONDS": 1.0}),
+}
+LONG = {  # servers and whole runs
+    "asynchrony": Smoke("--versions 1 --turns 1"),
+    "chaos": Smoke("--timed 1 --vllm 0 --roles scheduler"),
+    "learner_step": Smoke("--only tiny --turns 1 --sweep-steps 1 --sides rollflow plain"),
+    "liveness": Smoke("--resumes 1 --heads 1 --busy 1 --stops 1 --away 31"),
+    "ranks": Smoke("--only tiny --ranks 1 --sides rollflow --turns 1"),
+    "rollout_overhead": Smoke("--turns 1"),
+    "wall_clock": Smoke("--versions 8 --turns 1"),
+}
+PARTS = {  # that a benchmark above runs, or a test of their own
+    "chaos_table": "chaos",
+    "defaults": "scheduling",
+    "faulty_s3": "chaos",
+    "learner_batches": "learner_step",
+    "learner_sides": "learner_step",
+    "publishing_sides": "publishing",
+    "rank_sides": "ranks",
+    "recipe_task": "stale",
+    "report": "bias",
+    "reward_task": "time_to_reward",
+    "reward_trl": "time_to_reward",
+    "stability": "stale",
+    "victims": "chaos",
+    "workloads": "scheduling",
+}
+
+
+def run(name: str, smoke: Smoke, tmp_path: Path) -> list[dict[str, Any]]:
+    """Run it; its rows."""
+    rows, folder = tmp_path / "rows.json", tmp_path / "folder"
+    folder.mkdir()
+    options = [option.replace("{}", str(folder)) for option in smoke.options.split()]
+    options += ["--json", str(rows)] if smoke.table else []
+    home = {"ROLLFLOW_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, name, json.dumps(dict(smoke.constants)), *options]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **home}, capture_output=True, text=True, timeout=RUN_SECONDS
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return list(json.loads(rows.read_text())) if smoke.table else [{"value": done.stdout}]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHORT)
+def test_a_benchmark_runs_in_small(name: str, tmp_path: Path) -> None:
+    rows = run(name, SHORT[name], tmp_path)
+    assert rows or name == "time_to_reward"  # which has nothing to run without a system
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LONG)
+def test_a_benchmark_of_whole_runs_runs_in_small(name: str, tmp_path: Path) -> None:
+    assert run(name, LONG[name], tmp_path)
+
+
+def test_every_benchmark_has_a_smoke_run() -> None:
+    modules = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"__init__"}
+    listed = [*SHORT, *LONG, *PARTS]
+    assert sorted(listed) == sorted(modules)
+    assert set(PARTS.values()) <= SHORT.keys() | LONG.keys()
