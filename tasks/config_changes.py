@@ -22,7 +22,7 @@ from typing import Any
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.configs import differences
 from rollflow.storage.log.entries import Body, Change, ConfigChanged
-from rollflow.storage.log.rules import FORMED
+from rollflow.storage.log.rules import FIXED, FORMED
 from rollflow.storage.log.state import Deposed, Refused, RunState
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.objectives.config import ImportObjective, PartsObjective
@@ -101,7 +101,7 @@ def _recorded_as(recorded: Mapping[str, Any], before: RunConfig, after: RunConfi
     """
     tree = _merged(recorded, tree_of(before), tree_of(after))
     same = RunConfig.model_validate(as_of_today(tree)) == after
-    return tree if same else tree_of(after)
+    return tree if same else {**tree_of(after), **{name: recorded[name] for name in FIXED if name in recorded}}
 
 
 def _merged(recorded: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import ConfigChanged, VersionPublished, entry_path
 from rollflow.storage.log.log import Log
 from rollflow.storage.log.state import Deposed
+from rollflow.storage.objects import open_store
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.config_changes import change_config
 from rollflow.tasks.learners.restore import new_learner, restore
 from rollflow.tasks.run_context import RunContext
+from tests.support.described import describe
 from tests.support.log_runs import of_kind
 from tests.support.small_run import ALL_ROLES, Halt, StoreFeed, prepare_small, train_small
 
@@ -181,6 +183,24 @@ def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
     assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 4, 6, 7]
     change(again(context), ["versions=5", "evaluation.every=0"])
     assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 5]
+
+
+def test_run_of_before_some_keys_is_changed(tmp_path: Path) -> None:
+    """Its config lacks keys, and has one where it stood then; both stay so, and mean what they meant."""
+    tree = RunConfig().model_dump(mode="json")
+    for key in ("fused_adamw", "share_prompts", "objective"):
+        del tree["train"][key]
+    tree["train"]["negative_weight"] = 0.5
+    store = open_store(str(tmp_path / "runs" / "old"))
+    describe(store, "old", tree)
+    context = RunContext(store.uri, tmp_path / "cache")
+    before = context.config
+    train = before.train.model_copy(update={"learning_rate": 0.25})
+    assert change_config(context, before.model_copy(update={"train": train}))
+    recorded = context.configs[-1]
+    assert recorded.changes == (("train.learning_rate", 5e-4, 0.25),)
+    assert recorded.config == {**tree, "train": {**tree["train"], "learning_rate": 0.25}}
+    assert (context.config.train.fused_adamw, context.config.train.objective) == (False, before.train.objective)
 
 
 def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
