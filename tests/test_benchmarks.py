@@ -29,7 +29,7 @@ for name, value in json.loads(sys.argv[2]).items():
 sys.argv = [module.__file__, *sys.argv[3:]]
 module.main()
 """
-BRIEF = "--set versions=1 --set groups=2 --set policy.cold_start.target_accuracy=0.0"
+BRIEF = "--set versions=1 --set groups=2 --set policy.cold_start.target_accuracy=0.01"
 SORTING = str(ROOT / "flows/recipes/sorting.toml")
 
 
@@ -51,18 +51,19 @@ SHORT = {
     "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),
     "publishing": Smoke("--sizes tiny --tokens 8"),
     "scale": Smoke(constants={"ENGINES": [4], "TURNS": 1}),
-    "scheduling": Smoke("--only queue"),
     "stale": Smoke(f"{SORTING} --starts {{}} --every 1 {BRIEF}", table=False),
     "time_to_reward": Smoke("--runs {} --systems"),
     "tokens": Smoke(constants={"SETTLE_SECONDS": 1.0}),
 }
-LONG = {  # servers and whole runs
+LONG = {  # servers, whole runs, minutes of a core
     "asynchrony": Smoke("--versions 1 --turns 1"),
     "chaos": Smoke("--timed 1 --vllm 0 --roles scheduler"),
     "learner_step": Smoke("--only tiny --turns 1 --sweep-steps 1 --sides rollflow plain"),
     "liveness": Smoke("--resumes 1 --heads 1 --busy 1 --stops 1 --away 31"),
     "ranks": Smoke("--only tiny --ranks 1 --sides rollflow --turns 1"),
+    "quick_start": Smoke("--seeds 0 --home {} --set versions=1 --set policy.cold_start.target_accuracy=0.01"),
     "rollout_overhead": Smoke("--turns 1"),
+    "scheduling": Smoke("--only queue"),
     "wall_clock": Smoke("--versions 8 --turns 1"),
 }
 PARTS = {  # that a benchmark above runs, or a test of their own
