@@ -130,7 +130,7 @@ def start_again(flow_run: UUID, context: RunContext) -> Successor | None:
         crashes = [run for run in attempts if run.state and run.state.is_crashed()]
         counted = {run.id for run in line_before(attempts, crashed)}
         times = [ended_at(run) for run in crashes if run.id in counted]
-        begin = _scheduled(_pause(client, crashed, times, context.config.recovery))
+        begin = _scheduled(_pause(client, crashed, times, _limits(context, crashed)))
         made = client.create_flow_run_from_deployment(
             crashed.deployment_id,
             parameters=crashed.parameters | {"run_id": context.uri.rpartition("/")[2]},
@@ -168,6 +168,14 @@ def line_before(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
     while before := by_follower.get(found[-1].idempotency_key or ""):
         found.append(before)
     return found
+
+
+def _limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
+    """The run's limits as they are now; of a run that crashed before it was prepared, those that it was asked with."""
+    try:
+        return context.config.recovery
+    except ConfigError:
+        return RunConfig.model_validate(crashed.parameters["config"]).recovery
 
 
 def _pause(client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float], limits: RecoveryConfig) -> float:

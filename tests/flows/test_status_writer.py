@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from rollflow.flows.views import status_writer
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.storage.journal.usage import Usage
@@ -59,6 +60,24 @@ def test_the_phase_is_what_the_learner_is_at_whatever_it_calls_it(
     status = shown(tmp_path, RolloutStatus(), learner)
     assert status.phase == phase
     assert status.stages["train"].note == learner.note
+
+
+def test_a_step_that_comes_further_says_so_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that its session tells it from one that hangs."""
+    describe(open_store(str(tmp_path)), "new", RunConfig())
+    context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
+    writer = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)
+    put, written = context.store.put, list[str]()
+    monkeypatch.setattr(type(context.store), "put", lambda _, path, data: written.append(path) or put(path, data))
+    now = [1000.0]
+    monkeypatch.setattr(status_writer.time, "monotonic", lambda: now[0])
+    for _ in range(5):
+        now[0] += 0.5
+        writer.came_further("evaluating")
+    assert written.count(STATUS) == 2
+    status = read_status(context)
+    assert status is not None
+    assert status.phase == "evaluating"
 
 
 def test_groups_that_are_ready_count_with_those_of_batches_that_wait(tmp_path: Path) -> None:
