@@ -19,12 +19,15 @@ from rollflow.flows.locations import home
 from rollflow.flows.services.variables import WITH_SERVICES, bypass_proxies, check_home, check_variables, give_home
 from rollflow.storage.errors import ConfigError, RollflowError
 
+STDERR = 2  # the last of the standard streams
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb: `command(options)` of its module. Returns the exit code.
 
     Ends without a word where the reader of its output went away, as in `rollflow keys | head`.
     """
+    _open_streams()
     try:
         try:
             return _run(arguments)
@@ -58,6 +61,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("rollflow: stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _open_streams() -> None:
+    """Open the null device for standard streams that are closed, or a file that is opened later takes their place."""
+    while (null := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(null)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _print_any_letter() -> None:

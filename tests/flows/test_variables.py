@@ -280,3 +280,9 @@ except ConfigError as error:
     assert "PREFECT_CLIENT_MAX_RETRIES" in ended.stdout
     assert "max_retries Input should be a valid integer" in ended.stdout
     assert "unset it" in ended.stdout
+
+
+@pytest.mark.parametrize(("command", "code"), [("keys", 0), ("check no-such.toml", 2)])
+def test_a_command_works_with_its_streams_closed(command: str, code: int) -> None:
+    line = f"exec {sys.executable} -m rollflow.flows.commands.cli {command} 0<&- 1>&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], check=False).returncode == code
