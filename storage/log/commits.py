@@ -36,25 +36,25 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Limit
     for group in body.groups:
         yield from _check_length(group.key, group.tokens, limits.group_size * limits.max_new_tokens)
     for discard in body.discards:
-        yield from _check_against(discard, limits)
+        yield from _check_against(discard, after, limits)
 
 
 def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
-    """A discard was started under a version that existed; one that was left behind was too old for the next batch."""
-    name = _name(discard.key)
+    """A discard was started under a version that existed, and has a length."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
         what = f"started under version {discard.started_version}, with {discard.response_tokens} tokens"
-        yield "lineage", f"dispatch {name} was discarded as {discard.reason}, {what}: it cannot be"
-    elif discard.reason in LEFT_BEHIND and discard.started_version >= after.next_batch - after.alpha:
-        what = f"batch {after.next_batch} would still take version {discard.started_version}"
-        yield "lineage", f"dispatch {name} was discarded as {discard.reason}, and at async_ratio {after.alpha:g} {what}"
+        yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: it cannot be"
 
 
-def _check_against(discard: Discard, limits: Limits) -> Iterator[Found]:
+def _check_against(discard: Discard, after: RunState, limits: Limits) -> Iterator[Found]:
+    """A scheduler of this config has the reason; what was left behind was too old for the next batch."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"
         yield "lineage", f"dispatch {name} was discarded as {discard.reason}; with this config there is only: {known}"
+    if discard.reason in LEFT_BEHIND and discard.started_version >= after.next_batch - after.alpha:
+        what = f"batch {after.next_batch} would still take version {discard.started_version}"
+        yield "lineage", f"dispatch {name} was discarded as {discard.reason}, and at async_ratio {after.alpha:g} {what}"
     responses = limits.group_size + limits.extra_responses
     yield from _check_length(discard.key, discard.response_tokens, responses * limits.max_new_tokens)
 

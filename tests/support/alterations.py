@@ -164,6 +164,10 @@ def _samples(groups: Groups, sample: int) -> Groups:
     return [replace(groups[0], trajectories=(first, *groups[0].trajectories[1:])), *groups[1:]]
 
 
+def _even(row: Trajectory) -> Trajectory:
+    return replace(row, logprobs=tuple(-5.5 if own else 0.0 for own in row.loss_mask))
+
+
 def _reward(row: Trajectory) -> Trajectory:
     return replace(row, reward=1.0 - row.reward)
 
@@ -183,7 +187,7 @@ RESPONSES = (
     ("the responses of two groups swapped", REPLAY, lambda f: f.rows(B, _swapped_responses)),
     ("a positive log-probability", AUDIT, lambda f: f.row(B, lambda row: _first_response(row, logprobs=0.5))),
     ("a log-probability that is NaN", AUDIT, lambda f: f.row(B, lambda row: _first_response(row, logprobs=NAN))),
-    ("another log-probability", REPLAY, lambda f: f.row(B, lambda row: _first_response(row, logprobs=-2.0))),
+    ("other log-probabilities of a group", REPLAY, lambda f: _first_group(f, _even)),
     (
         "a log-probability of a token of the prompt",
         AUDIT,
@@ -217,7 +221,7 @@ RESPONSES = (
         AUDIT,
         lambda f: f.rows(B, lambda groups: [_shorter(groups[0]), groups[1]], counts=False),
     ),
-    ("the order of two rows", REPLAY, lambda f: f.rows(B, _reordered)),
+    ("the order of two rows", ANCHOR, lambda f: f.rows(B, _reordered)),
     ("the seconds of a generation", ANCHOR, lambda f: f.row(B, lambda row: replace(row, generation_seconds=9.0))),
     ("negative seconds", AUDIT, lambda f: f.row(B, lambda row: replace(row, generation_seconds=-1.0))),
 )
