@@ -174,8 +174,16 @@ class PolicyTokenizer:
 
 
 def _whole(folder: Path) -> Tokenizer:
-    """The tokenizer.json without its truncation and padding settings, which other tools ignore."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """The tokenizer.json without its truncation and padding settings, which other tools ignore.
+
+    Raises:
+        ConfigError: the file is missing, or is no tokenizer.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain exceptions of its own
+        why = f"{folder}/tokenizer.json cannot be opened ({str(error).splitlines()[0]})"
+        raise ConfigError(f"policy: {why}; save the tokenizer again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
