@@ -134,8 +134,13 @@ def resolve_policy(path: str) -> Path:
 
 
 def is_weights(path: str) -> bool:
-    """Whether a file of a policy's folder belongs to its weights."""
-    return path.endswith((".safetensors", ".safetensors.index.json"))
+    """Whether a file of a policy's folder belongs to its weights.
+
+    Some folders on the hub have the weights a second time, as `consolidated*.safetensors`: another tool's format, which
+    transformers does not read.
+    """
+    name = path.rpartition("/")[2]
+    return name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith("consolidated")
 
 
 def weight_paths(path: str) -> list[Path]:

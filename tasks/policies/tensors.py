@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.attention import attention_of
+from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.head import OwnHead
 
 PIECE = 2**22  # values
@@ -54,8 +55,8 @@ def check_tensors(folder: Path, dtype: str) -> int:
 
 def _headers(folder: Path) -> dict[str, Path]:
     """The file of each tensor."""
-    files = sorted(folder.glob("*.safetensors"))
-    indices = [file for file in folder.glob("*.safetensors.index.json") if file.name != INDEX]
+    files = sorted(file for file in folder.glob("*.safetensors") if is_weights(file.name))
+    indices = [file for file in folder.glob("*.safetensors.index.json") if is_weights(file.name) and file.name != INDEX]
     index = _index(folder)
     if index is not None and (folder / WHOLE).exists():
         raise _refused(f"it has both {WHOLE} and {INDEX}; remove the one that is not the policy", "")

@@ -18,6 +18,7 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.torch_learner import load_model
+from rollflow.tasks.policies.folder import weight_files
 from rollflow.tasks.policies.tensors import check_tensors
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run_context import RunContext
@@ -131,8 +132,15 @@ def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
     save_file({**b, name: a[name] + 1}, folder / "b.safetensors", metadata={"format": "pt"})
     refused(f"{name} is in a.safetensors and in b.safetensors")
     save_file(b, folder / "b.safetensors", metadata={"format": "pt"})
-    save_file({"x": torch.ones(1)}, folder / "consolidated.safetensors")
-    refused("consolidated.safetensors is none of its weights")
+    save_file({"x": torch.ones(1)}, folder / "other.safetensors")
+    refused("other.safetensors is none of its weights")
+
+
+def test_weights_in_another_tools_format_are_left_out(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "policy")
+    save_file({"tok_embeddings.weight": torch.ones(1)}, folder / "consolidated.safetensors")
+    check_tensors(folder, "float32")
+    assert "consolidated.safetensors" not in weight_files(str(folder))
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
