@@ -222,7 +222,7 @@ class PolicyStore:
                 raise Missing(f"there is no object {stored.path}")
 
     def has_weights(self, version: PolicyVersion) -> bool:
-        """Whether they are in storage; they are not if they were pruned before `keep_last` was raised."""
+        """Return whether the weights are in storage; a version may be pruned before `keep_last` is raised."""
         return all(self.store.exists(stored.path) for stored in version.weights)
 
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""What an audit may expect of a run: the limits of its config, and its prompts as they were pinned.
+"""What an audit expects of a run: the limits of its config, and its prompts as they were pinned.
 
-`storage.log.audit` proves a run from storage alone; this is what it cannot know by itself. Where something cannot be
-opened any more (a package of another version, a file that is gone), `unchecked` says so, and it is no violation.
+`storage.log.audit` proves a run from storage alone; this module adds what storage cannot know. If something cannot be
+opened any more (a package has another version, a file is gone), `unchecked` says so. That is no violation.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.limits import filtered
 from rollflow.tasks.run_context import RunContext, as_of_today
 
-ROUNDING = 1e-6  # of a mean reward: batches hold rewards in float32
+ROUNDING = 1e-6  # in a mean reward: batches hold rewards in float32
 UNREADABLE = (ConfigError, Corrupt, Missing, OSError, ValueError, KeyError, TypeError)
 
 
 def expected_of(context: RunContext) -> Expected:
-    """What to compare the run's batches with."""
+    """Return what the run's batches are compared with."""
     try:
         return Expected(_limits, _prompts(context))
     except UNREADABLE as error:
@@ -44,7 +44,7 @@ def _limits(recorded: Mapping[str, Any]) -> Limits:
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """What a config says of the batches that are committed under it."""
+    """Return what a config allows in the batches that are committed under it."""
     rules = _surely(config.rollout.filter)
     return Limits(
         sources=len(config.prompts),
@@ -61,13 +61,13 @@ def limits_of(config: RunConfig) -> Limits:
 
 
 def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
-    """The reasons for which a scheduler of this config discards; a batch that is voided has an entry of its own."""
+    """Return the reasons for which a scheduler of this config discards; a void is an entry of its own."""
     left = DiscardReason.REDUNDANT if config.rollout.extra_groups else DiscardReason.STALE
     return frozenset({left, DiscardReason.FILTERED} if config.rollout.filter else {left})
 
 
 def _surely(rules: FilterConfig | None) -> FilterConfig | None:
-    """The filter without what rounding may have decided."""
+    """Return the filter without the decisions that rounding may have changed."""
     if rules is None:
         return None
     return rules.model_copy(

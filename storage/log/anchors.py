@@ -1,10 +1,10 @@
-"""Anchors: hashes of a run's entries that are kept outside of its storage, where who alters the run cannot follow.
+"""Anchors: hashes of a run's entries that are kept outside of its storage, out of reach of whoever alters the run.
 
     12:6b86b273...   entry 12 has this sha256
 
-An entry names the hash of the one before, so the anchor of an entry proves all entries up to it. Entries are never
-changed and only added, so an anchor holds however far the run has gone on since. (`rollflow repair` may set a damaged
-newest entry aside; then its anchor, if there was one, does not hold any more, and says so.)
+An entry names the hash of the entry before it, so the anchor of an entry proves all entries up to it. The log is
+append-only, so an anchor holds however far the run has gone on since. `rollflow repair` may set a damaged newest
+entry aside; then an anchor of that entry no longer holds, and the check reports it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORM = re.compile(r"(\d{1,10}):([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """Entry `n` has this hash."""
+    """The sha256 of entry `n`."""
 
     n: int
     sha256: str
@@ -35,10 +35,10 @@ class Anchor:
 
 
 def parse(text: str) -> Anchor:
-    """The anchor that a text is.
+    """Parse an anchor that is written as `N:SHA256`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no anchor.
     """
     if (match := FORM.fullmatch(text.strip())) is None:
         raise ConfigError(f"anchor {text!r}: give the number of an entry and its sha256, as in 0:6b86b273...")
@@ -46,17 +46,17 @@ def parse(text: str) -> Anchor:
 
 
 def first_anchor(run: ObjectStore) -> Anchor:
-    """The anchor of entry 0."""
+    """Return the anchor of entry 0."""
     return Anchor(0, hashlib.sha256(run.get(entry_path(0))).hexdigest())
 
 
 def newest_anchor(state: RunState) -> Anchor:
-    """The anchor of the newest entry that `state` has seen."""
+    """Return the anchor of the newest entry that `state` has seen."""
     return Anchor(state.n, state.sha256)
 
 
 def check_anchors(run: ObjectStore, anchors: Sequence[Anchor]) -> list[Violation]:
-    """Say which entries are not those of the anchors."""
+    """Report the entries that differ from their anchors."""
     found = []
     for anchor in anchors:
         path = entry_path(anchor.n)

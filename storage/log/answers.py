@@ -1,7 +1,7 @@
 """Compares the rows of a batch file with the prompts that they answer and with the config's limits.
 
-Each row is a prompt, as its index asks it, and a response of what the policy chose. Shapes: R rows of N groups, G to a
-group; T tokens over all rows.
+Each row is the prompt of its index, then the policy's response. Shapes: R rows of N groups, G to a group; T tokens
+over all rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ENDINGS = (Ending.STOP, Ending.LENGTH)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a batch's rows are compared with; None: that is not checked."""
+    """What the rows of a batch are compared with; a field that is None is not checked."""
 
     limits: Limits | None = None
     prompts: Mapping[int, Prompt] | None = None  # by index
-    held: frozenset[int] = frozenset()  # indices of those that are held out
+    held: frozenset[int] = frozenset()  # indices of the held-out prompts
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> its id
     vocabulary: int = ANY_TOKEN
     stops: frozenset[int] = frozenset()
@@ -41,7 +41,7 @@ NOT_ASKED = Asked()
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The columns of a batch, flat."""
+    """The columns of a batch, flattened."""
 
     index_R: Array
     length_R: Array  # tokens
@@ -60,7 +60,7 @@ class _Table:
         index, length = table["index"].to_numpy(), pc.list_value_length(table["tokens"]).to_numpy()
         first, mask = np.cumsum(length) - length, _flat(batch, "loss_mask")
         row = np.repeat(np.arange(len(length)), length)
-        if prompts is None:  # what stands before the first token that the policy chose
+        if prompts is None:  # a row's prompt ends where the policy's first token begins
             chosen = np.flatnonzero(mask)
             place = np.searchsorted(chosen, first)
             begins = np.append(chosen, len(mask))[place]
@@ -72,19 +72,19 @@ class _Table:
 
     @property
     def response_T(self) -> Array:
-        """Whether a token stands behind its row's prompt."""
+        """A mask of the tokens that stand behind their row's prompt."""
         place: Array = np.arange(len(self.row_T)) - self.first_R[self.row_T]
         behind: Array = place >= self.prompt_R[self.row_T]
         return behind
 
     def row(self, row: int) -> Array:
-        """A row's tokens."""
+        """Return the tokens of a row."""
         tokens: Array = self.tokens_T[self.first_R[row] : self.first_R[row] + self.length_R[row]]
         return tokens
 
 
 def check_rows(batch: TrajectoryBatch, asked: Asked) -> Iterator[Found]:
-    """Say where the rows do not answer their prompts, or are not what the config lets a policy say.
+    """Report rows that do not answer their prompts, or that the config does not allow.
 
     The rows' columns have equal lengths (see `rows`).
     """
@@ -104,13 +104,13 @@ def check_rows(batch: TrajectoryBatch, asked: Asked) -> Iterator[Found]:
 def _check_prompts(
     batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: Asked
 ) -> Iterator[Found]:
-    """Each row begins with the prompt of its index, and names it; none is held out."""
+    """Check that each row begins with the prompt of its index and names it, and that no such prompt is held out."""
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
     told: set[int] = set()
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
         prompt = prompts[index]
         if index in told:
-            continue  # one line a group
+            continue  # one violation a group
         if name != (prompt.id, prompt.domain):
             told.add(index)
             yield "lineage", f"a row of prompt {index} names {name}, the prompt is {(prompt.id, prompt.domain)}"
@@ -124,7 +124,7 @@ def _check_prompts(
 
 
 def _other(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
-    """What a row answers instead of its prompt, as far as it can be told."""
+    """Name what a row answers instead of its prompt, if that is known."""
     found = tuple(tokens_T.tolist())
     for length in sorted({len(tokens) for tokens in held_out}, reverse=True):
         if found[:length] in held_out:
@@ -133,7 +133,7 @@ def _other(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
 
 
 def _check_tokens(table: _Table, asked: Asked) -> Iterator[Found]:
-    """Tokens are of the vocabulary; what the policy did not choose has no log-prob and no version."""
+    """Check that tokens are in the vocabulary, and that only tokens of the policy have a log-prob and a version."""
     most = asked.vocabulary
     if table.tokens_T.size and (table.tokens_T.min() < 0 or table.tokens_T.max() >= most):
         yield "lineage", f"a token lies outside of the policy's vocabulary, which has {most} tokens"
@@ -152,7 +152,7 @@ def _check_tokens(table: _Table, asked: Asked) -> Iterator[Found]:
 
 
 def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
-    """A response that stopped ends with a stop token: the last one that the policy chose."""
+    """Check that a response that stopped ends with a stop token: the last token that the policy chose."""
     chosen_T = np.flatnonzero(table.mask_T)
     last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
     for row, (ending, last) in enumerate(zip(table.endings, last_R.tolist(), strict=True)):
@@ -163,10 +163,10 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
 
 
 def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[Found]:
-    """No response is longer than the config allows; one that was cut is as long as that.
+    """Check that no response is longer than the config allows, and that one that was cut is as long as that.
 
     Args:
-        known: the prompts are; else an environment may have added tokens before the first of the policy.
+        known: the prompts are known; otherwise an environment may have added tokens before the policy's first one.
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():
@@ -182,7 +182,7 @@ def _check_responses(table: _Table, limits: Limits, *, known: bool) -> Iterator[
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: Limits) -> Iterator[Found]:
-    """Starts are those of the config's rule; what was measured is a time."""
+    """Check that starts follow the config's rule, and that measured times are finite and not negative."""
     if limits.oldest_token:
         yield from _check_starts(batch, table)
     for name in ("generation_seconds", "reward_seconds"):
@@ -192,7 +192,7 @@ def _check_times(batch: TrajectoryBatch, table: _Table, limits: Limits) -> Itera
 
 
 def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
-    """Each trajectory starts with its oldest token."""
+    """Check that each trajectory starts with its oldest token."""
     oldest_R = np.full(len(table.length_R), np.iinfo(np.int32).max, dtype=np.int64)
     np.minimum.at(oldest_R, table.row_T[table.mask_T], table.versions_T[table.mask_T])
     started_R = batch.table["started_version"].to_numpy()
@@ -202,7 +202,7 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
 
 
 def _check_rewards(batch: TrajectoryBatch, limits: Limits) -> Iterator[Found]:
-    """No group is there that the config's filter would have removed."""
+    """Check that the config's filter would have kept every group."""
     rewards, index = batch.table["reward"].to_pylist(), batch.table["index"].to_pylist()
     for first in range(0, len(rewards), limits.group_size):
         why = limits.filtered(rewards[first : first + limits.group_size])

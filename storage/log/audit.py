@@ -12,15 +12,15 @@ It folds the log again from the entries alone. It trusts no process, no snapshot
 - `altered`: bytes that are not what was committed.
 - `lineage`: an entry that does not follow from those before it, or from the file that it names.
 
-It goes on after a violation (`refold` says how far). A run may go on during its audit: what is found wrong with an
-object is looked at again, and counts only if no entry has come since that voids or prunes the object.
+It goes on after a violation (`refold` says how far). A run may go on during its audit: a fault of an object is checked
+again, and counts only if no later entry voids or prunes the object.
 
-It compares batches with what is expected of them from above, too (`expected`): the prompts that they answer, and the
+It also compares batches with what the caller expects of them (`expected`): the prompts that they answer, and the
 limits of the run's config.
 
-An audit begins where the newest clean one ended (`audits`), looks at entry 0 and the newest entries again (`recheck`),
-and does not read older objects again. A deep audit begins with the first entry. It reads every object that must be
-there, and every other one that is there and not pruned.
+An audit begins where the newest clean one ended (`audits`), checks entry 0 and the newest entries again (`recheck`),
+and does not read older objects again. A deep audit begins with the first entry. It reads every object that must exist,
+and every other object that exists and is not pruned.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def audit(
 
     Args:
         deep: from the first entry on, and every object.
-        expected: what the run's config and prompts let an audit expect of its batches.
+        expected: what batches are compared with: the run's config and prompts.
         progress: is told after each entry and each object, in the thread that called.
 
     Raises:
@@ -198,10 +198,10 @@ class _Audit:
             self._ask(Named(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:
-        """Take a config that holds from here, and compare what it says of itself with the one before."""
+        """Take a config change, and compare its list of changed keys with the config before."""
         self._take_config(body, n)
         before = self.fold.state.config_at(n - 1)
-        with contextlib.suppress(Corrupt, Missing):  # of an entry that cannot be read this is said where it stands
+        with contextlib.suppress(Corrupt, Missing):  # an entry that cannot be read is reported at its own place
             told = RecordedConfig.of(decode(self.store.get(entry_path(before)), before, self.store.get).entry)
             if differences(told.config, body.config) != body.changes:
                 self.report.add(
@@ -209,7 +209,7 @@ class _Audit:
                 )
 
     def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
-        """From entry `n` on batches are formed by this config."""
+        """Check batches against this config from entry `n` on."""
         self.expecting.take(body.config)
         self.responses = self.fold.state.group_size + self._extra_responses(body.config, n)
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
@@ -240,7 +240,7 @@ class _Audit:
                     self.report.add("lineage", entry_path(0), what)
 
     def _check(self, entry: Entry, counts: bool) -> None:
-        """Compare what an entry says with the config, if it and all before it are to be believed."""
+        """Compare an entry with the config, if the entry and all before it can be trusted."""
         state, body = self.fold.state, entry.body
         if self.fold.missed or not counts:
             return
@@ -285,7 +285,7 @@ class _Audit:
 
     def _ask(self, named: Named, looking: Looking) -> None:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
-        if named.rules is None:  # else they are those of its entry, and it is looked at again
+        if named.rules is None:  # otherwise the rules are those of its entry, and it is checked again
             state = self.fold.state
             rules = Rules(state.alpha, state.group_size, self.responses, self.expecting.asked(named.batch))
             named = replace(named, rules=rules)

@@ -24,7 +24,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 AUDITS = "audits"
-RULES = 2  # raised with any change of what an audit checks; then all is looked at again
+RULES = 2  # raised with any change of what an audit checks: then everything is checked again
 KEPT = 3
 
 UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # a validation's error is a ValueError
@@ -40,7 +40,7 @@ class Audited:
     responses: int = 0  # that are started for a group
     first: str = ""  # the hash of entry 0
     opened: dict[int, int] = field(default_factory=dict)  # open prompt -> the batch with which its dispatch began
-    thorough: bool = False  # what is expected of prompts and config was compared, too
+    thorough: bool = False  # prompts and config were compared, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def withdraw(run: ObjectStore, others: list[Witness]) -> None:
 
 
 def newest(run: ObjectStore, *, thorough: bool = False) -> tuple[Audited, list[Witness]]:
-    """The newest audit that can be trusted (an empty one if none can), and those that saw another log.
+    """Return the newest audit that can be trusted (an empty one if none can), and those that saw another log.
 
     Args:
         thorough: only one that compared prompts and config.

@@ -1,7 +1,7 @@
 """Compares what an entry commits with the config in force: counts, reasons of discards, paths of objects.
 
-The rules of the log (`rules`) decide what may follow. They know no config but alpha and the group's size, so that a
-writer with another config would be followed all the same. An audit asks for more.
+The rules of the log (`rules`) decide what may follow. Of the config they know only alpha and the group's size, so they
+accept the entries of a writer with another config. An audit checks more.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 Found = tuple[ViolationKind, str]
 LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
-HIGHEST_PROBE = 1e-4  # nats; rounding may lift a certain token's above 0
+HIGHEST_PROBE = 1e-4  # nats; rounding may raise the log-prob of a certain token above 0
 
 
 def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Limits | None) -> Iterator[Found]:
-    """Say what is wrong with a commit; `after` is the state that it leads to."""
+    """Report what is wrong with a commit; `after` is the state that it leads to."""
     if not body.file.path.startswith(f"trajectories/{body.number:08d}-{claim}-"):
-        yield "lineage", f"batch {body.number} names {body.file.path}, which is no file of this batch and its writer"
+        yield "lineage", f"batch {body.number} names {body.file.path}, which is no file of this batch by this writer"
     for discard in body.discards:
         yield from _check_discard(discard, after)
     if limits is None:
@@ -40,14 +40,14 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Limit
 
 
 def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
-    """A discard was started under a version that existed, and has a length."""
+    """Check that a discarded dispatch was started under a version that existed, and has a length."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
         what = f"started under version {discard.started_version}, with {discard.response_tokens} tokens"
         yield "lineage", f"dispatch {_name(discard.key)} was discarded as {discard.reason}, {what}: it cannot be"
 
 
 def _check_against(discard: Discard, after: RunState, limits: Limits) -> Iterator[Found]:
-    """A scheduler of this config has the reason; what was left behind was too old for the next batch."""
+    """Check that a scheduler of this config has the reason, and that a stale dispatch was too old to be kept."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"
@@ -65,7 +65,7 @@ def _check_length(key: GroupKey, tokens: int, most: int) -> Iterator[Found]:
 
 
 def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
-    """Say what is wrong with a version's entry: whose objects it names, and its probe."""
+    """Report what is wrong with a version's entry: whose objects it names, and its probe."""
     own = f"policies/{body.number:08d}/{claim}/"
     for stored in (*body.weights, *body.state):
         if not stored.path.startswith(own):

@@ -1,10 +1,10 @@
-"""The configs that a run has had: the one it was created with, and one for each entry that changed it.
+"""The configs of a run: the one it was created with, and one for each entry that changed it.
 
     entry 0         RunCreated       from version 0 on
     entry 41        ConfigChanged    from version 7 on     differences(before, after): [("versions", 6, 9)]
 
-A config lies in the log as the tree that was recorded. Its state says where (`RunState.configs`); `rules` says for what
-each holds.
+The log holds each config as the tree that was recorded. The run's state names their entries (`RunState.configs`);
+`rules` says for which entries each config holds.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class RecordedConfig:
-    """A config that entry `entry` brought. `version` is the first that was, or will be, trained under it."""
+    """A config that entry `entry` recorded. `version` is the first version that was, or will be, trained under it."""
 
     entry: int
     version: int
     config: Mapping[str, Any]
     sha256: str
     at: float  # seconds since the epoch
-    changes: tuple[Change, ...] = ()  # none of the first one
+    changes: tuple[Change, ...] = ()  # none for the first config
     who: str = ""
 
     @classmethod
     def of(cls, entry: Entry) -> RecordedConfig:
-        """From the entry that brought it."""
+        """Read the config of an entry."""
         match entry.body:
             case RunCreated() as body:
                 return cls(entry.n, 0, body.config, body.config_sha256, entry.at)
@@ -44,16 +44,16 @@ class RecordedConfig:
 
 
 def recorded_configs(log: Log) -> list[RecordedConfig]:
-    """All configs of a run in their order, as far as the log was read.
+    """Return all configs of a run in order, as far as the log was read.
 
     Raises:
-        Corrupt: an entry on the way is missing or damaged.
+        Corrupt: an entry that has a config is missing or damaged.
     """
     return [RecordedConfig.of(there(log, place.entry).entry) for place in log.state.configs]
 
 
 def readable_configs(run: ObjectStore) -> list[RecordedConfig]:
-    """The configs of a log that does not fold, as far as their entries can be read: for people who look at it."""
+    """Return the configs of a log that does not fold, as far as their entries can be read: for display only."""
     return [RecordedConfig.of(entry) for entry in _readable(run) if isinstance(entry.body, RunCreated | ConfigChanged)]
 
 
@@ -67,7 +67,7 @@ def _readable(run: ObjectStore) -> Iterator[Entry]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> tuple[Change, ...]:
-    """What differs between two trees, by dotted key, in the order of the keys; None stands for what is not there."""
+    """List what differs between two trees, by dotted key, in the order of the keys; None stands for a missing value."""
     found: list[Change] = []
     for name in sorted({*before, *after}):
         old, new = before.get(name), after.get(name)

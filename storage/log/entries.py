@@ -60,7 +60,7 @@ class RunCreated:
     code_version: str = ""
     format: int = 0  # of the run's records
     own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files of a person's own parts
-    single_start: bool = False  # prompts have one start token at most, and end with no end token
+    single_start: bool = False  # prompts have at most one start token, and no end token at their end
     kind: Literal["run-created"] = "run-created"
 
 
@@ -131,7 +131,7 @@ class Pruned:
 
 
 class Change(NamedTuple):
-    """One key of a config, dotted, with its old and its new value; None where it was not there, or is not any more."""
+    """One key of a config, dotted, with its old and its new value; None stands for a missing value."""
 
     key: str
     before: Any
@@ -140,16 +140,16 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """From version `version` on, the next one, the run has this `config`. `changes` are the keys that differ.
+    """The `config` of the run from version `version` on, which is the next one. `changes` are the keys that differ.
 
-    `rules` says for what it holds.
+    `rules` says for which entries it holds.
     """
 
     version: int
-    config: Mapping[str, Any]  # the whole
+    config: Mapping[str, Any]  # the whole config, not only what changed
     config_sha256: str
     changes: tuple[Change, ...]
-    who: str = ""  # changed it: a person, on a machine
+    who: str = ""  # the person and machine that changed it
     kind: Literal["config-changed"] = "config-changed"
 
 

@@ -1,6 +1,6 @@
-"""What an audit may expect of a run's batches beyond what storage knows by itself: its config's limits, its prompts.
+"""What an audit expects of a run's batches beyond what storage knows by itself: its config's limits, its prompts.
 
-Storage reads no config and makes no prompts, so both are given from above (`tasks/run_expectations.py`).
+Storage reads no config and makes no prompts, so the caller provides both (`tasks/run_expectations.py`).
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from rollflow.storage.records import DiscardReason, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a config says of the batches that are committed under it."""
+    """What a config allows in the batches that are committed under it."""
 
     sources: int  # of prompts
     groups: int  # in a batch
-    group_size: int  # G, trajectories of a group
-    extra_responses: int  # that are started for a group beyond G
+    group_size: int  # G, trajectories in a group
+    extra_responses: int  # responses that are started for a group beyond G
     max_new_tokens: int
-    reasons: frozenset[DiscardReason]  # for which a scheduler of this config discards
-    made_up: bool = False  # the tokens of responses are: none ends with a stop token
+    reasons: frozenset[DiscardReason]  # reasons for which a scheduler of this config discards
+    made_up: bool = False  # responses are made-up tokens: none ends with a stop token
     single_turn: bool = True  # nothing but the policy adds to a response
     oldest_token: bool = False  # a trajectory starts with its oldest token
-    filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None  # why a group of these is not trained on
+    filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None  # why a group is not trained on
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a run as it was pinned, and its policy's tokens."""
+    """The pinned prompts of a run, and the tokens of its policy."""
 
-    ask: Callable[[int], tuple[Prompt, bool]]  # the prompt of an index, and whether it is held out for evaluation
+    ask: Callable[[int], tuple[Prompt, bool]]  # index -> its prompt, and whether that is held out
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> its id
-    vocabulary: int = ANY_TOKEN  # tokens that the policy has
-    stops: frozenset[int] = frozenset()  # that end a response
+    vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
+    stops: frozenset[int] = frozenset()  # tokens that end a response
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an audit compares with. `unchecked` says why there are no `prompts`, or no `limits` either."""
+    """What an audit compares with. `unchecked` says why `prompts`, or `limits` too, are missing."""
 
-    limits: Callable[[Mapping[str, Any]], Limits] | None = None  # of a recorded config; `Corrupt` of one that is none
+    limits: Callable[[Mapping[str, Any]], Limits] | None = None  # of a recorded config, or `Corrupt`
     prompts: Prompts | None = None
     unchecked: str = ""
 
     @property
     def is_thorough(self) -> bool:
-        """Whether both limits and prompts are compared."""
+        """True if both limits and prompts are compared."""
         return self.limits is not None and self.prompts is not None
 
 

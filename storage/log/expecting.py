@@ -1,5 +1,5 @@
-"""What an audit expects while it goes through a log: the limits of the config in force, the prompts of a batch; and
-since when each prompt is open.
+"""What an audit expects while it goes through a log: the limits of the config in force, the prompts of a batch, and
+the batch since which each prompt is open.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 
-LONG = 4  # times the batches that alpha lets generation be ahead
-MOST_OVERDUE = 20  # prompts that are listed
+LONG = 4  # times the batches that generation may be ahead at this alpha
+MOST_OVERDUE = 20  # the most prompts that are listed
 
 
 class Expecting:
-    """The limits in force and the prompts. What cannot be had is not compared, and the report says why."""
+    """The limits in force and the prompts. What is not available is not compared, and the report says why."""
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
         self._limits_of, self._prompts, self._report = expected.limits, expected.prompts, report
@@ -31,11 +31,11 @@ class Expecting:
 
     @property
     def is_thorough(self) -> bool:
-        """Whether both limits and prompts are compared."""
+        """True if both limits and prompts are compared."""
         return self._limits_of is not None and self._prompts is not None
 
     def take(self, config: Mapping[str, Any]) -> None:
-        """Go by a recorded config from here on."""
+        """Use a recorded config from here on."""
         try:
             self.limits = self._limits_of(config) if self._limits_of else None
         except Corrupt as error:
@@ -43,7 +43,7 @@ class Expecting:
             self.limits = None
 
     def go_on(self, run: ObjectStore, state: RunState) -> None:
-        """Go by the config that was in force when an earlier audit ended with this state."""
+        """Use the config that was in force when an earlier audit ended with this state."""
         n = state.configs[-1].entry
         try:
             self.take(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
@@ -51,16 +51,16 @@ class Expecting:
             self._give_up(f"prompts and limits are not checked, because {error}")
 
     def asked(self, body: BatchCommitted | None) -> Asked:
-        """What an object (a batch's, with its `body`) is compared with.
+        """Return what an object (a batch's, with its `body`) is compared with.
 
-        The prompts are made here, in the audit's own thread: a source of prompts is used by one thread at a time.
+        The prompts are made here, in the audit's own thread, since only one thread may use a source of prompts.
         """
         prompts = self._prompts
         if body is None or prompts is None:
             return Asked(self.limits)
         try:
             found = {group.prompt: prompts.ask(group.prompt) for group in body.groups}
-        except ConfigError as error:  # of a file, say, that is another one now
+        except ConfigError as error:  # a file has changed, for example
             self._give_up(f"prompts are not checked, because {error}")
             return Asked(self.limits)
         asked = {index: prompt for index, (prompt, _) in found.items()}
@@ -73,22 +73,22 @@ class Expecting:
 
 @dataclass(slots=True)
 class OpenSince:
-    """With which batch the dispatch began of each prompt that is open."""
+    """The batch with which the dispatch of each open prompt began."""
 
-    batches: dict[int, int] = field(default_factory=dict)  # by prompt
+    batches: dict[int, int] = field(default_factory=dict)  # prompt -> batch
 
     def commit(self, body: BatchCommitted, after: RunState) -> None:
-        """Dispatches ended with a batch, and others began."""
+        """Record the dispatches that ended with a batch, and those that began."""
         ended = {*(group.prompt for group in body.groups), *(discard.key.prompt for discard in body.discards)}
         self.batches = {prompt: since for prompt, since in self.batches.items() if prompt not in ended}
         self.note(after)
 
     def note(self, after: RunState) -> None:
-        """Dispatches may have begun."""
+        """Record dispatches that may have begun."""
         self.batches |= {prompt: after.next_batch for prompt in after.open if prompt not in self.batches}
 
     def overdue(self, state: RunState) -> list[str]:
-        """The prompts that are open for longer than batches that are ahead of training explain, the oldest first."""
+        """List the prompts that are open for longer than alpha explains, the oldest first."""
         limit = LONG * (int(state.alpha) + 1)
         ages = {prompt: state.next_batch - since for prompt, since in self.batches.items() if prompt in state.open}
         late = sorted((prompt for prompt in ages if ages[prompt] > limit), key=lambda prompt: -ages[prompt])

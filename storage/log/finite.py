@@ -1,4 +1,4 @@
-"""Finds a weight that is not finite in a safetensors file, a stretch at a time.
+"""Finds a weight that is not finite in a safetensors file, a chunk at a time.
 
 A file is eight bytes of length, a JSON header of that length, then the tensors (the format's own documentation:
 https://github.com/huggingface/safetensors). A number is infinite or NaN if all bits of its exponent are set.
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-STRETCH = 1 << 20  # numbers that are looked at together
-EXPONENTS = {  # type -> its bits as a number, and those of the exponent
+STRETCH = 1 << 20  # numbers that are checked at once
+EXPONENTS = {  # type -> NumPy type of its bits, and mask of the exponent
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),
     "BF16": ("<u2", 0xFF << 7),
@@ -22,10 +22,10 @@ EXPONENTS = {  # type -> its bits as a number, and those of the exponent
 
 
 def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
-    """The name of the first tensor with a number that is not finite; None if there is none.
+    """Return the name of the first tensor with a number that is not finite; None if all are finite.
 
     Raises:
-        ValueError: it is no safetensors file.
+        ValueError: the file is no safetensors file.
     """
     for name, dtype, start, end in _tensors(data):
         if dtype in EXPONENTS and not _is_finite(data, dtype, start, end):
@@ -34,7 +34,7 @@ def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
 
 
 def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, int, int]]:
-    """Name, type, first byte and end of each tensor."""
+    """List name, type, first byte and end of each tensor."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError("its header is cut")
@@ -47,7 +47,7 @@ def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, i
                     raise ValueError(f"tensor {name} lies outside of it")
                 yield name, str(tensor["dtype"]), 8 + size + start, 8 + size + end
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is none: {error!r}") from error
+        raise ValueError(f"its header is invalid: {error!r}") from error
 
 
 def _is_finite(data: bytes | memoryview | mmap.mmap, dtype: str, start: int, end: int) -> bool:

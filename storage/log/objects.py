@@ -35,7 +35,7 @@ class Named:
     version: int = -1  # whose it is; of a batch: the newest one when it was committed
     needed: bool = True  # else it may be gone
     batch: BatchCommitted | None = None
-    rules: rows.Rules | None = None  # that were in force then; of a batch
+    rules: rows.Rules | None = None  # of a batch: the rules that were in force then
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def look(run: ObjectStore, named: Named) -> Looked:
 
 
 def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
-    """Weights are numbers. A file on this machine is mapped."""
+    """Check that weights are finite. A file on this machine is memory-mapped."""
     local = run.local_path(path)
     try:
         if local is None:

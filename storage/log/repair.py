@@ -88,7 +88,7 @@ def _made_of(run: ObjectStore, n: int) -> list[str]:
 
 
 def _following(n: int, numbers: Sequence[int]) -> str:
-    """How many entries there are behind entry `n`."""
+    """Say how many entries follow entry `n`."""
     count = len(numbers) - bisect_right(numbers, n)
     return f"{count} entries follow it" if count > 1 else f"entry {numbers[-1]} follows it"
 

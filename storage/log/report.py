@@ -52,7 +52,7 @@ class AuditReport:
     bytes: int = 0  # of the objects that this audit read
     quarantined: list[str] = field(default_factory=list)  # what was voided, and why
     overdue: list[str] = field(default_factory=list)  # prompts that are open for long
-    unchecked: str = ""  # why prompts, or more, were not checked
+    unchecked: str = ""  # why prompts, or limits too, were not checked
     violations: list[Violation] = field(default_factory=list)
 
     @property

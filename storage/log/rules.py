@@ -12,12 +12,12 @@ refused. What the rules keep:
 - Freshness: every group of batch b was started under a version >= b - alpha, and none of its tokens comes from a
   version that did not exist.
 - Order: version v is trained on batch v - 1, as its newest entry has it. A batch that was trained on cannot be voided.
-- Config: a change holds for every entry behind it until the next change. Version v was trained under the config that is
-  in force where its entry stands, batch b was formed under the one in force where *its* entry stands. So a change ends
-  the claims of scheduler and learner: whoever forms batches or trains behind it has claimed behind it, and has read it.
-  A batch that waits is trained under the newer config, which must fit it: the keys by which batches are formed
-  (`FORMED`) stay while one waits, and alpha allows what its groups were started under. No version is taken back, and
-  what earlier entries follow from (`FIXED`) never changes.
+- Config: a change holds for every later entry until the next change. Version v is trained under the config in force at
+  its entry, batch b is formed under the config in force at *its* entry. So a change ends the claims of scheduler and
+  learner: a role that acts after a change has claimed after it, and has read it. A batch that waits is trained under
+  the newer config, which must fit it: the keys by which batches are formed (`FORMED`) stay while one waits, and alpha
+  allows the versions that its groups were started under. No version is withdrawn, and the keys that earlier entries
+  follow from (`FIXED`) never change.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # who may append what
     Pruned: ("learner", "supervisor"),
 }
 FIXED = ("seed", "prompts", "policy")  # parts of a config that no change may touch
-FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")  # keys that a waiting batch goes by
+FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")  # keys that a waiting batch depends on
 
 
 def apply(state: RunState, written: Written) -> RunState:
@@ -159,13 +159,13 @@ def _change(s: RunState, body: ConfigChanged) -> None:
 
 
 def _fixed(config: Mapping[str, Any]) -> str:
-    """Hash of what no change may touch."""
+    """Return a hash of the parts of a config that no change may touch."""
     part = {name: config.get(name) for name in FIXED}
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
 
 
 def _configure(s: RunState, config: Mapping[str, Any]) -> None:
-    """Take from a config what the rules go by."""
+    """Set what the rules need from a config."""
     alpha = float(config["async_ratio"])
     _need(math.isfinite(alpha) and alpha >= 0, f"the config says async_ratio = {alpha:g}")
     store = config.get("store", {})
@@ -176,7 +176,7 @@ def _configure(s: RunState, config: Mapping[str, Any]) -> None:
 
 
 def _value(config: Mapping[str, Any], key: str) -> object:
-    """What stands under a dotted key; None if there is no such one."""
+    """Return the value of a dotted key; None if it is missing."""
     section, _, name = key.rpartition(".")
     found = config.get(section) if section else config
     return found.get(name) if isinstance(found, Mapping) else None

@@ -95,7 +95,7 @@ class RunState:
     n: int = -1
     sha256: str = ""  # of entry n
     run_id: str = ""
-    configs: tuple[ConfigPlace, ...] = ()  # that the run has had, in their order; the last one is in force
+    configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last one is in force
     fixed: str = ""  # hash of the part of the config that never changes
     formed: dict[str, Any] = field(default_factory=dict)  # the keys by which batches are formed -> their values
     alpha: float = 0.0
@@ -118,11 +118,11 @@ class RunState:
     totals: Totals = field(default_factory=Totals)
 
     def config_of(self, version: int) -> int:
-        """The entry of the config that `version` was trained under, or (a version to come) will be."""
+        """Return the entry of the config that `version` was trained under; for a version to come, the one in force."""
         return next(place.entry for place in reversed(self.configs) if place.version <= max(version, 0))
 
     def config_at(self, n: int) -> int:
-        """The entry of the config that was in force when entry `n` was appended."""
+        """Return the entry of the config that was in force when entry `n` was appended."""
         return next(place.entry for place in reversed(self.configs) if place.entry <= n)
 
     @property
