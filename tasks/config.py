@@ -98,7 +98,7 @@ class TrackingConfig(Section):
 
 
 def _kind_of(source: object) -> object:
-    """The kind that a section says it is of, as a model or as a tree."""
+    """Return the kind of a section, given as a model or as a tree."""
     return source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
 
 
@@ -140,7 +140,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_fitting_reward(cls, tree: Any) -> Any:
-        """Let the family's own scorer judge prompts of reasoning-gym where no verifier is named."""
+        """Choose the family's own scorer for prompts of reasoning-gym if the recipe names no verifier."""
         if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
             return tree
         reward = tree.get("reward", {})

@@ -1,12 +1,16 @@
-"""Changes of a recorded run's config: which keys may change, and the entry of the log that records it.
+"""Changes of a recorded run's config: which keys may change, and the log entry that records the change.
 
     rollflow resume RUN --set key=value --> config before, config after --> refused, by key
                                                                         --> claim, ConfigChanged
 
-A key may change unless its section says why not (`Section.fixed`), or what it means is part of what is stored
-(`_stored_parts`), or the log's own rules refuse it now (`rules`): a batch that waits was formed by it, or a version was
-published that it takes back. Whoever appends the change holds the supervisor's claim; where an earlier supervisor
-lives, it is deposed.
+A key may change unless one of these holds:
+
+- Its section says why not (`Section.fixed`).
+- Its meaning is part of what the learner stores (`_stored_parts`).
+- The rules of the log refuse it now (`rules`): a waiting batch was formed under the old value, or a version that it
+  excludes is published.
+
+Whoever appends the change holds the supervisor's claim; an earlier supervisor that is alive is deposed.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ LONGEST = 60  # characters of a section or a list that an error shows
 
 
 def tree_of(config: RunConfig) -> dict[str, Any]:
-    """A config as it is recorded."""
+    """Return a config as the tree that is recorded."""
     return config.model_dump(mode="json")
 
 
@@ -57,8 +61,8 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
     """Record that the run goes on with another config; returns false if it has that config already.
 
     Raises:
-        ConfigError: the log has moved on meanwhile, and does not allow it any more.
-        Deposed: somebody else has claimed the run meanwhile.
+        ConfigError: the log has moved on meanwhile and no longer allows the change.
+        Deposed: another supervisor has claimed the run meanwhile.
     """
     context.log.follow()
     if tree_of(context.config) == tree_of(after):
@@ -95,9 +99,9 @@ def _person() -> str:
 
 
 def _recorded_as(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    """The tree that was recorded, with what differs changed in it: a key that came later is as it was without it.
+    """Merge what differs into the recorded tree, so that a key that is newer than the run keeps its value of then.
 
-    Where sections of before do not stand where they stand today, it is the whole tree of today.
+    If the sections do not fit those of today, return the whole tree of today.
     """
     tree = _merged(recorded, tree_of(before), tree_of(after))
     same = RunConfig.model_validate(as_of_today(tree)) == after
@@ -117,11 +121,11 @@ def _merged(recorded: Mapping[str, Any], before: Mapping[str, Any], after: Mappi
     return found
 
 
-# --- what may not change ----------------------------------------------------------------------------------------
+# --- which keys may not change ----------------------------------------------------------------------------------------
 
 
 def _why_not(before: RunConfig, after: RunConfig, change: Change) -> str:
-    """The sentence for a key that is fixed; "" for one that is not."""
+    """Return the sentence for a fixed key; "" for a key that may change."""
     for config in (before, after):
         if why := fixed_by(config, change.key):
             return f"{_assignment(after, change.key)}: it cannot change, as {why}; {_cure(before, change.key)}"
@@ -129,7 +133,7 @@ def _why_not(before: RunConfig, after: RunConfig, change: Change) -> str:
 
 
 def fixed_by(config: RunConfig, key: str) -> str:
-    """Why a key is fixed, or the section it is in; "" where it is not."""
+    """Return why a key, or the section it is in, is fixed; "" if it is not."""
     place: Any = config
     for name in key.split("."):
         if not isinstance(place, Section):
@@ -154,7 +158,7 @@ def _stored_parts_differ(before: RunConfig, after: RunConfig) -> Iterator[str]:
 
 
 def _stored_parts(config: RunConfig) -> dict[str, str]:
-    """Key that decides it -> what the learner stores beside the policy."""
+    """List what the learner stores beside the policy, by the key that decides it."""
     objective = config.train.objective
     found = {"train.objective.advantage.baseline": "a critic" if objective.advantage.baseline == "critic" else ""}
     found["train.objective.kind"] = objective.path if isinstance(objective, ImportObjective) else ""
@@ -167,7 +171,7 @@ def _stored_parts(config: RunConfig) -> dict[str, str]:
 
 
 def _too_long(first: RunConfig, after: RunConfig) -> Iterator[str]:
-    """A prompt that left no room for a response was replaced when the run began, and the log names its place."""
+    """Refuse a larger `max_new_tokens`: when the run began, prompts that left no room for a response were replaced."""
     room, asked = first.engine.max_new_tokens, after.engine.max_new_tokens
     if asked > room:
         why = f"the run's prompts were chosen to leave room for {room} tokens in the policy's context"
@@ -175,7 +179,7 @@ def _too_long(first: RunConfig, after: RunConfig) -> Iterator[str]:
 
 
 def _refused_now(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
-    """What the log allows at another time."""
+    """Report what the log allows only at another time."""
     if after.versions < state.version:
         yield f"versions = {after.versions}: version {state.version} is published; choose {state.version} or more"
     waiting = ", ".join(map(str, sorted(state.waiting)))
@@ -199,7 +203,7 @@ def _cure(before: RunConfig, key: str) -> str:
 
 
 def _value(config: RunConfig, key: str) -> str:
-    """What stands under a key, as an error says it; "unset" where there is nothing."""
+    """Return a key's value as an error shows it; "unset" if there is none."""
     place: Any = tree_of(config)
     for name in key.split("."):
         place = place.get(name) if isinstance(place, Mapping) else None

@@ -1,8 +1,8 @@
-"""Whether a run's prompts can be asked and judged: looked at before it begins, row by row.
+"""Checks whether a run's prompts can be asked and judged, row by row, before the run begins.
 
     read_files    every row of every file: types, emptiness, and a reference that its verifier can judge
     fit_files     every row as the policy reads it: it is not empty, and leaves room for a response
-    probe_sources the first questions of sources that make theirs: the same
+    probe_sources the same for the first questions of sources that generate theirs
 
 A row that is wrong is refused with its line and the count of such rows. So is a row that is too long, unless
 `prompts.too_long = "drop"` takes it out of the content that the run keeps: then every process has the same rows left.
@@ -29,16 +29,16 @@ from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Verifier, answer_of, judge
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward
 
-PROBED = 256  # questions of a source that makes its own
+PROBED = 256  # how many questions of a source that generates them are checked
 TELL_SECONDS = 3.0  # between two lines of progress
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
-WORKED = "####"  # what stands before the answer of a worked solution, in GSM8K and sets like it
+WORKED = "####"  # the mark before the answer of a worked solution, in GSM8K and similar data sets
 Rows = Mapping[JsonlPrompts, list[Row]]
 Tell = Callable[[str], None]
 
 
 def read_files(config: RunConfig, read: Reader) -> Rows:
-    """The rows of every file of prompts.
+    """Read the rows of every file of prompts.
 
     Raises:
         ConfigError: a row cannot be asked or judged.
@@ -55,7 +55,7 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
 def fit_files(
     config: RunConfig, rows: Rows, tokenizer: PolicyTokenizer, read: Reader, tell: Tell
 ) -> tuple[Reader, list[str]]:
-    """A reader of the files without the rows that are dropped, and notes on what a person should know.
+    """Return a reader of the files without the rows that are dropped, and notes for the user.
 
     Raises:
         ConfigError: a row is too long, or nothing that the policy can write equals any reference of a file.
@@ -73,7 +73,7 @@ def fit_files(
 
 
 def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
-    """Ask sources that make their questions for the first ones; returns notes.
+    """Check the first questions of sources that generate theirs; returns notes.
 
     Raises:
         ConfigError: one of them cannot be judged, or is too long and `prompts.too_long` is "refuse".
@@ -98,7 +98,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
 
 @dataclass(frozen=True, slots=True)
 class _Judgeable:
-    """What is wrong with a reference, so that no response could ever be right; None if nothing is."""
+    """Says why no response could ever match a reference; None if one could."""
 
     config: RunConfig
 
@@ -140,7 +140,7 @@ def _family_fault(family: str) -> str | None:
 
 
 def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
-    """Refuse a file of worked solutions: `exact` would compare the whole of them."""
+    """Refuse a file of worked solutions, since `exact` would compare the whole of each."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise ConfigError(
             f"prompts.path = {source.path!r}: every answer holds {WORKED!r}, as worked solutions do, and reward.kind = "
@@ -151,7 +151,7 @@ def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
 def _too_long(
     config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer, tell: Tell
 ) -> set[int]:
-    """The lines of a file whose prompts are too long, which are to be dropped."""
+    """List the lines of a file whose prompts are too long and are to be dropped."""
     room, empty, long = _room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
     told = time.monotonic()
     for number, row in enumerate(rows, 1):
@@ -176,7 +176,7 @@ def _without(source: JsonlPrompts, content: bytes, dropped: set[int]) -> bytes:
 
 
 def _unreachable(config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer) -> list[str]:
-    """A note on references that no response can equal: too long for one, or of letters that the policy cannot write."""
+    """Note references that no response can equal: they are too long, or have letters that the policy cannot write."""
     where, most = config.reward.answer, config.engine.max_new_tokens
     lost = list[Row]()
     for row in rows:
@@ -195,7 +195,7 @@ def _unreachable(config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], t
 
 
 def _room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:
-    """Most tokens of a prompt."""
+    """Return the most tokens that a prompt may have."""
     return tokenizer.context - config.engine.max_new_tokens
 
 

@@ -107,35 +107,35 @@ class RunContext:
 
     @property
     def config(self) -> RunConfig:
-        """The config that is in force, as far as this process has read the log.
+        """The config in force, as far as this process has read the log.
 
         Raises:
-            Corrupt: it is none that a run can have.
+            Corrupt: the recorded config is invalid.
         """
         return self._parsed(self.configs[-1])
 
     def config_at(self, version: int) -> RunConfig:
-        """The config that `version` was trained under; of a version to come, the one in force."""
+        """Return the config that `version` was trained under; for a version to come, the one in force."""
         return self._parsed(self.recorded_at(version))
 
     def recorded_at(self, version: int) -> RecordedConfig:
-        """The same as it was recorded."""
+        """Return the config of `version` as it was recorded."""
         return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
-        """The config by which the role works whose claim is entry `claim`: a change behind it ends the claim."""
+        """Return the config that holds for the claim of entry `claim`: a later change ends the claim."""
         return self._parsed(self._config_of_entry(self.log.state.config_at(claim)))
 
     @property
     def all_configs(self) -> list[RunConfig]:
-        """What `configs` has, parsed: the first is the one that the run was created with."""
+        """The parsed configs of the run; the first is the one that the run was created with."""
         return [self._parsed(recorded) for recorded in self.configs]
 
     @property
     def configs(self) -> list[RecordedConfig]:
-        """All configs that the run has had, as far as this process has read the log; the last is in force.
+        """All recorded configs of the run, as far as this process has read the log; the last one is in force.
 
-        Of a log that does not fold, those that can be read.
+        If the log does not fold, only those that can be read.
         """
         first = self._creation  # says which run is not there
         try:
@@ -152,7 +152,7 @@ class RunContext:
 
     @cached_property
     def _configs(self) -> dict[int, RecordedConfig]:
-        """By their entries."""
+        """The configs by their entries."""
         return {}
 
     def _parsed(self, recorded: RecordedConfig) -> RunConfig:
@@ -162,7 +162,7 @@ class RunContext:
 
     @cached_property
     def _trees(self) -> dict[int, RunConfig]:
-        """Parsed configs, by their entries."""
+        """The parsed configs by their entries."""
         return {}
 
     def _parse(self, recorded: RecordedConfig) -> RunConfig:
@@ -198,7 +198,7 @@ class RunContext:
         return self.evaluates(version) and not evaluated(self.store, version)
 
     def evaluates(self, version: int) -> bool:
-        """Whether `version` is to be evaluated: by its own config, or as the last one."""
+        """Return whether `version` is to be evaluated: because its config says so, or as the last version."""
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def weights(self, version: int) -> Path:
@@ -236,12 +236,14 @@ class RunContext:
         return PolicyTokenizer(self.policy_folder, self.created_at, single_start=self.created.single_start)
 
     def prompts(self) -> RunPrompts:
-        """The run's prompts, the same ones as when it began, by the config that it began with.
+        """Open the run's prompts, as they were when it began, by the config that it began with.
 
-        A prompt that is too long is replaced by another one. So it is the first `engine.max_new_tokens` that counts.
+        A prompt that is too long is replaced by another one, so the first `engine.max_new_tokens` is the one that
+        counts.
 
         Raises:
-            ConfigError: they cannot be opened as they were: a file has changed that the run did not keep, or a package.
+            ConfigError: the prompts cannot be opened as they were: a package, or a file that the run did not keep, has
+                changed.
             Corrupt: what the run kept of them is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
@@ -258,7 +260,7 @@ class RunContext:
         self.__dict__.update(state, cache=node_cache())
 
 
-# Keys that came later, by their section: as it was without them.
+# Keys that are newer than some recorded runs, by section, with the values that match how those runs behaved.
 BEFORE: dict[str, dict[str, Any]] = {
     "train": {
         "master_dtype": "policy",
@@ -272,7 +274,7 @@ BEFORE: dict[str, dict[str, Any]] = {
 
 
 def as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A recorded config holds every key that there was; a key that came later says how things were before it."""
+    """Complete a recorded config: a key that is newer than the run gets the value that matches how the run behaved."""
     sections = {name: recorded.get(name) for name in BEFORE}
     return {
         **recorded,
@@ -300,7 +302,7 @@ def open_prompts(
 
 
 def probe_tokens(prompts: RunPrompts, count: int) -> list[int]:
-    """The first `count` tokens of demonstrations, enough to touch many rows of the embedding."""
+    """Return the first `count` tokens of demonstrations, enough to touch many rows of the embedding."""
     tokens: list[int] = []
     index = 0
     while len(tokens) < count:

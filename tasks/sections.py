@@ -22,7 +22,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind_key: ClassVar[str] = "kind"  # the key that says which of several sections stands in a place
-    fixed: ClassVar[Mapping[str, str]] = {}  # keys that no recorded run may change -> why; see `config_changes`
+    fixed: ClassVar[Mapping[str, str]] = {}  # key that no recorded run may change -> why; see `config_changes`
 
     @model_validator(mode="before")
     @classmethod

@@ -80,9 +80,10 @@ def wanted(kind: Kind, folder: Path) -> Path:
 
 
 def import_early() -> None:
-    """Import what this worker is to have, before Ray begins threads in it. What fails here, its actor meets again.
+    """Import a worker's libraries before Ray starts threads in it.
 
-    Raises nothing: a worker that ends before it registers keeps its actor waiting.
+    Raises nothing: a worker that ends before it registers keeps its actor waiting. If an import fails here, it fails
+    again in the actor.
     """
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
@@ -94,7 +95,7 @@ def import_early() -> None:
 
 
 def _import_in_turn(kind: Kind, file: Path) -> None:
-    """Import as a spare if one is asked for; else only for an engine, and only if no spare is importing."""
+    """Import as a spare if one is asked for; otherwise only for an engine, and only if no spare is importing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         file.unlink()

@@ -36,11 +36,11 @@ class VllmEngineConfig(EngineBase):
     threads: int = Field(1, gt=0, description="CPU threads of one engine")
 
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises what is below; refuses what is above
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM silently raises lower ones, and refuses higher ones
 
 
 def check_temperature(key: str, temperature: float) -> None:
-    """Refuse a temperature that vLLM would sample at another one than the losses have; 0 is greedy."""
+    """Refuse a temperature that vLLM would replace by another one than the losses use; 0 is greedy."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         cure = f"vLLM samples at {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a temperature of that range"
         refuse(key, temperature, f'{cure}, or engine.kind = "transformers"')

@@ -260,7 +260,7 @@ class FixedShapeSampler:
     def _forward(self, group: Group, tokens: Tensor, positions: Tensor, cache: Writes) -> Tensor:
         span = group.keys[0].shape[2]
         mask = torch.arange(span) <= positions[:, None, :, None]
-        if self._adds_mask:  # to the scores; others take a mask of truths
+        if self._adds_mask:  # a float mask that is added to the scores, instead of a boolean one
             mask = torch.zeros(mask.shape, dtype=self._dtype).masked_fill_(~mask, torch.finfo(self._dtype).min)
         output = self._model.base_model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True

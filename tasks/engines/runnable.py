@@ -1,4 +1,4 @@
-"""What an engine can run, by a policy's config alone: asked before a run begins. Imports no torch."""
+"""Which policies an engine can run, judged by the policy's config alone before a run begins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from rollflow.storage.errors import ConfigError
 
 CPU_KV_CACHE_BYTES = 256 << 20
-CPU_BLOCK_TOKENS = 32  # the smallest its attention kernel takes: only whole blocks of a prompt are shared
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention without a GPU
+CPU_BLOCK_TOKENS = 32  # the smallest block of its attention kernel: only whole blocks of a prompt are shared
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # for vLLM's attention without a GPU
 
 
 def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> None:
-    """Refuse a head size that vLLM would accept without a GPU, and then die of at the first request.
+    """Refuse a head size that vLLM accepts without a GPU, and crashes on at the first request.
 
-    `named` is the policy as a person gave it.
+    `named` is the policy as the user gave it.
 
     Raises:
         ConfigError: vLLM's CPU attention has no kernel for it.
@@ -35,9 +35,9 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
 
 
 def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
-    """Bytes that vLLM's cache has to have, or it does not start: of one request as long as the context, and a block.
+    """Return the bytes that vLLM's cache needs to start: one request as long as the context, and a block.
 
-    0 where layers do not all see all tokens before: such caches are of other sizes.
+    The result is 0 if not all layers attend to all earlier tokens: such caches have other sizes.
     """
     policy = json.loads((folder / "config.json").read_text())
     policy = policy.get("text_config") or policy

@@ -98,7 +98,7 @@ def judge(
     values_B: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Judged:
-    """Advantages of a batch, in `dtype`; `price_B` is taken from its rewards, and `values_B` are a critic's."""
+    """Compute the advantages of a batch in `dtype`; `price_B` is taken from its rewards, `values_B` are a critic's."""
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B

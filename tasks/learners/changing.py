@@ -1,10 +1,10 @@
-"""The learner of a run whose config was changed: each version is trained under the config that it has in the log.
+"""The learner of a run whose config was changed: each version is trained under its own config in the log.
 
     config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
 
-What is handed over is what `load` takes, so the learner goes on as one that was restored: bit for bit. The files lie
-on this node meanwhile, and the old learner is gone before the new one is built. No key that may change
-(`config_changes`) has a part in the names or the shapes of these files.
+The new learner loads the files as a restored one does, so it goes on bit for bit. The files lie on this node meanwhile,
+and the old learner is gone before the new one is built. No key that may change (`config_changes`) affects the names or
+the shapes of these files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollflow.tasks.node import node_cache
 
 
 class MappedFiles(Mapping[str, Data]):
-    """Files of this machine by name, each mapped whenever it is asked for."""
+    """Files of this machine by name, each memory-mapped when it is asked for."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
@@ -40,7 +40,7 @@ class MappedFiles(Mapping[str, Data]):
 
 
 class ChangingLearner:
-    """`Learner` under one config after another. See the module's docstring."""
+    """A `Learner` that switches configs. See the module's docstring."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ChangingLearner:
         config_at: Callable[[int], RunConfig],
         build: Callable[[RunConfig], Learner],
     ) -> None:
-        """`learner` is under `config`; `config_at` says what a version has; `build` makes a blank one under another."""
+        """`learner` has `config`; `config_at` returns a version's config; `build` makes a blank learner."""
         self._learner: Learner | None = learner
         self._terms, self._config_at, self._build = _terms(config), config_at, build
 
@@ -97,7 +97,7 @@ class ChangingLearner:
     def _change(self, config: RunConfig) -> None:
         (cache := node_cache()).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="change-", dir=cache) as folder:
-            state = _written(self._now.state(), Path(folder))  # first: it has the generators, which others draw from
+            state = _written(self._now.state(), Path(folder))  # first: it has the generators, which building draws from
             weights = _written(self._now.weights(), Path(folder))
             self._learner = None
             self._learner = self._build(config)
@@ -106,7 +106,7 @@ class ChangingLearner:
 
 
 def _terms(config: RunConfig) -> tuple[object, ...]:
-    """What a learner goes by."""
+    """Return the parts of a config that a learner depends on."""
     engine = config.engine
     return config.train, config.versions, engine.temperature, engine.max_new_tokens, config.store.shard_bytes
 

@@ -1,4 +1,4 @@
-"""How far a version that was trained again is from what was published: tensor by tensor, a file at a time.
+"""How far a replayed version is from what was published: tensor by tensor, a file at a time.
 
 Rounding is short beside what the step changed, whatever the learning rate is. AdamW makes much of it in single numbers,
 whose gradients are nearly zero; so lengths are compared, of all tensors of a kind together:
@@ -6,7 +6,8 @@ whose gradients are nearly zero; so lengths are compared, of all tensors of a ki
     |made - published| <= share * |published - parent|
 
 A single number is short beside all others. It may be no further away than the step moved any of its kind, there and
-back, beyond the step of its type. A number that is not finite has no distance: it is the same, or the two are far.
+back, beyond the step of its type. A number that is not finite has no distance: both
+sides have it, or the two are far apart.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class LoraPolicy(TrainedPolicy):
 
     @torch.no_grad()
     def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Log once how much of what the adapter adds is lost where published weights are rounded."""
+        """Warn once of the share of the adapter's change that is lost when published weights are rounded."""
         if self._warned or self.model.dtype == torch.float32:
             return
         added = lost = 0.0

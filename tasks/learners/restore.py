@@ -82,10 +82,10 @@ def new_learner(
     ranks: RankHosts = NEAR,
     count: int | None = None,
 ) -> Learner:
-    """The run's learner before its first step, under the config in force.
+    """Build the run's learner before its first step, under the config in force.
 
-    It has the weights in `folder`; without a folder it is an untrained policy, or a `blank` one for `restore`. `ranks`:
-    where the others are to be; `count`: how many, if not as the run has it.
+    It has the weights in `folder`; without a folder it is an untrained policy, or a `blank` one for `restore`. `ranks`
+    says where the other ranks run; `count` says how many there are, if not as many as the run has.
     """
     config = context.config
 
@@ -101,7 +101,7 @@ def new_learner(
 
 
 def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
-    """What any rank of the run's learner begins with, by the config in force or another one."""
+    """Return what each rank of the run's learner begins with, by the config in force or another one."""
     config = config or context.config
     return LearnerStart(
         folder or context.policy_folder,

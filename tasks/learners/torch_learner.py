@@ -50,10 +50,10 @@ KL_WEIGHT = "kl_weight"  # in the state, where it is adapted
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
-    """A causal language model from a Hugging Face folder: with its weights, or only its architecture.
+    """Load a causal language model from a Hugging Face folder: with its weights, or only its architecture.
 
-    The weights of a `blank` one are whatever lay in memory; most of that is taken only when it is written. `attention`
-    is `train.attention`.
+    The weights of a `blank` model are uninitialized memory, most of which is allocated only when it is written.
+    `attention` is `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights

@@ -32,7 +32,7 @@ def weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tens
 
 
 def within_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-    """All tokens but the fewest whose absence brings the mean of (log pi_p/mu)^2 to `second_moment` (M2PO).
+    """Keep all tokens but the fewest whose absence brings the mean of (log pi_p/mu)^2 to `second_moment` (M2PO).
 
     Zheng et al. 2025, Prosperity before collapse. Those with the largest squares go first; equal ones go together. All
     tokens count and may go, as in AReaL; in the paper, only those with A > 0 and r > 1, or A < 0 and r < 1. If even the

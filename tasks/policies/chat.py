@@ -1,6 +1,6 @@
 """The chat template of a policy folder, rendered at one moment.
 
-A template may read the clock (`strftime_now`). Here that clock stands at the run's start, in UTC: a question has the
+A template may read the clock (`strftime_now`). Here that clock stops at the run's start, in UTC: a question has the
 same tokens on every machine and after each restart.
 """
 
@@ -12,18 +12,18 @@ from typing import Any, cast
 
 from rollflow.storage.errors import ConfigError
 
-QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # words that no template has itself
+QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # words that occur in no template
 
 
 class ChatTemplate:
     """Renders conversations by the template of `tokenizer`, a transformers tokenizer that has one."""
 
     def __init__(self, tokenizer: Any, now: float) -> None:
-        """`now`: what the template's clock shows, in seconds since the epoch."""
+        """`now` is the time that the template's clock shows, in seconds since the epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
 
     def encode(self, text: str, system: str | None) -> list[int]:
-        """Prompt tokens of a question, up to where the policy goes on.
+        """Return the prompt tokens of a question, up to where the policy continues.
 
         Raises:
             ConfigError: the template refuses it.
@@ -32,14 +32,14 @@ class ChatTemplate:
         return [int(token) for token in tokens]
 
     def render(self, text: str, system: str | None) -> str:
-        """The same as text."""
+        """Return the prompt of a question as text."""
         return cast(str, _attempt(system, lambda: self._apply(_asked(text, system), tokenize=False)))
 
     def check(self, system: str | None) -> None:
-        """Refuse a template that leaves out the system message or the question, or that draws lots.
+        """Refuse a template that leaves out the system message or the question, or that is not deterministic.
 
         Raises:
-            ConfigError: with one sentence for what a person must change.
+            ConfigError: with one sentence for what the user must change.
         """
         if system is not None:
             self.render(QUESTION, None)
@@ -55,7 +55,7 @@ class ChatTemplate:
             raise ConfigError(f"{_CHAT}: the policy's chat template gives another prompt each time; {_NO_CHAT}")
 
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
-        """The token of `special` that follows an answer; None where none does, or the template takes no answer."""
+        """Return the token of `special` that follows an answer; None if none does, or the template takes no answer."""
         conversation = [*_asked(QUESTION, None), {"role": "assistant", "content": ANSWER}]
         try:
             rendered = _attempt(None, lambda: self._apply(conversation, tokenize=False, generate=False))

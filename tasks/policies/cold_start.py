@@ -1,9 +1,9 @@
 """Cold start: supervise a small fresh policy on demonstrations until it is weak but real.
 
-Teacher forcing on "question" "answer<end>", loss on the answer only. Accuracy is that on the held-out questions,
-measured as the run's evaluation measures it. Between two looks it may rise by twenty points, and how far depends on the
-machine's rounding. So the first look at or above the target ends the training, and bisection goes back on the line
-between the weights of the last two looks, to where the accuracy comes to the target.
+Teacher forcing on "question" "answer<end>", loss on the answer only. Accuracy is measured on the held-out questions, as
+the run's evaluation measures it. Between two evaluations it may rise by twenty points, and how far depends on the
+machine's rounding. So training ends at the first evaluation at or above the target. Then bisection interpolates between
+the weights of the last two evaluations until the accuracy is at the target.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 POOL = 20_000  # demonstrations to draw from
 WARMUP = 50  # supervised steps to the full learning rate
-CLOSE = 0.005  # an accuracy that is so little above the target is left
-LOOKS = 8  # most looks of a bisection
+CLOSE = 0.005  # an accuracy this little above the target is accepted
+LOOKS = 8  # the most evaluations of a bisection
 
 
 def cold_start(
@@ -37,7 +37,7 @@ def cold_start(
     report: Callable[[int, float], None],
     seed: int,
 ) -> float:
-    """Train `model` in place; returns its accuracy. `report(step, accuracy)` is called at each look.
+    """Train `model` in place; returns its accuracy. `report(step, accuracy)` is called at each evaluation.
 
     Raises:
         ConfigError: the target was not reached within `max_steps`.
@@ -67,7 +67,7 @@ def cold_start(
 
 
 def _weights(model: Any) -> list[Tensor]:
-    """A copy of the model's parameters."""
+    """Copy the model's parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
@@ -98,7 +98,7 @@ def _land(
 
 
 def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share: float) -> None:
-    """Give `model` the weights that lie `share` of the way from `before` to `after`."""
+    """Set the model's weights to those that lie `share` of the way from `before` to `after`."""
     for parameter, first, last in zip(model.parameters(), before, after, strict=True):
         parameter.copy_(torch.lerp(first, last, share))
 

@@ -1,4 +1,4 @@
-"""How many tokens a policy can read, and how many show all that its positions do, both from its `config.json`.
+"""How many tokens a policy can read, and how many exercise all that its positions do, both from its `config.json`.
 
 Imports no torch and no transformers.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-# The names that architectures use for it; a policy that reads images has them in `text_config`.
+# The names that architectures use for the context length; a policy that reads images has them in `text_config`.
 NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -22,12 +22,12 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-PROBE = 32  # tokens that show a policy without windows or scaled positions
-LONGEST_PROBE = 8448  # beyond it a probe would cost more than a step
+PROBE = 32  # enough tokens for a policy without windows or scaled positions
+LONGEST_PROBE = 8448  # a longer probe would cost more than a step
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """The longest prompt plus response, in tokens, at which learner and engines agree.
+    """Return the longest prompt plus response, in tokens, at which learner and engines agree.
 
     Linear scaling multiplies the positions. LongRoPE counts up to its original length, where its factors change.
     Dynamic scaling counts up to the config's length: beyond it a log-prob depends on the tokens that follow.
@@ -56,8 +56,9 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def probe_length(config: Mapping[str, Any]) -> int:
-    """How many tokens the weight-update probe needs: past sliding windows and past the length that positions are scaled
-    from, within the context."""
+    """Return how many tokens the weight-update probe needs: past sliding windows and past the length that positions are
+    scaled from, within the context.
+    """
     text = text_config(config)
     windows = [text.get("sliding_window")] if text.get("use_sliding_window", True) else []
     scaled = [_original(text, scaling) for scaling in _scalings(text)]
@@ -66,13 +67,13 @@ def probe_length(config: Mapping[str, Any]) -> int:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that says how text is read."""
+    """Return the part of a config that describes the text model."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """How positions are scaled: one for all layers, or one for each kind of layer."""
+    """List how positions are scaled: one entry for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):
@@ -81,6 +82,6 @@ def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _original(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
-    """The length that positions are scaled from."""
+    """Return the length that positions are scaled from."""
     found = scaling.get(ORIGINAL, text.get(ORIGINAL))
     return found if type(found) is int and found > 0 else None

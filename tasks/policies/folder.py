@@ -95,7 +95,7 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
 
 def local_policy(path: str) -> Path | None:
     """The folder that `policy.path` names, with what a policy needs; None where it is a hub name."""
-    folder = Path(os.path.expanduser(path))  # "~nobody" stays as it is, and is no folder
+    folder = Path(os.path.expanduser(path))  # the path of an unknown user stays as it is, and is no folder
     if folder.is_dir():
         return _complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -104,9 +104,9 @@ def local_policy(path: str) -> Path | None:
 
 
 def find_policy(path: str, download: bool = True) -> Path | None:
-    """The local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub.
+    """Find the local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub.
 
-    None: it is a hub name that is not in the cache, and is not to be downloaded.
+    Returns None for a hub name that is not in the cache and is not to be downloaded.
     """
     if (folder := local_policy(path)) is not None:
         return folder
@@ -127,14 +127,14 @@ def find_policy(path: str, download: bool = True) -> Path | None:
 
 
 def resolve_policy(path: str) -> Path:
-    """The folder of `policy.path`, downloaded from the hub if need be."""
+    """Return the folder of `policy.path`, downloaded from the hub if need be."""
     found = find_policy(path)
     assert found is not None, "what is downloaded is there"
     return found
 
 
 def is_weights(path: str) -> bool:
-    """Whether a file of a policy's folder belongs to its weights.
+    """Report whether a file of a policy's folder belongs to its weights.
 
     Some folders on the hub have the weights a second time, as `consolidated*.safetensors`: another tool's format, which
     transformers does not read.
@@ -144,7 +144,7 @@ def is_weights(path: str) -> bool:
 
 
 def weight_paths(path: str) -> list[Path]:
-    """The files with the weights of an existing policy."""
+    """List the files with the weights of an existing policy."""
     files = sorted(file for file in resolve_policy(path).iterdir() if is_weights(file.name))
     if not files:
         raise ConfigError(f"policy.path = {path!r} has no weights as safetensors; save them there (save_pretrained)")

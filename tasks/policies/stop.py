@@ -2,7 +2,7 @@
 
 A policy folder names them in four places: `config.json`, `generation_config.json`, the tokenizer and the chat
 template's end of turn. When a run is prepared, the union is written into the `generation_config.json` that the run
-keeps. Engines, learner and export read it from there, and so do other tools. Recorded runs keep what they have there.
+keeps. Engines, learner, export and other tools read it from there. Recorded runs keep their own file.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def config_ends(config: Mapping[str, Any]) -> list[int]:
-    """The end-of-sequence ids that one config file names.
+    """Return the end-of-sequence ids that one config file names.
 
     Raises:
-        ConfigError: an id is no whole number from 0 on.
+        ConfigError: an id is not a whole number of at least 0.
     """
     found = text_config(config).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
@@ -43,7 +43,7 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """The id of the tokenizer's own end token, if it names one that it has."""
+    """Return the id of the tokenizer's own end token, if it names one that it has."""
     name = named_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
     added = {token["content"]: token["id"] for token in tokens.get("added_tokens") or ()}
@@ -53,7 +53,7 @@ def tokenizer_end(folder: Path) -> list[int]:
 
 
 def named_token(folder: Path, key: str) -> str | None:
-    """The text of a token that the tokenizer's files name, e.g. its `eos_token`."""
+    """Return the text of a token that the tokenizer's files name, e.g. its `eos_token`."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file
         found = json.loads(path.read_text()).get(key) if path.exists() else None
@@ -63,7 +63,7 @@ def named_token(folder: Path, key: str) -> str | None:
 
 
 def write_end_tokens(folder: Path, ends: tuple[int, ...]) -> None:
-    """Name all end tokens in the folder's generation_config.json, where it does not name just these."""
+    """Write all end tokens into the folder's generation_config.json, unless it names exactly these."""
     path = folder / GENERATION
     described = json.loads(path.read_text()) if path.exists() else {}
     told = ends[0] if len(ends) == 1 else list(ends)

@@ -1,11 +1,11 @@
 """The tensors of a policy folder: a run begins with every one of them, and with no other.
 
     headers   every file is whole, and an index names each tensor once, in the file that has it
-    names     transformers, loading the folder without its values, misses no tensor, leaves none over, changes no shape
+    names     when transformers loads the folder without values, no tensor is missing, left over or of another shape
     ties      two tensors that the config ties are equal
     values    none is NaN or infinite, in the type that is trained
 
-Files are mapped, and values are read a piece at a time: no more than `PIECE` of them is in memory.
+Files are memory-mapped, and at most `PIECE` values are in memory at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.head import OwnHead
 
 PIECE = 2**22  # values
-SHOWN = 4  # names in a sentence
-TRIED_BYTES = 2**28  # a model up to this size is loaded and run before the run, too
+SHOWN = 4  # the most names in one error
+TRIED_BYTES = 2**28  # a model up to this size is also loaded and run before the run
 TRIED_TOKENS = 8
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE = "save the policy again (save_pretrained)"
@@ -54,7 +54,7 @@ def check_tensors(folder: Path, dtype: str) -> int:
 
 
 def _headers(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+    """Map each tensor's name to its file."""
     files = sorted(file for file in folder.glob("*.safetensors") if is_weights(file.name))
     indices = [file for file in folder.glob("*.safetensors.index.json") if is_weights(file.name) and file.name != INDEX]
     index = _index(folder)
@@ -97,7 +97,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """The model and what transformers says of its loading; on "meta" without values."""
+    """Return the model and transformers' loading info; the model is on "meta", without values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -118,13 +118,13 @@ def _loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, An
             )
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever an architecture's code says of such a folder
+    except Exception as error:  # noqa: BLE001 - an architecture's code may raise anything here
         raise _refused(f"transformers cannot open it ({type(error).__name__}: {_line(error)})") from None
     return model, info
 
 
 def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
-    """Refuse tied tensors that the folder has twice, with other values: engines tie them all the same."""
+    """Refuse tied tensors that the folder stores twice with different values, since engines tie them anyway."""
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in where and source in where:
             pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)
@@ -144,7 +144,7 @@ def _finite(dtype: torch.dtype) -> Any:
 
 
 def _pieces(file: Path, name: str) -> Iterator[Tensor]:
-    """A tensor's values in order, some rows at a time."""
+    """Yield a tensor's values in order, some rows at a time."""
     with safe_open(file, "pt") as opened:
         part = opened.get_slice(name)
         shape = part.get_shape()
@@ -160,7 +160,7 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
 
 
 def _try(folder: Path, dtype: str, empty: Any) -> None:
-    """Load a small model and run it as the learner will; what it gives must be numbers."""
+    """Load a small model and run it as the learner will; its output must be finite."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _loaded(folder, dtype, "cpu")
@@ -173,7 +173,7 @@ def _try(folder: Path, dtype: str, empty: Any) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the reports and progress bars of transformers: what they say is said in one sentence."""
+    """Silence the reports and progress bars of transformers: an error says the same in one sentence."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

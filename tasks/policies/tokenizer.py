@@ -29,10 +29,10 @@ class PolicyTokenizer:
     """Encodes questions and decodes responses. `folder` holds tokenizer.json and config.json."""
 
     def __init__(self, folder: Path, now: float | None = None, *, single_start: bool = True) -> None:
-        """`now`: what a chat template's clock shows, in seconds since the epoch; default: this moment.
+        """`now` is the time that a chat template's clock shows, in seconds since the epoch; by default, this moment.
 
-        `single_start`: prompts have at most one start token and no end token at their end. Without it they have all
-        that the tokenizer adds, as runs had them before.
+        With `single_start`, prompts have at most one start token, and no end token at their end. Without it they have
+        all tokens that the tokenizer adds, as in older runs.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -41,7 +41,7 @@ class PolicyTokenizer:
         self._config = json.loads((folder / "config.json").read_text())
 
     def encode(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """Prompt tokens of a question; with `chat` through the tokenizer's chat template.
+        """Return the prompt tokens of a question; with `chat`, through the tokenizer's chat template.
 
         Raises:
             ConfigError: the template refuses it.
@@ -51,10 +51,10 @@ class PolicyTokenizer:
         return self._plain(text) if self._single_start else list(self._fast.encode(text).ids)
 
     def encode_prompt(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """As `encode`.
+        """Encode a question, and refuse a prompt that no run can use.
 
         Raises:
-            ConfigError: also where the prompt begins with two start tokens or ends with an end token.
+            ConfigError: the template refuses it, or the prompt begins with two start tokens or ends with an end token.
         """
         tokens = self.encode(text, chat, system)
         if self._single_start:
@@ -62,17 +62,17 @@ class PolicyTokenizer:
         return tokens
 
     def encode_response(self, text: str) -> Sequence[int]:
-        """Tokens of a response that says `text`, as the tokenizer cuts it."""
+        """Return the tokens of a response with this text, as the tokenizer splits it."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, with every special token among them."""
+        """Return the text of tokens, special tokens included."""
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))
 
     def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
-        """Text of a response as its verifier reads it: special tokens are in it, but for the stop token at its end.
+        """Return the text of a response as its verifier reads it, without the final stop token.
 
-        Without `special` no special token is in it.
+        Without `special` all special tokens are left out.
         """
         if not special:
             return str(self._fast.decode(list(tokens)))
@@ -80,7 +80,7 @@ class PolicyTokenizer:
         return self.decode(tokens[:-1] if ended else tokens)
 
     def name(self, token: int) -> str:
-        """A token as a person reads it."""
+        """Return a token as an error shows it."""
         return f"{self._fast.id_to_token(token) or '?'} ({token})"
 
     @cached_property
@@ -133,7 +133,7 @@ class PolicyTokenizer:
         return _others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """The tokens of a text, behind what the tokenizer begins with unless the text begins so itself."""
+        """Return the tokens of a text behind the tokenizer's start tokens, unless the text begins with these itself."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
@@ -142,7 +142,7 @@ class PolicyTokenizer:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer adds before and after a text."""
+        """The tokens that the tokenizer adds before and after a text."""
         own, whole = self._fast.encode("a", add_special_tokens=False).ids, self._fast.encode("a").ids
         place = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)
         return list(whole[:place]), list(whole[place + len(own) :])
@@ -174,14 +174,14 @@ class PolicyTokenizer:
 
 
 def _whole(folder: Path) -> Tokenizer:
-    """The tokenizer.json without its truncation and padding settings, which other tools ignore.
+    """Return tokenizer.json without its truncation and padding settings, which other tools ignore.
 
     Raises:
         ConfigError: the file is missing, or is no tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises plain exceptions of its own
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain `Exception`s
         why = f"{folder}/tokenizer.json cannot be opened ({str(error).splitlines()[0]})"
         raise ConfigError(f"policy: {why}; save the tokenizer again") from None
     tokenizer.no_truncation()
@@ -190,16 +190,16 @@ def _whole(folder: Path) -> Tokenizer:
 
 
 def _others(folder: Path) -> Any:
-    """The tokenizer as other tools open it.
+    """Open the tokenizer as other tools do.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they cannot open it.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - whatever a tokenizer's class says of its files
+    except Exception as error:  # noqa: BLE001 - a tokenizer's class may raise anything here
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"policy.path: AutoTokenizer cannot open it ({said}); save the tokenizer again") from None
 

@@ -1,8 +1,8 @@
-"""A policy folder is checked whole before a run: config, weights, tokenizer, end tokens and chat template.
+"""Checks of a whole policy folder before a run: config, weights, tokenizer, end tokens and chat template.
 
     files of the folder --> JSON that can be read --> tensors that fit --> a row for each token --> all end tokens
 
-Whoever opens the folder later relies on it.
+Later code relies on these checks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_files(folder: Path) -> None:
         PolicyTokenizer(folder).encode("a")
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - tokenizers raises plain exceptions of its own
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain `Exception`s
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"policy.path: its tokenizer cannot be opened ({said}); save the tokenizer again") from None
 
@@ -48,13 +48,13 @@ def check_config(folder: Path) -> None:
     """Refuse a config.json that transformers cannot read.
 
     Raises:
-        ConfigError: with the words of transformers.
+        ConfigError: with transformers' own reason.
     """
     from transformers import AutoConfig
 
     try:
         AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - whatever its class says of what stands there
+    except Exception as error:  # noqa: BLE001 - a config's class may raise anything here
         said = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         why = f"transformers cannot read its config.json ({said})"
         raise ConfigError(f"policy.path: {why}; save the policy again, or choose another architecture") from None
@@ -86,7 +86,7 @@ def _config_ends(folder: Path, name: str) -> list[int]:
 
 
 def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
-    """Refuse a tokenizer that can make a token which the model has no row for.
+    """Refuse a tokenizer that can produce a token for which the model has no row.
 
     Raises:
         ConfigError: with the first such token.
@@ -104,7 +104,7 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
     """Refuse a chat template that loses the question or a source's system message.
 
     Raises:
-        ConfigError: with one sentence for what a person must change.
+        ConfigError: with one sentence for what the user must change.
     """
     for chat, system in dict.fromkeys((source.chat, source.system) for source in sources):
         if chat:
@@ -112,5 +112,5 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
 
 
 def described_ends(tokenizer: PolicyTokenizer) -> str:
-    """The end tokens in words."""
+    """Describe the end tokens in words."""
     return f"end tokens: {', '.join(map(tokenizer.name, tokenizer.stop_tokens))}"

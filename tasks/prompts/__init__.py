@@ -15,12 +15,12 @@ from rollflow.tasks.prompts.held_out import HeldOut
 
 
 def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
-    """The question source of one `[[prompts]]` entry, with `count` questions kept for evaluation.
+    """Build the question source of one `[[prompts]]` entry, with `count` questions kept for evaluation.
 
-    It adds those to `held`, and asks none that is there by the time it is asked for a question.
+    The source adds those to `held`, and asks no question that is in `held` when it is asked for one.
 
     Raises:
-        ConfigError: with one sentence for what a person must change.
+        ConfigError: with one sentence for what the user must change.
     """
     match config:
         case ReasoningGymPrompts():

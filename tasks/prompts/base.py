@@ -16,7 +16,7 @@ Reader = Callable[[JsonlPrompts], bytes]  # the content of a source's file
 class Question:
     """A prompt before it is tokens: its text, the right answer, and what the verifier needs (as JSON can say it).
 
-    Questions of one `key` are one question in several forms. A source without keys has the normalised text for it.
+    Questions with one `key` are the same question in several forms. Without a key, the normalised text stands in.
     """
 
     text: str
@@ -33,7 +33,8 @@ class Question:
 class QuestionSource(Protocol):
     """One `[[prompts]]` entry: a function of its config and the run's seed alone, in any process, on any machine.
 
-    A position may be asked for at any time and in any order. Training and demonstrations have no held-out key.
+    A position may be asked for at any time and in any order. No training question and no demonstration has a held-out
+    key.
     """
 
     def training(self, position: int) -> Question:
@@ -43,7 +44,7 @@ class QuestionSource(Protocol):
         """A question for supervised cold start, from another stream than training."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Up to `count` questions of distinct keys for evaluation: the first of those that are held out."""
+        """Return up to `count` questions of distinct keys for evaluation: the first of those that are held out."""
 
 
 class Encoder(Protocol):

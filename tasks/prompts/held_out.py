@@ -1,7 +1,7 @@
 """Which questions a run holds out.
 
-No question that any source of a run holds out is trained on or demonstrated, whatever source asks it and in whatever
-form: its key and its normalised text are compared.
+No source of a run trains on, or demonstrates, a question that any of its sources holds out, in whatever form: both the
+key and the normalised text are compared.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import normalised
 
-Split = Literal["text", "key"]  # what is compared; "text" in runs that were recorded before questions had keys
+Split = Literal["text", "key"]  # what is compared; "text" in older runs, whose questions had no keys
 
 
 class HeldOut:
     """The questions that are held out. All sources of a run share one.
 
-    With the split "text" each source has one of its own, and the texts are compared as they are.
+    With the split "text" each source has its own set, and the texts are compared as they are.
     """
 
     def __init__(self, split: Split = "key") -> None:
@@ -25,7 +25,7 @@ class HeldOut:
         self._keys: set[str] = set()
 
     def identity(self, question: Question) -> str:
-        """What a source holds out once."""
+        """Return what must be distinct among the held-out questions of a source."""
         return question.text if self.split == "text" else question.canonical_key
 
     def add(self, question: Question) -> None:

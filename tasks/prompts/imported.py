@@ -17,8 +17,8 @@ from rollflow.tasks.prompts.config import ImportPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 KEY = "prompts"
-TRIES = 64  # positions that are asked in place of one that another source holds out
-STEP = 1_000_003  # from one of them to the next
+TRIES = 64  # positions that are tried in place of one that another source holds out
+STEP = 1_000_003  # distance between two of these positions
 
 
 class ImportedSource:
@@ -52,7 +52,7 @@ class ImportedSource:
         return found
 
     def _outside(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
-        """The question at `position`, or at a later one if another source of the run holds it out."""
+        """Return the question at `position`, or at a later one if another source of the run holds it out."""
         for place in range(position, position + TRIES * STEP, STEP):
             call, question = f"{stream}({place})", made(KEY, self._config, partial(ask, place))
             self._check(call, question)

@@ -40,7 +40,7 @@ class JsonlSource:
 
     @cached_property
     def _lines(self) -> list[Question]:
-        """The lines to train on: those that neither this source nor another one of the run holds out."""
+        """The lines to train on: those that no source of the run holds out."""
         lines = [question for question in self._others if question not in self._excluded]
         if not lines:
             cure = "lower prompts.held_out or give more lines"
@@ -65,15 +65,15 @@ class JsonlSource:
 
 
 def questions(config: JsonlPrompts, content: bytes) -> list[Question]:
-    """The question of every line, in the file's order; `ConfigError` names the first line without one.
+    """Return the question of every line, in the file's order; `ConfigError` names the first line without one.
 
-    A new run's rows are read strictly before that (`rows.py`). Here a recorded run's are read as they always were.
+    A new run's rows are checked strictly before that (`rows.py`). Here rows are read as recorded runs always read them.
     """
     return [_question(config, number, line) for number, line in numbered_lines(config, content)]
 
 
 def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]]:
-    """The lines that hold something, with their numbers from 1; `ConfigError` if there are none."""
+    """Return the lines that are not blank, with their numbers from 1; `ConfigError` if there are none."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]
 
 
 def judged_part(config: JsonlPrompts, answer: str) -> str:
-    """The part of a line's answer that is judged; `ValueError` says what it lacks."""
+    """Return the part of a line's answer that is judged; `ValueError` says what it lacks."""
     mark = config.answer_after
     if mark and mark not in answer:
         raise ValueError(f"its answer does not hold prompts.answer_after = {mark!r}; write it there, or drop that key")

@@ -1,7 +1,7 @@
-"""What makes two questions one: the canonical key.
+"""The canonical key: two questions with one key are the same question.
 
 All orders of a sum's numbers have one key, and so have all spellings of a question. A source gives a question its key
-(`Question.key`); without one it is the normalised text.
+(`Question.key`); without one, the key is the normalised text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def normalised(text: str) -> str:
-    """`text` in NFKC and lower case, with single spaces and without punctuation at its ends.
+    """Return `text` in NFKC and lower case, with single spaces and without punctuation at its ends.
 
     A text of nothing but punctuation keeps it.
     """
@@ -27,17 +27,17 @@ def normalised(text: str) -> str:
 
 
 def _is_outer(letter: str) -> bool:
-    """True of blanks, stops and quotation marks. A dash may be a sign, and brackets belong to what they hold."""
+    """True for blanks, stops and quotation marks. A dash may be a sign, and brackets belong to what they enclose."""
     return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 
 def words_of(text: str) -> list[str]:
-    """The words, numbers and signs of a text, normalised, in order."""
+    """List the words, numbers and signs of a text, normalised, in order."""
     return WORDS.findall(normalised(text))
 
 
 def unordered_key(text: str, answer: str) -> str:
-    """One key for all orders of the words, numbers and signs of each line that have one answer.
+    """Return one key for all orders of the words, numbers and signs of each line that have one answer.
 
     So `3 + 5 + 1` and `1 + 3 + 5` are one question, `5 - 3` and `3 - 5` two. Lines keep their order: they are the rows
     of a grid, and many grids have the same cells.

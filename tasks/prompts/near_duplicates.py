@@ -1,9 +1,9 @@
-"""How many held-out questions nearly stand in training: a count of n-grams, bounded in time.
+"""How many held-out questions have a near duplicate in training: an n-gram overlap, bounded in time.
 
-Keys tell equal questions. What differs in a word is another question, and may still give the answer away. The measure:
-of a held-out question's `N` successive words, the share that also stand in one training question. From `NEAR` on the
-two are near duplicates. Words that more than a tenth of the held-out questions share are the template's, and do not
-count. A question of fewer words counts as one n-gram.
+Keys find equal questions. A question that differs in one word is another question, but may still give the answer away.
+The measure: of a held-out question's `N`-word sequences, the share that also occur in one training question. From
+`NEAR` on the two are near duplicates. Words that more than a tenth of the held-out questions share belong to the
+template, and do not count. A question of fewer words counts as one n-gram.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 N = 3
 NEAR = 0.8
 TEMPLATE = 0.1
-MOST = 10_000  # training questions that are looked at
+MOST = 10_000  # the most training questions that are compared
 SECONDS = 1.0
 
 Gram = tuple[str, ...]
@@ -28,14 +28,14 @@ Gram = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class NearDuplicates:
-    """Of `held_out` questions, `found` are near duplicates of one of the `looked_at` training questions."""
+    """How many of the `held_out` questions have a near duplicate (`found`) among the `looked_at` training questions."""
 
     found: int
     held_out: int
     looked_at: int
 
     def sentence(self) -> str:
-        """For a person."""
+        """Return the finding as one sentence for the user."""
         return (
             f"{self.found} of {self.held_out} held-out prompts have a near duplicate among {self.looked_at:,} training "
             f"prompts ({NEAR:.0%} of their {N}-word sequences)"
@@ -58,7 +58,7 @@ def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS)
 
 
 def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
-    """N-gram -> the questions that have it, without the template's; how many n-grams each question has."""
+    """Return n-gram -> the questions that have it, without the template's; and how many n-grams each question has."""
     index: dict[Gram, list[int]] = defaultdict(list)
     for which, question in enumerate(held):
         for gram in _grams(question):

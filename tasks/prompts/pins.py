@@ -8,8 +8,8 @@ again.
     sorting        the same
     import         the sha256 of its held-out and first training questions
 
-Each pin says what the split compares: the questions' keys, or in a run that was recorded before there were keys, their
-texts. So the prompt behind an index is the same until the run's end, on any machine; else the run is refused.
+Each pin says what the split compares: the questions' keys, or in an older run, their texts. So the prompt behind an
+index is the same until the run's end, on any machine; otherwise the run is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGE = "reasoning-gym"
 
 
 class PinBase(BaseModel):
-    """What all pins share. `split`: what held-out questions and the others differ in, texts before there were keys."""
+    """What all pins share. `split` says what separates held-out questions from others: keys, or texts in older runs."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -75,7 +75,7 @@ class ColumnSumsPin(PinBase):
 
 
 class SortingPin(PinBase):
-    """Digits to sort, as rollflow made them."""
+    """Digits to sort, as rollflow generated them."""
 
     kind: Literal["sorting"] = "sorting"
     sha256: str
@@ -117,14 +117,14 @@ def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, .
 
 
 def _file_pin(source: JsonlPrompts, content: bytes, most: int, split: Split) -> FilePin:
-    """The pin of what is read of a file. Without the lines that are dropped it is no file's, so it is always kept."""
+    """Pin what is read of a file. If lines are dropped, the result is no file of the user's, so it is always kept."""
     sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
     kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
     return FilePin(split=split, path=str(path), sha256=sha256, size=len(content), kept=kept)
 
 
 def split_of(pins: Sequence[Pin]) -> Split:
-    """What the run's held-out questions and the others differ in."""
+    """Return what separates the run's held-out questions from the others."""
     return pins[0].split if pins else "text"
 
 

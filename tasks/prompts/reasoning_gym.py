@@ -87,9 +87,9 @@ class ReasoningGymSource:
 
 
 def _key(entry: dict[str, Any]) -> str:
-    """The same for all orders of an item's words, and of a sum's numbers whatever the sentence around it.
+    """Return one key for all orders of an item's words, and of a sum's numbers whatever the sentence around it.
 
-    Some families name their solution `expression`: it counts only where it is asked about.
+    Some families name their solution `expression`: it counts only if the question contains it.
     """
     asked, expression = entry["question"], entry["metadata"].get("expression")
     stands_there = isinstance(expression, str) and expression.strip() and expression in asked

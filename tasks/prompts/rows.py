@@ -1,8 +1,8 @@
-"""The rows of a prompt file, read strictly: before a run begins, and before any of them is a question.
+"""The rows of a prompt file, read strictly before a run begins, and before any of them becomes a question.
 
 Every row is a JSON object whose `question` is text and whose `answer` is text, or an integer, which means its digits.
-Nothing else is turned into text: a list, a number with a fraction, `true` or `null` is refused. The first row that is
-wrong is named by its line, with the count of rows that are wrong in the same way.
+No other value is turned into text: a list, a number with a fraction, `true` or `null` is refused. An error names the
+first wrong row by its line, and counts the rows that are wrong in the same way.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
 
-DEEPEST = 100  # levels of lists and objects; more would not survive the way to another process
-LONGEST_SHOWN = 40  # characters of a value in a sentence
+DEEPEST = 100  # levels of lists and objects; a deeper value would not reach another process
+LONGEST_SHOWN = 40  # characters of a value in an error
 NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
 Fault = Callable[[Mapping[str, Any]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a file of prompts: its number, what is asked, and what the verifier gets."""
+    """One line of a file of prompts: its number, its question, and what the verifier gets."""
 
     line: int
     question: str
@@ -33,7 +33,7 @@ class Row:
 
 
 def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda reference: None) -> list[Row]:
-    """Every row of a file; `fault` says what is wrong with a row's reference, None if nothing is.
+    """Read every row of a file; `fault` says what is wrong with a row's reference, None if nothing is.
 
     Raises:
         ConfigError: it names the first row that is wrong.
@@ -51,7 +51,7 @@ def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda refere
 
 
 def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigError:
-    """The error that names the first of some lines that are wrong, and counts the others."""
+    """Return the error that names the first of some wrong lines, and counts the others."""
     first, what = faults[0]
     kinds = Counter(_kind(fault) for _, fault in faults)
     alike = kinds[_kind(what)]
@@ -61,7 +61,7 @@ def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigE
 
 
 def shown(value: object) -> str:
-    """A value as it stands in the file, cut short."""
+    """Shorten a value of the file for a message."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
@@ -71,12 +71,12 @@ def _in_brackets(counts: list[str]) -> str:
 
 
 def _kind(fault: str) -> str:
-    """What faults of one kind have in common: all but the value, which stands between brackets."""
+    """Return a fault without its value, which stands in brackets: faults of one kind are counted together."""
     return fault.partition(" (")[0]
 
 
 def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
-    """A row, or what is wrong with it."""
+    """Return a row, or what is wrong with it."""
     if max(line.count("["), line.count("{")) > DEEPEST and _depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
     twice = list[str]()
@@ -112,7 +112,7 @@ def _answer_fault(row: Mapping[str, Any]) -> str | None:
 
 
 def _text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
-    """What is wrong with a value that must be text; None if nothing is."""
+    """Say what is wrong with a value that must be text; None if nothing is."""
     if key not in row:
         return f"it has no {key}; give it one"
     value = row[key]
@@ -129,7 +129,7 @@ def _text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str |
 
 
 def _depth(line: str) -> int:
-    """How deep the lists and objects of a line are nested; brackets within strings do not count."""
+    """Count how deep the lists and objects of a line are nested; brackets within strings do not count."""
     depth = deepest = 0
     within = escaped = False
     for letter in line:

@@ -22,7 +22,7 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 
 log = logging.getLogger(__name__)
-TRIES, LEAP = 64, 100_003  # positions asked in place of one whose prompt is too long, and how far apart they are
+TRIES, LEAP = 64, 100_003  # how many positions replace one whose prompt is too long; their distance
 SAMPLED = 16  # training questions that a source's hash is made of
 
 
@@ -41,7 +41,7 @@ class RunPrompts:
     ) -> None:
         """`longest` is the most tokens that a prompt may have. Without an encoder there are only texts.
 
-        `read` gives the content of a source's file, `split` says what held-out and other questions differ in.
+        `read` returns the content of a source's file; `split` says what separates held-out questions from others.
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
@@ -54,7 +54,7 @@ class RunPrompts:
         self._longest = longest
         self._assigned: list[tuple[int, int]] = []  # demonstration -> (source, position in that source)
         self._counts = [0] * len(configs)
-        self._replaced: set[int] = set()  # sources that had a prompt that was too long
+        self._replaced: set[int] = set()  # sources with a prompt that was too long
         self._credit = [0.0] * len(configs)
         self._shares = sum(c.share for c in configs)
 
@@ -63,17 +63,17 @@ class RunPrompts:
         return self.asked(index)[0]
 
     def asked(self, index: int) -> tuple[Prompt, Question]:
-        """The training prompt at `index`, and its question."""
+        """Return the training prompt at `index`, and its question."""
         position, which = divmod(index, len(self.sources))
         return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)
 
     def question(self, index: int) -> Question:
-        """What the source of `index` asks there, whatever its length in tokens."""
+        """Return the question of `index`, whatever its length in tokens."""
         position, which = divmod(index, len(self.sources))
         return self.sources[which].training(position)
 
     def is_held_out(self, which: int, question: Question) -> bool:
-        """True if source `which` must not train on the question."""
+        """Return whether source `which` must not train on the question."""
         return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
@@ -102,7 +102,7 @@ class RunPrompts:
         return len(self._held())
 
     def held_out_questions(self) -> list[Question]:
-        """The evaluation prompts, before they are tokens."""
+        """List the questions of the evaluation prompts."""
         return [question for _, question in self._held()]
 
     def _held(self) -> list[tuple[int, Question]]:
@@ -151,9 +151,9 @@ class RunPrompts:
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
     ) -> tuple[Prompt, Question]:
-        """The prompt at `position`; one that is too long is replaced by that of a later position.
+        """Return the prompt at `position`, or if that is too long, the prompt of a later position.
 
-        Which one is a function of the position alone, so every process replaces it by the same one.
+        The later position is a function of `position` alone, so every process chooses the same one.
         """
         for place in range(position, position + TRIES * LEAP, LEAP):
             question = ask(place)
@@ -164,7 +164,7 @@ class RunPrompts:
         raise self._too_long(which, prompt)
 
     def _say_replaced(self, which: int) -> None:
-        """Warn once of each source: a person sees it with the run's other warnings."""
+        """Warn once for each source; the warning appears among the run's other warnings."""
         if which not in self._replaced:
             self._replaced.add(which)
             log.warning("prompts.%d: a prompt is too long for the policy's context; another takes its place", which)
@@ -180,7 +180,7 @@ class RunPrompts:
 
 
 def _held_out_of(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
-    """What each source must not ask: what any holds out, or what it holds out itself in a run without keys.
+    """Return what each source must not ask: what any source holds out; in a run without keys, only its own.
 
     Sums by columns always compared the sorted numbers.
     """

@@ -3,8 +3,8 @@
     Sort 31415.
     11345
 
-The multisets of digits are split once, by the run's seed: a multiset that is held out is never asked in training nor
-demonstrated, in any order of its digits. All held-out multisets are questions; an evaluation takes the first of them.
+The run's seed splits the multisets of digits once: a held-out multiset is never asked in training nor demonstrated, in
+any order of its digits. Every held-out multiset is a question; an evaluation takes the first of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
-TRIES = 64  # draws for one position before all multisets are taken to be held out
+TRIES = 64  # draws for one position; then all multisets are taken to be held out
 
 
 class SortingSource:
-    """`QuestionSource` of digits to sort. A question is drawn from the seed, its stream and its position."""
+    """A `QuestionSource` of digits to sort. A question is drawn from the seed, its stream and its position."""
 
     def __init__(self, config: SortingPrompts, seed: int, excluded: HeldOut) -> None:
         self._seed, self._excluded = seed, excluded
@@ -65,6 +65,6 @@ def _shuffled(multiset: str, draw: random.Random) -> Question:
 
 
 def question(digits: str) -> Question:
-    """The question that asks for `digits` in ascending order."""
+    """Make the question that asks for `digits` in ascending order."""
     answer = "".join(sorted(digits))
     return Question(f"Sort {digits}.", answer, {"family": None, "answer": answer}, f"sort {answer}")

@@ -36,7 +36,7 @@ class Verifier(Protocol):
 
 
 def answer_of(response: str, where: str) -> str:
-    """The part of a response that is judged: all of it, or what the last <answer> tag holds; "" without a tag."""
+    """Return the part of a response that is judged: all of it, or the content of the last <answer> tag, else ""."""
     if where == "all":
         return response.strip()
     found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)

@@ -9,7 +9,7 @@ from rollflow.tasks.verifiers.base import Score
 
 
 def exact(response: str, reference: Mapping[str, Any]) -> Score:
-    """1 if the answer equals the reference's, else 0. An answer that is missing or empty equals nothing."""
+    """Return 1 if the answer equals the reference's, else 0. A missing or empty answer equals nothing."""
     if not response:
         return Score(0.0, "no answer")
     right = response == str(reference["answer"]).strip()

@@ -18,7 +18,7 @@ def family_score(response: str, reference: Mapping[str, Any]) -> Score:
 
 
 def has_scorer(family: str) -> bool:
-    """Whether reasoning-gym has a family of that name."""
+    """Return whether reasoning-gym has a family of that name."""
     try:
         _scorer(family)
     except ValueError:
