@@ -49,7 +49,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe, apply `key.path=value` overrides, check it; see `recipe_paths` for its relative paths.
 
     Raises:
-        ConfigError: with one sentence for each key that a person must change.
+        ConfigError: with one sentence for each key that the user must change.
     """
     tree = read_toml(path, "recipe")
     replaced = {override.partition("=")[0].strip() for override in overrides}
@@ -70,7 +70,7 @@ def _is_within(key: str, sections: Iterable[str]) -> bool:
 
 
 def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
-    """A recorded config with `key.path=value` overrides, checked; `ConfigError` as `load_recipe`."""
+    """Apply `key.path=value` overrides to a recorded config and check it; `ConfigError` as in `load_recipe`."""
     given = _without_nulls(tree)
     recorded = path_values(given)
     for override in overrides:
@@ -80,17 +80,17 @@ def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
 
 
 def _without_nulls(tree: Any) -> Any:
-    """The tree without keys that are not set: a section that is not there may be given key by key."""
+    """Return the tree without unset keys, so that the keys of an absent section may be given one by one."""
     if isinstance(tree, Mapping):
         return {name: _without_nulls(value) for name, value in tree.items() if value is not None}
     return [_without_nulls(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def check_new_run(config: RunConfig) -> None:
-    """What `parse` takes, for a tree with every part may be a recorded run's, and no new run is made with.
+    """Refuse what `parse` accepts for the sake of recorded runs, but no new run may have.
 
     Raises:
-        ConfigError: with one sentence for what a person must change.
+        ConfigError: with one sentence for what the user must change.
     """
     try:
         check_new(config.train.objective)
@@ -220,7 +220,7 @@ def sentences(error: ValidationError, section: type[Section] = RunConfig, tree: 
 
 
 def sentence(error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None) -> str:
-    """Describe one pydantic error of `section` in one sentence: the key, the value, the cure."""
+    """Describe one pydantic error of `section` in one sentence: the key, the value, the fix."""
     if error["type"] == "rollflow":
         return error["msg"]
     key = _key(error["loc"], section)
@@ -285,7 +285,7 @@ def _similar(key: str, known: Iterable[str]) -> list[str]:
         where, _, name = one.rpartition(".")
         whole, last = likeness(key, one), likeness(word, name)
         beside = where == place
-        elsewhere = last >= 0.75 or (whole >= 0.8 and key.startswith(where))  # `train.lora_r` is `train.lora.rank`
+        elsewhere = last >= 0.75 or (whole >= 0.8 and key.startswith(where))  # `train.lora_r` means `train.lora.rank`
         if whole >= 0.6 and (last >= 0.6 if beside else elsewhere):
             close.append((beside, whole, one))
     return [one for *_, one in sorted(close, reverse=True)]
@@ -306,7 +306,7 @@ def _is_list(info: FieldInfo) -> bool:
 
 
 def _usable(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
-    """The keys that a tree may have: of each place that may be one of several sections, those of the one it is."""
+    """List the keys that a tree may have; a field with several kinds of section has the keys of the kind in use."""
     for name, info in section.model_fields.items():
         yield prefix + name, info
         given = tree.get(name) if isinstance(tree, Mapping) else None
@@ -320,7 +320,7 @@ def _usable(section: type[Section], tree: object, prefix: str = "") -> Iterable[
 
 
 def _in_use(info: FieldInfo, given: object) -> list[type[Section]]:
-    """The section that stands in a field: by its kind, or by the default; all of them where neither tells."""
+    """Return the section in use in a field: by its kind, or by the default; all of them if neither decides."""
     sections = list(sections_of(info.annotation))
     kind_key = sections[0].kind_key if sections else ""
     kind = given.get(kind_key) if isinstance(given, Mapping) else None

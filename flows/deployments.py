@@ -47,7 +47,7 @@ FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
 def deployments(name: str | None = None) -> list[Offer]:
-    """List the six flows, for a name that stays or else for that of this runner."""
+    """List the six flows, under a name that is permanent or that belongs to this runner alone."""
     session = name is None and deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, of_home(home())) if session else (INTERNAL,)
     name = name or deployment()
@@ -88,9 +88,9 @@ def of_recipes() -> list[Offer]:
 
 
 def build_runner(heartbeat_seconds: int | None) -> Runner:
-    """The Prefect runner, which works in a folder of the run home.
+    """Build the Prefect runner, which works in a folder of the run home.
 
-    Its own is below /tmp/runner_storage, where only the user may write who was the first to run one on this machine.
+    Prefect's own folder is /tmp/runner_storage, where only the user may write who first ran one on this machine.
     """
     runner = Runner(
         name="rollflow",

@@ -29,7 +29,7 @@ def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
 
 
 def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """The evaluation as stored, or made and stored now; `note` is called now and then while that makes progress."""
+    """Return the stored evaluation, or make and store it now; `note` is called while that makes progress."""
     if stored := evaluation_of(context.store, version):
         return stored
     evaluation = asyncio.run(evaluate_now(context, version, note))
@@ -60,7 +60,7 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
 
 
 def evaluator(context: RunContext, pool: RewardPool, note: Callable[[], None]) -> Evaluator:
-    """The run's held-out prompts, scored by `pool`; `note` is called after each."""
+    """Build the evaluator of the run's held-out prompts, scored by `pool`; `note` is called after each prompt."""
 
     async def score(request: ScoreRequest) -> Score:
         score = (await pool.score([request]))[0]

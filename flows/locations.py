@@ -17,7 +17,7 @@ from rollflow.tasks.run_context import RunContext
 
 
 def home() -> Path:
-    """`ROLLFLOW_HOME`, or `.rollflow` in the working directory: everything a run writes locally lies below it.
+    """Return `ROLLFLOW_HOME`, or `.rollflow` in the working directory: all local files of runs lie below it.
 
     Raises:
         ConfigError: the working directory was removed, or there is no such user as in `~user`.
@@ -66,7 +66,7 @@ def await_run(uri: str) -> RunContext:
 
 
 def new_run_id(name: str) -> str:
-    """Make a new run id of a recipe's name and the time, in UTC."""
+    """Make a run id from a recipe's name and the time, in UTC."""
     return f"{name}-{utc_stamp()}"
 
 

@@ -91,7 +91,7 @@ def post_training(
         following = Following(stages, writer, supervisor)
         write_first_anchor(context, tracker, page)
         try:
-            writer.refresh()  # whoever looks sees that it starts
+            writer.refresh()  # publish that the run starts
             if trained(context):
                 step("end the stages", stages.clear)
             else:
@@ -138,7 +138,7 @@ def _end(following: Following, stages: Stages, writer: StatusWriter) -> None:
 
 
 def _audit(writer: StatusWriter) -> AuditReport:
-    """The audit of the run; whoever looks sees that it comes further."""
+    """Audit the run; the status shows the progress."""
     expected, further = expected_of(writer.context), functools.partial(writer.came_further, "ending")
     return audit(writer.context.store, progress=lambda _: further(), expected=expected)
 
@@ -194,7 +194,7 @@ def _begin_anew(context: RunContext) -> None:
 
 
 def _go_on(context: RunContext) -> None:
-    """A run that has ended and goes on, with more versions, has no summary: by it all others tell that it has ended."""
+    """Delete the summary of a run that goes on after its end: its presence tells others that the run has ended."""
     if context.store.exists(SUMMARY) and not trained(context):
         context.store.delete(SUMMARY)
 
@@ -242,7 +242,7 @@ def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
 
 @contextlib.contextmanager
 def _end_recorded(context: RunContext, supervisor: Writer) -> Iterator[None]:
-    """Record the end of a run that fails before it has a status writer, or whose writer could not tell."""
+    """Record the end of a run that fails before it has a status writer, or whose writer could not record it."""
     try:
         yield
     except Exception as error:

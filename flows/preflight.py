@@ -1,8 +1,8 @@
 """The preflight: everything that a run would refuse before its first token, found before anything is started.
 
-`rollflow check`, `run`, `sweep` and the deployments call `preflight`, so that each accepts what the others accept, and
-refuses what they refuse, in the same sentence. It loads only what its recipe names: reasoning-gym for its families,
-transformers for the folder of `policy.path` and for chat templates, Ray for a cluster that is named.
+`rollflow check`, `run`, `sweep` and the deployments call `preflight`, so each refuses the same recipes, in the same
+sentence. It loads only what its recipe names: reasoning-gym for its families, transformers for the folder of
+`policy.path` and for chat templates, Ray for a cluster that is named.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ VOCABULARY_TEXTS = 2000
 class Preflight:
     """What a run begins with.
 
-    `files` and `weights` are the policy's by name, `probe` are the tokens of the weight-update probe, and `read` gives
-    the files of prompts that the `pins` describe. `notes` say what a person should know, and what could not be checked.
-    Where the policy is not on this machine, `files`, `weights`, `probe` and `pins` are empty.
+    `files` and `weights` are the policy's by name, `probe` are the tokens of the weight-update probe, and `read`
+    returns the files of prompts that the `pins` describe. `notes` are for the user, and say what could not be checked.
+    If the policy is not on this machine, `files`, `weights`, `probe` and `pins` are empty.
     """
 
     files: Mapping[str, bytes]
@@ -74,10 +74,10 @@ class Preflight:
 def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tell: Tell = lambda _: None) -> Preflight:
     """Check everything that can be checked before a run.
 
-    Without `download` a policy of the hub is not fetched; without `ask` no service is asked. `tell` hears of progress.
+    Without `download` a policy of the hub is not fetched; without `ask` no service is asked. `tell` reports progress.
 
     Raises:
-        ConfigError: with one sentence for what a person must change.
+        ConfigError: with one sentence for what the user must change.
     """
     check_new_run(config)
     check_own_parts(config)
@@ -109,7 +109,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         if config.policy.path is not None:
             _check_weights(config, folder, tokenizer)
         probe, pins = probe_tokens(prompts, tokenizer.probe_length), pinned(config, prompts, read)
-    weights = {} if config.policy.path is None else weight_files(config.policy.path)  # a cold start makes its own
+    weights = {} if config.policy.path is None else weight_files(config.policy.path)  # a cold start makes new weights
     return Preflight(files, weights, tuple(probe), pins, read, tuple(notes))
 
 
@@ -117,7 +117,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
     """Check what a recorded run would refuse if it went on with another config, on its own policy.
 
     Raises:
-        ConfigError: with one sentence for what a person must change.
+        ConfigError: with one sentence for what the user must change.
     """
     check_new_run(config)
     check_own_parts(config)
@@ -127,7 +127,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:
-    """Check that the store can be written and that every service answers; returns what was not asked, in words.
+    """Check that the store can be written and that every service answers; returns notes on what was not asked.
 
     Raises:
         ConfigError: a place is not as a run needs it.
@@ -153,9 +153,9 @@ def check_places(config: RunConfig, ask: bool = True) -> list[str]:
 
 
 def check_addresses(config: RunConfig, store: str) -> None:
-    """Check, before anything is started, that every service that is named is there; `ConfigError` says which is not.
+    """Check that every named service answers, before anything is started; `ConfigError` names one that does not.
 
-    Every node of the cluster must reach the run's `store`, too, and have the GPUs that the run is spread over.
+    Every node of the cluster must also reach the run's `store`, and have the GPUs that the run is spread over.
     """
     address = config.cluster.address
     check_store_reach(store, address)
@@ -174,7 +174,7 @@ def check_addresses(config: RunConfig, store: str) -> None:
 
 
 def _check_installed(config: RunConfig) -> None:
-    """Refuse a library that is not installed, where the run's processes are on this machine."""
+    """Refuse a library that is not installed, if the run's processes are on this machine."""
     if config.cluster.address != "auto":
         return
     if isinstance(config.engine, VllmEngineConfig) and find_spec("vllm") is None:
@@ -186,12 +186,12 @@ def _check_installed(config: RunConfig) -> None:
 
 
 def _near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
-    """A note on how far held-out prompts are from those that are trained on."""
+    """Note how many held-out prompts have near duplicates among the training prompts."""
     return near_duplicates(prompts, config.versions * config.groups).sentence()
 
 
 def _few_held_out(config: RunConfig, found: int) -> list[str]:
-    """A note where there are fewer prompts to evaluate with than asked for."""
+    """Note that there are fewer prompts to evaluate with than asked for."""
     if found >= config.evaluation.prompts:
         return []
     few = f"only {found} are held out to evaluate with; raise prompts.held_out or give more lines"
@@ -199,7 +199,7 @@ def _few_held_out(config: RunConfig, found: int) -> list[str]:
 
 
 def _policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
-    """The policy folder without weights: a new small one, or that of `policy.path`."""
+    """Return the policy folder without weights: a new small one, or that of `policy.path`."""
     if config.policy.cold_start is None:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
@@ -225,8 +225,8 @@ def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
 
 
 def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) -> None:
-    """Refuse weights that are not the policy's, and tokens that it has no row for."""
-    from rollflow.tasks.policies.tensors import check_tensors  # which imports torch
+    """Refuse weights that do not fit the policy, and tokens for which it has no row."""
+    from rollflow.tasks.policies.tensors import check_tensors  # imports torch
 
     assert config.policy.path is not None
     for file in weight_paths(config.policy.path):
@@ -266,7 +266,7 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
 
 
 def _check_reading(config: RunConfig, folder: Path, texts: list[str]) -> None:
-    """Refuse a policy whose tokenizer other tools read differently: they could not use what is trained."""
+    """Refuse a policy whose tokenizer other tools read differently: they could not use the trained policy."""
     path = config.policy.path
     if path is not None and (what := other_reading(folder, texts)) is not None:
         raise ConfigError(

@@ -26,10 +26,10 @@ from rollflow.tasks.run_context import FORMAT, RunContext
 
 
 def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunContext:
-    """Create the run in its store. `tell` hears of progress, and what a person should know.
+    """Create the run in its store. `tell` reports progress, and notes for the user.
 
     Raises:
-        ConfigError: with one sentence for what a person must change.
+        ConfigError: with one sentence for what the user must change.
     """
     found = preflight(config, tell=tell)
     uri = store_uri(config)

@@ -56,7 +56,7 @@ class Session:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self, context: RunContext, began: float) -> UUID:
-        """Start the supervisor's flow run, as asked for when the command `began` (seconds since the epoch)."""
+        """Start the supervisor's flow run, dated to when the command `began` (seconds since the epoch)."""
         parameters = {"config": context.config.model_dump(mode="json"), "storage": context.uri}
         key = uuid4().hex
 
@@ -217,7 +217,7 @@ def _login(server: PrefectServer | None) -> str:
 
 
 def _import_prefect(runner: Runner) -> None:
-    """Import Prefect here and in the runner, which then waits until it may begin.
+    """Import Prefect here and in the runner, which then waits for its start signal.
 
     Raises:
         ConfigError: Prefect refuses a setting.
@@ -227,7 +227,7 @@ def _import_prefect(runner: Runner) -> None:
         from prefect.settings import get_current_settings
 
         get_current_settings()
-    except ValueError as error:  # pydantic's, of a setting, whose variable it does not name
+    except ValueError as error:  # pydantic's error for a setting; it does not name the variable
         given = ", ".join(sorted(name for name in os.environ if name.startswith("PREFECT_")))
         reason = " ".join(f"{error}".split())[:200]
         raise ConfigError(f"Prefect refuses one of {given} ({reason}); correct it, or unset it") from None

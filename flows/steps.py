@@ -73,7 +73,7 @@ def blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
 
 
 def title(config: RunConfig) -> str:
-    """What runs, in short: sorting-grpo-a2-s0."""
+    """Return a short title of the run: sorting-grpo-a2-s0."""
     return f"{config.name}-{config.train.objective.kind}-a{config.async_ratio:g}-s{config.seed}"
 
 

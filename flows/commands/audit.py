@@ -40,10 +40,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Those that a person gives, or those that MLflow has."""
+    """Return the anchors that the user gives, or those that MLflow has."""
     if said != "mlflow":
         return [parse(said)]
-    from rollflow.flows.post_training import tracking_place  # with Prefect, which takes seconds
+    from rollflow.flows.post_training import tracking_place  # imports Prefect, which takes seconds
 
     return read_anchors(context, tracking_place(context.config))
 

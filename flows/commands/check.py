@@ -1,7 +1,7 @@
 """`rollflow check RECIPE`: the preflight of a run, without the run.
 
 It refuses what `rollflow run` would refuse before its first token, in the same sentence. It downloads nothing, and with
-`--offline` asks no service; what could not be checked so is said.
+`--offline` asks no service. It prints what it could not check.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _open_streams() -> None:
-    """Open the null device for standard streams that are closed, or a file that is opened later takes their place."""
+    """Open the null device for closed standard streams; otherwise the next opened file takes a stream's place."""
     while (null := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass
     os.close(null)
@@ -74,7 +74,7 @@ def _open_streams() -> None:
 
 
 def _print_any_letter() -> None:
-    """Escape letters that the terminal's encoding lacks; services write to files, and are not to know of it."""
+    """Escape letters that the terminal's encoding lacks, in this process only: services write to files."""
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

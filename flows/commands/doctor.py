@@ -117,7 +117,7 @@ def _cuda() -> Check:
 
 
 def _variables() -> Check:
-    """What a run's services would start under."""
+    """Check the environment variables that a run's services would start under."""
     try:
         check_variables()
     except ConfigError as error:
@@ -139,7 +139,7 @@ def _prefect() -> Check:
 
 
 def _unused(name: str, variable: str, key: str, otherwise: str) -> Check:
-    """A service that a run uses only where its recipe names it."""
+    """Report a service that a run uses only if its recipe names it."""
     if value := os.environ.get(variable):
         return Check(f"{name} server", "note", f"{variable} = {redact(value)!r} is not used; name it in {key}")
     return Check(f"{name} server", "ok", f"{otherwise}, unless a recipe has {key}")

@@ -319,7 +319,7 @@ def _response(context: RunContext, trajectory: Trajectory) -> str:
 
 
 def _spans(trajectory: Trajectory) -> str:
-    """Say which version wrote which of the tokens that the policy chose."""
+    """Show which version generated which of the policy's tokens."""
     written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
     spans, start = [], 0
     for version, run in groupby(written):

@@ -44,7 +44,7 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A version that was trained again, by `ranks` processes; it was trained by `recorded`."""
+    """A version that was trained again by `ranks` processes, and in the run by `recorded`."""
 
     replayed: Replayed
     ranks: int

@@ -1,4 +1,4 @@
-"""`rollflow resume RUN`: go on with a run that was stopped, or that has ended; with `--set` under another config."""
+"""`rollflow resume RUN`: go on with a run that was stopped or has ended; with `--set`, under another config."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def command(options: argparse.Namespace) -> int:
         for key in changed_code(context.config, context.created.own_code):
             said = f"{key}.path: its file is not what it was when the run began; the next versions use it"
             print(said, file=sys.stderr)
-        context.prompts()  # what it asks must be what it asked
+        context.prompts()  # raises if the prompts are not those of the run's start
         return run.drive(context)
 
 
 def change(context: RunContext, overrides: Sequence[str]) -> None:
-    """Record that the run goes on with another config, if it has not that one already.
+    """Record that the run goes on with another config, unless it has that config already.
 
     Raises:
         ConfigError: a key cannot change, or the run is under way.
@@ -60,7 +60,7 @@ def change(context: RunContext, overrides: Sequence[str]) -> None:
 
 
 def goes_on(context: RunContext) -> bool:
-    """Whether a supervisor writes the run's status; one that is silent for longer is deposed by whoever resumes."""
+    """Return whether a supervisor writes the run's status; one that is silent for longer is deposed by a resume."""
     first = read_status(context)
     if first is None or first.ended:
         return False

@@ -70,7 +70,7 @@ def drive(context: RunContext) -> int:
 
 
 def _after_failure(reason: str, uri: str) -> str:
-    """What a person can do after a failure; what they must change would fail a run again that is resumed as it is."""
+    """Say what the user can do after a failure; an unchanged run fails again if its config was the reason."""
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
         return f"as it is it would fail again: change what that sentence names ({change}), or start a new run"
@@ -86,7 +86,7 @@ def _closed(context: RunContext) -> dict[str, Any]:
 
 
 def _announce(context: RunContext, began: float) -> None:
-    """Let everybody see that the run starts: from now on `rollflow stop` is heard, and what was asked before is done.
+    """Publish that the run starts: from now on `rollflow stop` is heard, and earlier requests are done.
 
     A store that does not answer now is waited for later.
     """

@@ -18,13 +18,13 @@ from rollflow.flows.views.status import STATUS, RunStatus, read_status
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.run_context import RunContext
 
-STORE_SECONDS = 6.0  # for all that is read: with the imports, a person has an answer within ten
+STORE_SECONDS = 6.0  # deadline for all reads: with the imports, an answer takes at most ten
 SILENT_SECONDS = 60.0  # a supervisor writes once a second while it follows its stages
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the store says of a run. `age`: seconds since its status was written."""
+    """What the store knows of a run. `age` is the time since its status was written, in seconds."""
 
     context: RunContext
     status: RunStatus | None
@@ -32,7 +32,7 @@ class Look:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the run's `status.json` as the live view shows it; if the store is silent, what this machine saw last."""
+    """Print the run's `status.json` as the live view does; if the store is silent, print what this machine saw last."""
     try:
         found = call_in_time(lambda: _look(options.run, options.store), STORE_SECONDS, "the run's store")
     except Unreachable as error:
@@ -63,7 +63,7 @@ def _look(run: str | None, store: str | None) -> Look:
 
 
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
-    """The store is silent: what this machine saw of the run last."""
+    """Print what this machine saw of the run last, since the store is silent."""
     seen = read_seen(home(), find_run(options.run, options.store).uri if options.run else None)
     if seen is None:
         print(f"rollflow: {why}; this machine has seen nothing of the run", file=sys.stderr)

@@ -62,7 +62,7 @@ def command(options: argparse.Namespace) -> int:
             check_addresses(point.config, store_uri(point.config))
         elif (
             alike := point.config.model_copy(update={"seed": 0}).sha256()
-        ) not in looked_at:  # a seed changes no check
+        ) not in looked_at:  # no check depends on a seed
             preflight(point.config, download=False)
             looked_at.add(alike)
     failed = [point for number, point in enumerate(points) if not _made(point, number, len(points))]
@@ -105,7 +105,7 @@ def points_of(options: argparse.Namespace) -> list[Point]:
 
 
 def _check_values(sets: Sequence[str]) -> None:
-    """Refuse an override without a value, with a value twice, and a key that is given twice."""
+    """Refuse an override without a value or with a value twice, and a key that is given twice."""
     keys = set[str]()
     for override in sets:
         key, _, text = (part.strip() for part in override.partition("="))
@@ -159,7 +159,7 @@ def _fixed(sets: Sequence[str]) -> list[str]:
 
 
 def _begun(point: Point) -> bool:
-    """Whether the run is there; `ConfigError` if one of its name was begun with other values."""
+    """Return whether the run exists; `ConfigError` if a run of that name has other values."""
     context = point.context
     if not context.store.exists(entry_path(0)):
         return False

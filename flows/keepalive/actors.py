@@ -2,7 +2,7 @@
 
     start --> watch --ended--> result
       ^         |
-      |         | died, silent and idle (`keepalive.vitals`), no progress, or raised
+      |         | died, stuck (`keepalive.vitals`), no progress, or raised
       +-- pause-+          (over the budget: `GaveUp` with the reason)
 
 Budget, pause and record are those of `keepalive.restarts`.
@@ -54,7 +54,7 @@ class ActorKeeper(Generic[Status]):
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
         self._last: Status | None = None
-        self._changed = 0.0  # monotonic: when it made progress
+        self._changed = 0.0  # monotonic time of its last progress
         about(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
@@ -93,7 +93,7 @@ class ActorKeeper(Generic[Status]):
         return result
 
     def _status(self, actor: Any, vitals: Vitals) -> Status:
-        """What the actor says; one that does not answer is waited for as long as it starts or works."""
+        """Return the actor's status; if it does not answer, wait for as long as it starts or computes."""
         asked = actor.status.remote()
         while not cluster.done(asked, POLL_SECONDS):
             if vitals.starting():

@@ -171,7 +171,7 @@ def line_before(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
 
 
 def _limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
-    """The run's limits as they are now; of a run that crashed before it was prepared, those that it was asked with."""
+    """Return the run's current limits; for a run that crashed before it was prepared, those that it was asked with."""
     try:
         return context.config.recovery
     except ConfigError:

@@ -41,7 +41,7 @@ class _Engine:
     failure: str | None = None  # why the scheduler had given it up when it was asked
     began: float = 0.0  # monotonic: when `start` was called
     asked: float = 0.0
-    vitals: Vitals | None = None  # its life since then
+    vitals: Vitals | None = None  # since its last answer
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Engines:
         self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
-        self._patience = context.config.rollout.patience_seconds  # for one that is silent and busy
+        self._patience = context.config.rollout.patience_seconds  # for an engine that is silent and busy
         self._gpus = gpu_shares(context.config).engine
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
         own = context.config.evaluation_engine(on_cpu=not self._gpus) is not None

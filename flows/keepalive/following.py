@@ -30,12 +30,12 @@ class Following:
         self._asked_at: int | None = None  # the newest version when a stop was first seen
 
     def to_version(self, version: int) -> None:
-        """Watch until the version is there, or the stages have ended.
+        """Watch until the version is published, or the stages have ended.
 
         Raises:
-            Ended: a person ended the run.
+            Ended: the user ended the run.
             GaveUp: a stage failed.
-            ConfigError: nothing is learned, and the recipe asks for an end then.
+            ConfigError: nothing is learned, and the recipe asks for a stop then.
         """
         self._until(lambda: self._writer.progress.version >= version)
 
@@ -44,10 +44,10 @@ class Following:
         self._until(lambda: False)
 
     def heed_before(self) -> None:
-        """Before the stages begin: whatever was asked of the run meanwhile; there is nothing yet to wait for.
+        """Obey what was asked of the run before its stages begin; there is nothing to wait for yet.
 
         Raises:
-            Ended: a person ended the run.
+            Ended: the user ended the run.
         """
         with contextlib.suppress(Unreachable, OSError):
             if asked := requested(self._writer.context.store):
@@ -84,7 +84,7 @@ class Following:
                 raise
 
     def _check_signal(self) -> None:
-        """Fail a run that learns nothing, where the recipe asks for that.
+        """Fail a run that learns nothing, if the recipe asks for that.
 
         Raises:
             ConfigError: the newest versions lack a signal.

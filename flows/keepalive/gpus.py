@@ -57,7 +57,7 @@ def shared_out(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
 
 
 def spreads(config: RunConfig) -> bool:
-    """Whether an engine or the learner is to be spread over several GPUs."""
+    """Return whether an engine or the learner is to be spread over several GPUs."""
     return width_of(config) > 1 or config.train.ranks > 1
 
 

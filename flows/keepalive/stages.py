@@ -101,7 +101,7 @@ class Stages:
     def start(self) -> None:
         """Adopt the stages' flow runs that are under way, and start the others.
 
-        What works under an older config is ended first.
+        Stages that work under an older config are ended first.
         """
         limit = time.monotonic() + START_SECONDS
         self._end_older(limit)
@@ -120,8 +120,8 @@ class Stages:
     def _end_older(self, limit: float) -> None:
         """End stages and actors that were started before the config was changed.
 
-        Until a role is claimed under the new config, whatever there is may be older: also what a supervisor has started
-        that died since.
+        Until a role is claimed under the new config, any stage or actor may be older, even one of a supervisor that has
+        died.
         """
         state = self.context.log.state
         if len(state.configs) == 1 or state.claims.keys() & {"scheduler", "learner"}:

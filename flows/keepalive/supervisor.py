@@ -116,10 +116,10 @@ class SupervisorKeeper:
         )  # what a dying supervisor wrote is not the end
 
     def _stuck(self, status: RunStatus, state: Any) -> bool:
-        """Whether nothing was seen of it for too long, in whatever phase.
+        """Return whether the supervisor made no progress for too long, in whatever phase.
 
-        A supervisor writes its status once a second while it follows its stages. Before and after it does so whenever
-        a step has come further, and a step may wait as long as recoveries have.
+        A supervisor writes its status once a second while it follows its stages. Before and after that it does so
+        whenever a step makes progress, and a step may wait as long as recoveries may.
         """
         seen = (status.phase, status.seconds, state.type)
         if seen != self._moved[0]:

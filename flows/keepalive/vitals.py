@@ -1,10 +1,10 @@
 """Whether an actor that does not answer is dead, stuck or busy, seen from outside: by Ray and by its process.
 
-    not created yet             it starts; a worker that died before it registered is named
+    not created yet             it is starting; if its worker died before it registered, the error says so
     its process computes        it is busy: on a machine short of CPUs, or in a library that holds Python's lock
-    its process does nothing    for so long as an actor may be silent: it is stuck
+    its process is idle         it is stuck once that lasts as long as an actor may be silent
 
-Life is no progress: who is busy and makes none for its patience is stuck as well (`keepalive.actors`).
+Life is not progress: an actor that is busy and makes none for its patience is stuck as well (`keepalive.actors`).
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import Any
 from rollflow.flows.services.actor_process import lost_actor, process_of
 from rollflow.storage.errors import Unreachable
 
-START_SECONDS = 900.0  # longest time until an actor is created
-LEAST_SHARE = 0.02  # of a CPU: what idle threads use is less
+START_SECONDS = 900.0  # the longest time until an actor is created
+LEAST_SHARE = 0.02  # share of a CPU; idle threads use less
 
 
 class Vitals:
     """The life of one actor, from one answer to the next."""
 
     def __init__(self, name: str, actor: Any, silent_seconds: float) -> None:
-        """`silent_seconds`: how long it may neither answer nor compute."""
+        """`silent_seconds` is how long it may neither answer nor compute."""
         self._name, self._id, self._longest = name, actor._actor_id, silent_seconds
         self._began = time.monotonic()
-        self._window: tuple[float, float] | None = None  # when its process was looked at, and the time it had used
+        self._window: tuple[float, float] | None = None  # time of a look at its process, and the CPU time until then
 
     def answered(self) -> None:
-        """It gave an answer just now."""
+        """Record that the actor answered just now."""
         self._began, self._window = time.monotonic(), None
 
     def starting(self) -> bool:
-        """Look at an actor that does not answer; whether it is not created yet.
+        """Look at an actor that does not answer; returns whether it is still to be created.
 
         Raises:
-            Unreachable: it is dead or stuck, and how that is known.
+            Unreachable: it is dead or stuck, with the evidence.
         """
         if why := lost_actor(self._id):
             raise Unreachable(f"waited for {self._name}: {why}")

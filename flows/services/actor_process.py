@@ -1,6 +1,6 @@
-"""An actor as Ray and its node's kernel see it: whether it is created yet, its process, the processor's time it used.
+"""An actor as Ray and its node's kernel see it: whether it is created yet, its process, its CPU time.
 
-None of it asks the actor, so none of it waits for the actor's threads, or for whoever holds Python's lock in it.
+No function here asks the actor, so none waits for the actor's threads, or for whoever holds Python's lock in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollflow.flows.services.lost_workers import deaths, lost_worker
 from rollflow.tasks.actors.early_imports import Kind
 
 CALL_SECONDS = 20.0
-KINDS: dict[str, Kind] = {  # of the workers that their actors begin in
+KINDS: dict[str, Kind] = {  # actor class -> the kind of worker that it starts in
     "EngineActor": "engine",
     "LearnerActor": "learner",
     "RolloutActor": "rollout",
@@ -24,7 +24,7 @@ KINDS: dict[str, Kind] = {  # of the workers that their actors begin in
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """Where an actor is. `state` is Ray's word ("PENDING_CREATION", "ALIVE", "DEAD"); `pid` 0: no process yet."""
+    """Where an actor is. `state` is Ray's word ("PENDING_CREATION", "ALIVE", "DEAD"); `pid` is 0 without a process."""
 
     state: str
     pid: int
@@ -33,16 +33,16 @@ class ActorProcess:
 
     @property
     def created(self) -> bool:
-        """Whether it can be asked."""
+        """True once the actor can be asked."""
         return self.state == "ALIVE" and self.pid > 0
 
     @property
     def pending(self) -> bool:
-        """Whether it is to be created."""
+        """True while the actor is still to be created."""
         return self.state in ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
     def cpu_seconds(self) -> float | None:
-        """The processor's time that its process has used; None: it is gone, or its node does not answer."""
+        """Return the CPU time of its process; None if the process is gone or its node does not answer."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -58,7 +58,7 @@ class ActorProcess:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """The processor's time of a process of this node; the time that it waited for disks counts, where that is known."""
+    """Return the CPU time of a process of this node, with the time that it waited for disks if that is known."""
     try:
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system + getattr(times, "iowait", 0.0))
@@ -67,7 +67,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def process_of(actor_id: Any) -> ActorProcess | None:
-    """The actor with this id (Ray's `ActorID`), None where Ray knows of none."""
+    """Return the actor with this id (Ray's `ActorID`); None if Ray knows of none."""
     from ray._private import state
 
     if actor_id is None or actor_id.is_nil():
@@ -79,12 +79,12 @@ def process_of(actor_id: Any) -> ActorProcess | None:
 
 
 def lost(reference: Any) -> str:
-    """Why the actor that a call was made to cannot come to be, told once; "" as far as anybody knows it can."""
+    """Say why the actor of a call cannot be created; reported once, and "" if nothing is known."""
     return lost_actor(reference.task_id().actor_id()) if deaths() else ""
 
 
 def lost_actor(actor_id: Any) -> str:
-    """See `lost`."""
+    """Say why an actor cannot be created; reported once, and "" if nothing is known."""
     if not deaths():
         return ""
     found = process_of(actor_id)

@@ -2,7 +2,7 @@
 
 Guarantees:
 - `attach` either attaches within its deadline or raises `Unreachable`; Ray by itself retries a wrong address for
-  ever. Until then a head may be away: whoever works for a run waits as long as the run's `recovery` has for it. It
+  ever. A head may be away until then: a caller that works for a run passes the run's `recovery` window. `attach`
   leaves this process's SIGTERM and SIGINT handlers as they were: Ray replaces them, and a cancelled flow
   would end as crashed.
 - No wait for an actor is unbounded (`call`); an error names what was waited for, on whom and how long.
@@ -22,8 +22,8 @@ from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import RollflowError, Unreachable
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # for one answer of the head
-LOST_SECONDS = 2.0  # how often a call looks whether there will ever be an actor
+ANSWER_SECONDS = 10.0  # deadline of one answer of the head
+LOST_SECONDS = 2.0  # how often a call checks whether its actor can still be created
 
 
 def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
@@ -43,7 +43,7 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
 
 def _attached(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
-    """Connect, and whether that succeeded; the `last` try raises why it did not."""
+    """Connect, and return whether that succeeded; the `last` try raises why it did not."""
     try:
         _prove(address, deadline_seconds)
         _connect(address, namespace)
@@ -61,7 +61,7 @@ def _connect(address: str, namespace: str) -> None:
     try:
         ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        detach()  # what it has begun, so that it can be tried again
+        detach()  # undo what Ray has begun, so that another try is possible
         raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
     finally:
         _restore(handlers)
@@ -150,7 +150,7 @@ def _named(name: str) -> bool:
 
 
 def call(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
-    """The value of an object reference, waited for at most `deadline_seconds`.
+    """Wait for an object reference, for at most `deadline_seconds`, and return its value.
 
     Args:
         what: what is waited for and on whom, as it should stand in the error ("the weights, from engine 0").
@@ -210,7 +210,7 @@ def node_gpus() -> list[float]:
 
 
 def machine_gpus() -> float:
-    """How many GPUs a Ray node on this machine would have; no cluster is needed."""
+    """Count the GPUs that a Ray node on this machine would have; no cluster is needed."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     return float(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())

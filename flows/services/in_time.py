@@ -1,4 +1,4 @@
-"""A call that may hang, for somebody who does not wait for it: a store that accepts connections and says nothing."""
+"""Calls that may hang, with a deadline: a store may accept connections and answer nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def call_in_time(call: Callable[[], T], seconds: float, what: str) -> T:
-    """What `call` returns or raises. It runs in a thread that is left behind where it takes longer.
+    """Return what `call` returns, or raise what it raises. If it takes too long, its thread is left behind.
 
     Raises:
         Unreachable: it took longer than `seconds`; `what` did not answer.

@@ -1,11 +1,11 @@
-"""Ray workers that died before they registered: Ray itself waits ten minutes for them, and their actors with it.
+"""Ray workers that died before they registered. Ray itself waits ten minutes for them, and so do their actors.
 
     worker begins --> imports --> registers as `ray::...`
                         |
                         +-- dies: a file in the cluster's folder, named by its process id --> `lost_worker`, once
 
-The file is written by the worker itself where it can (`ray_worker`, which knows the error), else by the process above
-the raylet (`WorkerWatch`), which sees it vanish. `lost_worker` reads it, where the folder's name is in the environment.
+The worker writes the file itself if it can (`ray_worker`, which knows the error). Otherwise the process above the
+raylet does (`WorkerWatch`), which sees the worker vanish. `lost_worker` reads it, if the environment names the folder.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ FOLDER = "ROLLFLOW_LOST_WORKERS"  # in the environment: the folder of a private 
 WORKER = Path(__file__).with_name("ray_worker.py")
 READ = ".read"
 LOOK_SECONDS = 0.5
-FRESH_SECONDS = 900.0  # an older death is no news
+FRESH_SECONDS = 900.0  # an older death is not reported
 
 
 class WorkerWatch:
-    """Sees the children of a raylet that end before they register."""
+    """Finds the children of a raylet that end before they register."""
 
     def __init__(self, raylet: int, folder: Path) -> None:
         self._raylet, self._folder, self._looked = raylet, folder, 0.0
         self._starting: dict[int, str] = {}  # process id -> kind
-        self._known: set[int] = set()  # that have registered, or are no workers
+        self._known: set[int] = set()  # process ids of registered workers, and of other processes
 
     def look(self) -> None:
-        """Take note of those that ended; to be called again and again, and mostly does nothing."""
+        """Record the children that ended since the last call; call this often, it is cheap."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -49,7 +49,7 @@ class WorkerWatch:
     def _see(self, pid: int) -> None:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if process.status() == psutil.STATUS_ZOMBIE:  # which has no command line any more
+            if process.status() == psutil.STATUS_ZOMBIE:  # it has no command line any more
                 self._known.add(pid)
                 if pid in self._starting:
                     note_death(self._folder, pid, self._starting.pop(pid), "its process ended")
@@ -58,12 +58,12 @@ class WorkerWatch:
             if line and line[0].startswith("ray::"):
                 self._known.add(pid)
                 self._starting.pop(pid, None)
-            elif str(WORKER) in line:  # at first without a kind: Ray sets it up, then executes it
+            elif str(WORKER) in line:  # at first without a kind: Ray sets up the process, then executes the worker
                 self._starting[pid] = process.environ().get(KIND, "")
 
 
 def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
-    """Write it down, unless somebody has."""
+    """Write a worker's death to a file, unless it is on record."""
     file = folder / str(pid)
     if file.exists() or file.with_suffix(READ).exists():
         return
@@ -73,7 +73,7 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
 
 
 def lost_worker(kind: str) -> str:
-    """How a worker of this kind died before it registered, told once; "" where none did, or another is on its way."""
+    """Say, once, how a worker of this kind died before it registered; "" if none did or another one starts."""
     for file in deaths():
         with contextlib.suppress(OSError):
             found, _, why = file.read_text().partition("\n")
@@ -87,7 +87,7 @@ def lost_worker(kind: str) -> str:
 
 
 def deaths() -> list[Path]:
-    """The files of deaths that nobody was told of."""
+    """List the files of deaths that were not reported yet."""
     named = os.environ.get(FOLDER)
     with contextlib.suppress(OSError):
         return [file for file in sorted(Path(named).iterdir()) if file.suffix != READ] if named else []
@@ -95,7 +95,7 @@ def deaths() -> list[Path]:
 
 
 def _starts(kind: str, folder: Path) -> bool:
-    """Whether a worker of this kind begins or waits."""
+    """Return whether a worker of this kind is starting or idle."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             line = process.cmdline()
@@ -107,7 +107,7 @@ def _starts(kind: str, folder: Path) -> bool:
 
 
 def _children(pid: int) -> set[int]:
-    """The child processes of a process, by the kernel's own lists, which cost little to read."""
+    """Return the child processes of a process, from the kernel's own lists, which are cheap to read."""
     found: set[int] = set()
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

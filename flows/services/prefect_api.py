@@ -32,7 +32,7 @@ INSIST_SECONDS = 60.0
 MESSAGE = 500  # characters of what it said; of a body that it refuses it repeats all
 PAGE = 200  # flow runs the server gives at once
 SERVED = "rollflow"  # the deployments of `rollflow serve`; a run's own session serves them by the run's key
-LAST = "zz-"  # internal deployments begin so: Prefect's page sorts by name, and recipes are to come first
+LAST = "zz-"  # prefix of internal deployments: Prefect's page sorts by name, and recipes come first
 INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
 
 
@@ -120,7 +120,7 @@ def start(
 ) -> UUID:
     """Schedule a flow run of a deployment; calls with one `key` give the same flow run, however often they are made.
 
-    `at`: when it was asked for, in seconds since the epoch; by default now.
+    `at` is when it was asked for, in seconds since the epoch; by default, now.
     `parent` is the task run of another flow run under which the page shows it.
     """
     from datetime import UTC, datetime
@@ -141,7 +141,7 @@ def start(
 
 
 def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentResponse:
-    """Return a deployment by its name: an internal one as it is called now, or else as older versions called it."""
+    """Return a deployment by its name: an internal one by its present name, or by that of older versions."""
     from prefect.exceptions import ObjectNotFound
 
     internal, plain = (f"{flow}/{name}" for name in names_of(deployment))
@@ -152,7 +152,7 @@ def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentRe
 
 
 def names_of(deployment: str) -> tuple[str, str]:
-    """Return what Prefect calls the internal deployments of a runner: now, and with versions before."""
+    """Return the names of a runner's internal deployments in Prefect: the present one, and that of older versions."""
     return f"{LAST}{deployment}", deployment
 
 

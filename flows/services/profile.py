@@ -18,7 +18,7 @@ def prefect_url() -> str:
 
 
 def _active() -> dict[str, Any]:
-    folder = os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect"))  # as it stands for a user without a home
+    folder = os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect"))  # unexpanded for a user without a home
     file = Path(os.path.expanduser(os.environ.get("PREFECT_PROFILES_PATH", f"{folder}/profiles.toml")))
     try:
         kept = tomllib.loads(file.read_text())

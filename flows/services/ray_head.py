@@ -93,8 +93,8 @@ class RayHead(Service):
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
         inherited = without("PREFECT_", without("RAY_ADDRESS", os.environ))  # actors have no orders to give to it
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
-        # Workers that start at a time: those for actors, as many as by Ray itself, wait neither for the spares nor for
-        # workers that died, which Ray counts until they should have registered.
+        # How many workers may start at a time. Actors get as many as Ray itself would give them. They wait neither for
+        # the spares nor for workers that died, which Ray counts until they should have registered.
         own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares) + RESERVE)
         return inherited | self.env | orphans | NOTICE | own
 
@@ -204,12 +204,12 @@ class RayNode(Service):
         return self._ready_file.exists()
 
 
-# What Ray appends to its folder for its longest socket: "/session_<date>_<time>_<pid>/sockets/plasma_store".
+# Ray appends this to its folder for its longest socket: "/session_<date>_<time>_<pid>/sockets/plasma_store".
 RAY_SUFFIX_BYTES = len("/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
 
 def short_folder(folder: Path) -> Path:
-    """`folder`, or, if its name is too long for Ray's sockets, a link to it in a folder for temporary files.
+    """Return `folder`, or, if its name is too long for Ray's sockets, a link to it in a folder for temporary files.
 
     Raises:
         ConfigError: no folder for temporary files is short enough.
@@ -242,7 +242,7 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 def remove_dead_links(parent: Path) -> None:
     """Remove links that `short_folder` named for clusters in `parent` whose owner was killed, or that lead nowhere."""
     for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
-        with contextlib.suppress(OSError):  # another user's, where nobody else may look, or gone meanwhile
+        with contextlib.suppress(OSError):  # it belongs to another user, or is gone meanwhile
             target = link.readlink()
             if not target.exists() or (target.parent == parent and not _alive(target.name.partition("-")[0])):
                 link.unlink()

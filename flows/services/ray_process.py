@@ -76,7 +76,7 @@ def _spares(node: Any, given: argparse.Namespace) -> Spares:
 
 
 def _raylet(node: Any) -> int:
-    """The process id of the node's raylet."""
+    """Return the process id of the node's raylet."""
     from ray._private import ray_constants
 
     return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)

@@ -1,7 +1,7 @@
 """A worker of a private Ray cluster: Ray's own, after the imports that its environment asks for.
 
 Ray runs this file as a script, in the place of its `default_worker.py`. An error that ends it before it registers with
-Ray is written to a file for `lost_workers`, for Ray itself says nothing of it.
+Ray is written to a file for `lost_workers`, because Ray itself does not report it.
 """
 
 import os
@@ -23,7 +23,7 @@ def work() -> None:
 
 
 def note(error: Exception) -> None:
-    """As `lost_workers.note_death`: here, importing rollflow may be what fails."""
+    """Write the error as `lost_workers.note_death` does: here, the import of rollflow may be what fails."""
     folder = os.environ.get("ROLLFLOW_LOST_WORKERS")
     if folder:
         os.makedirs(folder, exist_ok=True)
@@ -33,7 +33,7 @@ def note(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules are others by these names
+    del sys.path[0]  # this folder, whose modules would hide others of these names
     try:
         work()
     except Exception as failed:

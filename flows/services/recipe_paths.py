@@ -1,14 +1,14 @@
 """Relative paths in a recipe are relative to the recipe; those of `--set` are relative to the working folder.
 
-| key | what is taken as a path |
+| key | what counts as a path |
 |---|---|
-| `prompts.path` of kind "jsonl" | always |
-| `policy.path` | a folder that is there, or a name that cannot be a hub's; else it is a hub name |
-| `store.uri` | what has no scheme |
-| `tracking.uri` | what has no scheme but "databricks", `file:` and `sqlite:///` |
+| `prompts.path` of kind "jsonl" | every value |
+| `policy.path` | an existing folder, or a name that cannot be a hub name; anything else is a hub name |
+| `store.uri` | a value without a scheme |
+| `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
 
-Import paths of user-defined parts name modules, no files, and `options` are passed on as they are. A run records what
-is made here: absolute paths.
+Import paths of user-defined parts name modules, not files, and `options` are passed on as they are. A run records the
+absolute paths that are made here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Anchor = Callable[[str, Path], str]
 
 
 def recipe_folder(recipe: Path) -> Path:
-    """Return the folder that a recipe's paths are relative to; of a recipe that is a pipe, the working folder."""
+    """Return the folder that a recipe's paths are relative to; for a recipe that is a pipe, the working folder."""
     return recipe.parent.resolve() if recipe.is_file() else Path.cwd()
 
 
@@ -35,7 +35,7 @@ def path_values(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Make a tree's relative paths absolute, from `folder`; values that are `known` already stay as they are.
+    """Make a tree's relative paths absolute, from `folder`; values that are already `known` stay as they are.
 
     Raises:
         ConfigError: `policy.path` is no folder there, but one in the working folder.
@@ -63,7 +63,7 @@ def _places(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
 def _file(path: str, folder: Path) -> str:
     try:
         return str(folder / Path(path).expanduser())
-    except RuntimeError:  # the home of a user that does not exist: who opens it says so
+    except RuntimeError:  # an unknown user's home: opening the path reports it
         return path
 
 

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 SLUG = "rollflow"  # of the schedule that a file asks for
 SILENT_SECONDS = 120.0  # a session's runner asks for work every second
-DEAD_SECONDS = 20.0  # after so long it is dead or away; who takes over its run waits for that
+DEAD_SECONDS = 20.0  # a session silent for so long is dead or away; a command that takes over its run waits so long
 POLL_SECONDS = 1.0
-HOME = "home:"  # begins the tag that says which run home's session serves a deployment
+HOME = "home:"  # prefix of the tag that names the run home whose session serves a deployment
 PERSONS = (
     "parameters",
     "description",
@@ -147,17 +147,17 @@ def _digest(value: Any) -> str:
 
 
 def of_home(home: Path) -> str:
-    """The tag of the deployments that sessions of a run home serve: on a shared server, each home has its own."""
+    """Return the tag of the deployments that a run home's sessions serve: on a shared server, each home has its own."""
     return f"{HOME}{socket.gethostname()}:{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 
 def check_unserved(name: str, home: Path) -> None:
-    """Check that no session of another home serves deployments of this name; one that died is waited out.
+    """Check that no session of another home serves deployments of this name; a session that died is waited out.
 
-    Two would take each other's flow runs, and the first to end would delete the deployments of both.
+    Two sessions would take each other's flow runs, and the first to end would delete the deployments of both.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: another session does.
     """
     limit = time.monotonic() + DEAD_SECONDS + POLL_SECONDS
     while others := _served_elsewhere(name, of_home(home)):
@@ -170,7 +170,7 @@ def check_unserved(name: str, home: Path) -> None:
 
 
 def _served_elsewhere(name: str, own: str) -> list[str]:
-    """The tags of other homes whose sessions have asked for the work of these deployments a moment ago."""
+    """List the tags of other homes whose sessions asked for work of these deployments a moment ago."""
     with api() as client:
         there = [
             one for one in _tagged(client, OF_SESSION) if one.name in names_of(name) and not _silent(one, DEAD_SECONDS)
@@ -179,9 +179,9 @@ def _served_elsewhere(name: str, own: str) -> list[str]:
 
 
 def superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
-    """List offers for internal deployments that older versions called `name`, where flow runs still wait for them.
+    """List offers for internal deployments that older versions called `name`, if flow runs still wait for them.
 
-    Those that nothing waits for are deleted.
+    The others are deleted.
     """
     from prefect.exceptions import ObjectNotFound
 
@@ -201,7 +201,7 @@ def superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
 
 
 def withdraw(name: str, home: Path) -> None:
-    """Delete the deployments of this name that this home's session serves: it ends. Another home's are left."""
+    """Delete the deployments of this name that this home's session served. Those of other homes are left."""
     with api() as client:
         for one in _tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]

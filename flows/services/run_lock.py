@@ -1,8 +1,8 @@
-"""One command at a time sees a run to its end: a lock on a file of the run home, held by `run` and `resume`.
+"""One command at a time sees a run to its end: `run` and `resume` lock a file of the run home.
 
 Two commands of one home would serve deployments of one name, and the first to end would delete them under the other.
-The system frees the lock with the process that holds it, however that ends. Commands of two homes are told apart by
-the run's log, where the newest claim holds, and on a shared Prefect server by `services.registering`.
+The system frees the lock when the process that holds it ends, however that happens. Commands of two homes are told
+apart by the run's log, where the newest claim holds, and on a shared Prefect server by `services.registering`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollflow.tasks.run_context import RunContext
 
 @contextlib.contextmanager
 def hold_run(home: Path, context: RunContext) -> Iterator[None]:
-    """Be the command of `home` that sees the run to its end.
+    """Hold the run's lock, as the one command of `home` that sees the run to its end.
 
     Raises:
         ConfigError: another command does.
@@ -40,7 +40,7 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
 
 
 def holder(home: Path, context: RunContext) -> str | None:
-    """The process id of the command of `home` that sees the run to its end; None: no command does."""
+    """Return the process id of the command of `home` that sees the run to its end; None if no command does."""
     file = _lock(home, context)
     return _holder(file) if file.exists() and is_held(file) else None
 

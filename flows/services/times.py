@@ -1,4 +1,4 @@
-"""Times for people and in names: UTC, everywhere, so that two machines, a log and a page can be laid side by side."""
+"""Times for people and in names: always UTC, so that two machines, a log and a page can be compared."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 
 
 def utc_time(at: float) -> str:
-    """Write a time (seconds since the epoch) for people: 2026-01-31 12:00:00Z."""
+    """Format a time (seconds since the epoch) for people: 2026-01-31 12:00:00Z."""
     return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at))
 
 
 def utc_stamp(at: float | None = None) -> str:
-    """Write a time, or this moment, as a part of a name: 20260131-120000."""
+    """Format a time, or this moment, as a part of a name: 20260131-120000."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(at))
 
 
 def utc_minute(when: datetime) -> str:
-    """Write a time to the minute: 2026-01-31 12:00Z."""
+    """Format a time to the minute: 2026-01-31 12:00Z."""
     return f"{when.astimezone(UTC):%Y-%m-%d %H:%MZ}"

@@ -1,4 +1,4 @@
-"""Lines of a log for people, as Prefect writes them, but with UTC in place of the machine's local time."""
+"""Log lines for people in Prefect's format, but with UTC in place of the machine's local time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ START = "%(asctime)s.%(msecs)03dZ | %(levelname)-7s | "
 
 
 class UtcLines(PrefectFormatter):
-    """Prefect's own formatter on another clock. Prefect's logging makes one, by the name of the class."""
+    """Prefect's own formatter with a UTC clock. Prefect's logging finds it by its import path."""
 
     converter = time.gmtime  # type: ignore[assignment]  # as it is documented
 
     def __init__(self, *_: object) -> None:
-        """Take the place of Prefect's JSON formatter, whose format says nothing here."""
+        """Replace Prefect's JSON formatter; the arguments, which are its, are not used."""
         flow_run, task_run = (
             f"{START}{kind} run %({kind.lower()}_run_name)r - %(message)s" for kind in ("Flow", "Task")
         )

@@ -1,10 +1,10 @@
-"""The environment variables and limits that a command starts under: repaired where that is safe, otherwise refused.
+"""The environment variables and limits that a command starts under: repaired if that is safe, otherwise refused.
 
 Guarantees:
 - Loopback never goes through a proxy, in this process or in any that it starts.
 - A variable that would end a run while its services start is refused before: `ConfigError` names the variable, its
   value and the fix.
-- A private Prefect server or Ray cluster is used without the person's settings for their own (`drop_settings`).
+- A private Prefect server or Ray cluster ignores the settings for the user's own (`drop_settings`).
 
 Importing this module imports no service's library.
 """
@@ -28,19 +28,19 @@ from rollflow.storage.errors import ConfigError
 PROXIES = tuple(name for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper()))
 SOCKS = ("socks5", "socks5h")
 SOCKET_PATH_BYTES = 107  # the longest path of a unix socket
-# Below it are the sockets of vLLM, which are named so, and of multiprocessing, whose names are shorter.
+# vLLM names its sockets below TMPDIR like this; those of multiprocessing have shorter names.
 LONGEST_TMPDIR = SOCKET_PATH_BYTES - len("/01234567-0123-0123-0123-0123456789ab")
 OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
 OWN_RAY = ("RAY_ADDRESS", "RAY_AUTH_", "RAY_NAMESPACE", "RAY_RUNTIME_ENV", "RAY_JOB_", "RAY_TMPDIR", "RAY_CLIENT_MODE")
 NEEDED_FILES, WANTED_FILES = 256, 65536
-WITH_SERVICES = ("run", "resume", "sweep", "serve", "up")  # commands that start some
+WITH_SERVICES = ("run", "resume", "sweep", "serve", "up")  # commands that start services
 
 
 def check_variables() -> None:
-    """Check what the services of a command would start under.
+    """Check the environment that a command's services would start under.
 
     Raises:
-        ConfigError: with one sentence for what a person must change.
+        ConfigError: with one sentence for what the user must change.
     """
     _check_encoding()
     _check_proxies()
@@ -50,7 +50,7 @@ def check_variables() -> None:
 
 
 def check_home(home: Path) -> None:
-    """Make the run home, if it is not there, and write to it.
+    """Create the run home, if it does not exist, and write to it.
 
     Raises:
         ConfigError: it cannot be written.
@@ -82,20 +82,20 @@ def give_home(environment: MutableMapping[str, str], folder: Path) -> None:
 
 
 def drop_settings(environment: MutableMapping[str, str], meant_for: tuple[str, ...]) -> None:
-    """Remove the person's settings for a service of their own (`OWN_PREFECT`, `OWN_RAY`): a private one is used."""
+    """Remove the settings of the user's own service (`OWN_PREFECT`, `OWN_RAY`), since a private one is used."""
     for name in [name for name in environment if name.startswith(meant_for)]:
         del environment[name]
 
 
 def short_folders() -> Iterator[Path]:
-    """Folders for temporary files that can be written: the person's, then the system's, whose names are short."""
+    """List folders for temporary files that can be written: the user's, then the system's, which have short names."""
     for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             yield Path(folder)
 
 
 def _is_readable(host: str) -> bool:
-    """Whether httpx can read an entry of `NO_PROXY`; it raises at a range of IPv6 addresses, which no library obeys."""
+    """Return whether httpx can read an entry of `NO_PROXY`. It fails at IPv6 ranges, which no library obeys."""
     if host.count(":") < 2 or "://" in host:
         return True
     with contextlib.suppress(ValueError):
@@ -104,7 +104,7 @@ def _is_readable(host: str) -> bool:
 
 
 def _check_encoding() -> None:
-    """Refuse a locale in which names of files and their text are not UTF-8; Python's own rule for "C" makes them so."""
+    """Refuse a locale whose file names and files are not UTF-8; Python itself uses UTF-8 for "C"."""
     if sys.getfilesystemencoding() == "utf-8":
         return
     name = next((name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "LC_ALL")
@@ -148,7 +148,7 @@ def _check_temporary_folder() -> None:
 
 
 def _raise_open_files() -> None:
-    """Raise this process's limit of open files as far as it may; each process that it starts has the same."""
+    """Raise this process's limit of open files as far as allowed; the processes that it starts inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:

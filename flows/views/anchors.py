@@ -1,7 +1,7 @@
-"""Anchors of a run where who can alter its storage may not reach: tags of its MLflow run, an artifact in Prefect.
+"""Anchors of a run, out of reach of whoever can alter its storage: tags of its MLflow run, an artifact in Prefect.
 
-They are written when a supervisor takes the run, after each block of versions, and at the end. An anchor says something
-of the entries up to its own, so a run that is killed in between has older anchors, which hold all the same.
+They are written when a supervisor takes the run, after each block of versions, and at the end. An anchor vouches for
+the entries up to its own. So a run that is killed in between has older anchors, which still hold.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:
-    """Hand the anchors of entry 0 and of the newest entry to the tracker and the page, which write them by themselves.
+    """Give the anchors of entry 0 and of the newest entry to the tracker and the page, which write them on their own.
 
-    A store that cannot be read now is no reason to end a run: the next anchor says as much.
+    A store that cannot be read now does not end the run: the next anchor vouches for the same entries.
     """
     with contextlib.suppress(RollflowError, OSError):
         first = first_anchor(context.store)
@@ -34,7 +34,7 @@ def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> Non
 
 
 def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) -> None:
-    """The same of the newest entry that the supervisor has read."""
+    """Give the anchor of the newest entry that the supervisor has read to the tracker and the page."""
     anchor = newest_anchor(state)
     tracker.log_anchor(anchor)
     if page is not None:
@@ -42,7 +42,7 @@ def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) ->
 
 
 def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
-    """The anchors of a run that the MLflow at `place` has.
+    """Return the anchors of a run that the MLflow at `place` has.
 
     Raises:
         ConfigError: MLflow cannot be read, or has none of this run.

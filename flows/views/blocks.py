@@ -37,7 +37,7 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
     def total(name: str) -> float:
         return sum(version.metrics.get(name, 0.0) for version in trained)
 
-    seconds = trained[-1].at - before.at - paused  # a clock that stepped back makes no figure that would be wrong
+    seconds = trained[-1].at - before.at - paused  # if the clock stepped back, there is no figure
     used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
     bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))
     return {

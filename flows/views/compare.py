@@ -81,7 +81,7 @@ def seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def same_weights(runs: Sequence[ComparedRun]) -> list[str]:
-    """A sentence for each run but the first: which run before it has the same weights, and up to which version."""
+    """Describe for each run but the first which earlier run has the same weights, and up to which version."""
     told = []
     for place, run in enumerate(runs[1:], 1):
         shared = [(_shared(run, other), other) for other in runs[:place]]
@@ -91,7 +91,7 @@ def same_weights(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _shared(run: ComparedRun, other: ComparedRun) -> int:
-    """How many versions from 0 on have the same weight files by hash."""
+    """Count the versions from 0 on whose weight files are the same by hash."""
     both = range(min(len(run.policies), len(other.policies)))
     return next((v for v in both if run.policies[v] != other.policies[v]), len(both))
 

@@ -1,4 +1,4 @@
-"""What a person sees of the configs that a run has had: from which version on, what changed, who changed it.
+"""The configs of a run as a person sees them: from which version on, what changed, who changed it.
 
 Keys whose names say that they hold a secret are left out, as everywhere that a config is shown.
 """
@@ -22,7 +22,7 @@ TOML = {"None": UNSET, "True": "true", "False": "false"}
 
 @dataclass(frozen=True, slots=True)
 class ShownChange:
-    """One key of one change; it holds from `version` on. Values are as a recipe has them."""
+    """One key of one change; it holds from `version` on. Values are written as in a recipe."""
 
     version: int
     key: str
@@ -34,29 +34,29 @@ class ShownChange:
 
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
-    """The keys of one change."""
+    """List the keys of one change."""
     return shown(recorded.changes, recorded.version)
 
 
 def shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
-    """What may be shown of changes that hold from a version on."""
+    """List the changes that may be shown; they hold from `version` on."""
     open_keys = (one for one in changes if not any(map(names_secret, one.key.split("."))))
     return [ShownChange(version, one.key, _text(one, one.before), _text(one, one.after)) for one in open_keys]
 
 
 def change_sentence(recorded: RecordedConfig) -> str:
-    """One change in words."""
+    """Describe one change in words."""
     changes = ", ".join(map(str, shown_changes(recorded)))
     return f"config changed from version {recorded.version} on: {changes}"
 
 
 def history(context: RunContext) -> list[RecordedConfig]:
-    """The changes of a run, in their order; a change that no version was trained under is one, too."""
+    """List the changes of a run in order, also one that no version was trained under."""
     return context.configs[1:]
 
 
 def flat_history(context: RunContext) -> dict[str, str]:
-    """Key -> its value when the run was created; where it was changed, each later one, too."""
+    """Return the value of each key when the run was created, followed by its later values."""
     shown = {key: TOML.get(text, text) for key, text in flatten(_tree(context, 0)).items()}
     for recorded in history(context):
         for one in shown_changes(recorded):
@@ -65,7 +65,7 @@ def flat_history(context: RunContext) -> dict[str, str]:
 
 
 def change_table(context: RunContext) -> dict[str, list[Any]]:
-    """All changes as a table, by column."""
+    """Return all changes as a table, by column."""
     rows = [(one, recorded) for recorded in history(context) for one in shown_changes(recorded)]
     return {
         "from version": [one.version for one, _ in rows],
@@ -78,7 +78,7 @@ def change_table(context: RunContext) -> dict[str, list[Any]]:
 
 
 def recipe_of(context: RunContext, which: int) -> str:
-    """The run's config number `which` as a recipe, whole."""
+    """Return the run's config number `which` as a whole recipe."""
     return tomlkit.dumps(without_secrets(_tree(context, which, exclude_none=True)))
 
 
@@ -87,7 +87,7 @@ def _tree(context: RunContext, which: int, **options: bool) -> Mapping[str, Any]
 
 
 def _text(change: Change, value: Any) -> str:
-    """A value as it may be shown."""
+    """Return a value as it may be shown."""
     shown = flatten({change.key: value})
     text = shown[change.key] if set(shown) == {change.key} else str(without_secrets({"": value})[""])
     return TOML.get(text, text)

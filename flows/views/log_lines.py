@@ -45,7 +45,7 @@ def settings(*, shared: bool = False) -> dict[str, str]:
 
 
 def _formatter(name: str) -> dict[str, str]:
-    """Return the settings by which Prefect's logging writes with the formatter of this import path."""
+    """Return the settings that make Prefect's logging use the formatter of this import path."""
     return {
         "PREFECT_LOGGING_FORMATTERS_JSON_CLASS": name,
         "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",

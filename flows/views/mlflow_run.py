@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Run
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
-ANCHOR_TAG = "rollflow.anchor."  # before the number of an entry; its value is the entry's sha256
+ANCHOR_TAG = "rollflow.anchor."  # followed by the number of an entry; its value is the entry's sha256
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"  # what is told once has arrived
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's pages of before 3.17 go by it
@@ -72,9 +72,9 @@ class MlflowRun:
     run_id: str
     experiment_id: str
     last: dict[str, int] = field(default_factory=dict)
-    ended: str = ""  # the version with which it had come to its end when that was told; "yes" in older runs
-    changes: int = 0  # of its config, that are told
-    anchors: set[int] = field(default_factory=set)  # entries whose hashes are there
+    ended: str = ""  # the newest version when the end was logged; "yes" in older runs
+    changes: int = 0  # changes of its config that are logged
+    anchors: set[int] = field(default_factory=set)  # entries whose hashes are logged
 
     def log_points(self, points: Sequence[Point]) -> None:
         """All of them, or none."""
@@ -95,13 +95,13 @@ class MlflowRun:
         self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
 
     def log_anchor(self, anchor: Anchor) -> None:
-        """An entry's hash; one that is there stays, since an entry never changes."""
+        """Log an entry's hash, unless it is logged: an entry never changes."""
         if anchor.n not in self.anchors:
             self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
             self.anchors.add(anchor.n)
 
     def log_ending(self, told: Ending) -> None:
-        """Log figures, files, samples and kept versions; nothing if they are there.
+        """Log figures, files, samples and kept versions, unless they are logged.
 
         Figures are tags: as metrics each would be a plot of one point.
         """
@@ -121,7 +121,7 @@ class MlflowRun:
         self.ended = str(told.version)
 
     def log_changes(self, told: Changes) -> None:
-        """Tables, files and tags of the changes of its config: parameters stay as they were logged first."""
+        """Log the changes of its config as a table, files and tags: parameters stay as they were logged first."""
         if told.count == self.changes:
             return
         for name, text in told.texts.items():
@@ -193,7 +193,7 @@ def open_run(
 
 
 def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
-    """The tags of the MLflow run with this key; none where there is no such run.
+    """Return the tags of the MLflow run with this key; none if there is no such run.
 
     Raises:
         Unreachable: MLflow cannot be read.
@@ -216,7 +216,7 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
 
 
 def _last(run: Run) -> dict[str, int]:
-    """Return the newest step that each marker's metrics have. A call logs all metrics of a step or none."""
+    """Return the newest step of each marker's metrics. A call logs all metrics of a step or none."""
     metrics = run.data.to_proto().metrics
     steps = {name: [one.step for one in metrics if one.key.startswith(prefix)] for name, prefix in PREFIXES.items()}
     return {name: max(found) for name, found in steps.items() if found}
@@ -228,13 +228,13 @@ def _experiment(client: MlflowClient, place: TrackingPlace) -> str:
     if experiment is None:
         location = place.artifacts.as_uri() if place.artifacts is not None else None
         return str(client.create_experiment(place.experiment, artifact_location=location, tags=tags))
-    for tag in tags.keys() - experiment.tags.keys():  # what a person changed stands
+    for tag in tags.keys() - experiment.tags.keys():  # what the user changed stays
         client.set_experiment_tag(experiment.experiment_id, tag, tags[tag])
     return str(experiment.experiment_id)
 
 
 def _view() -> str:
-    """Return a saved view of an experiment's runs, as MLflow's pages keep one; their own has no column of a metric."""
+    """Return a saved view of an experiment's runs, in MLflow's format; MLflow's default view has no metric column."""
     state = {"selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
     return json.dumps({"name": VIEW_NAME, "createdAt": 0, "state": json.dumps(state)})
 

@@ -1,6 +1,6 @@
-"""Versions that nothing was learned in: no row of their batch had an advantage, so no reward moved the weights.
+"""Versions in which nothing was learned: no row of their batch had an advantage, so no reward moved the weights.
 
-It is read from the metrics that each version has in the run's log. So a resumed run, a summary and a live view agree.
+The module reads the metrics of each version in the run's log. So a resumed run, a summary and a live view agree.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ CAUSE = (
 
 
 def lacks_signal(version: PolicyVersion) -> bool:
-    """True of a version that no reward has moved; of one that was recorded without that figure nobody knows."""
+    """Return whether no reward has moved a version; false for one that was recorded without that figure."""
     return version.number > 0 and version.metrics.get("rows_with_signal", 1.0) == 0.0
 
 
 def count_without(versions: Iterable[PolicyVersion]) -> int:
-    """How many of these versions lack a signal."""
+    """Count the versions that lack a signal."""
     return sum(map(lacks_signal, versions))
 
 
 def newest_without(versions: Sequence[PolicyVersion]) -> int:
-    """How many of the newest versions lack a signal, without one between them that has it."""
+    """Count the newest versions that lack a signal, back to the last one that has it."""
     return sum(1 for _ in takewhile(lacks_signal, reversed(versions)))
 
 
 def describe(newest: int, count: int) -> str:
-    """A sentence on the newest `count` versions, for a person."""
+    """Say in one sentence that the newest `count` versions lack a signal."""
     return f"nothing was learned in versions {newest - count + 1} to {newest}: {CAUSE}"

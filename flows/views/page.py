@@ -52,11 +52,11 @@ class Page:
         self._show("places", "markdown", "\n".join(lines), "Where this run is to be seen")
 
     def warn(self, text: str) -> None:
-        """What a person should know now."""
+        """Show a warning."""
         self._show("warning", "markdown", text, "What to look at")
 
     def anchor(self, anchor: str) -> None:
-        """One more hash of an entry of the run's log, for `rollflow audit --anchor`."""
+        """Show one more hash of an entry of the run's log, for `rollflow audit --anchor`."""
         self._anchors.append(f"- `{anchor}`")
         lines = "\n".join(dict.fromkeys(self._anchors))
         self._show("anchors", "markdown", lines, "Hashes of the run's entries, for rollflow audit --anchor")

@@ -1,8 +1,8 @@
-"""For how long a run was paused, stopped or away between two of its versions, as its log tells it.
+"""How long a run was paused, stopped or away between two of its versions, according to its log.
 
-A run that goes on has a new supervisor, and stages that claim their roles again under it. The pause is from the newest
-batch or version before that to the newest of these claims before work goes on. What the stages had begun when the run
-was ended is part of the pause: nothing is known of it. A stage that is restarted alone makes no pause.
+A resumed run has a new supervisor, and stages that claim their roles again under it. The pause lasts from the newest
+batch or version before that to the newest of these claims before work goes on. Work that the stages had begun when the
+run was ended counts as pause, since the log does not show it. A stage that is restarted alone makes no pause.
 
 Only entries between versions of different claims are read, so the cost grows with the claims, not with the run.
 """
@@ -25,7 +25,7 @@ def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersio
 def _reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
-    """Find the neighbours of which another claim published the second; a claim that was lost never comes back."""
+    """Find the neighbours whose second version has another claim; a claim that was lost never comes back."""
     if first.number >= last.number or first.claim == last.claim:
         return
     if last.number == first.number + 1:

@@ -27,7 +27,7 @@ class Progress:
 
     context: RunContext
     versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=KEPT))  # the newest ones
-    _pauses: dict[int, float] = field(default_factory=dict)  # version at hand -> seconds of pause before it, if any
+    _pauses: dict[int, float] = field(default_factory=dict)  # version -> seconds of pause before it, if any
     _paused: float = 0.0  # seconds, between version 0 and the newest
 
     def advance(self) -> list[PolicyVersion]:
@@ -44,7 +44,7 @@ class Progress:
         return new
 
     def pause_before(self, version: PolicyVersion) -> float:
-        """Return for how many seconds the run was paused between the version before this one and this one."""
+        """Return the seconds for which the run was paused between the previous version and this one."""
         return self._pauses.get(version.number, 0.0)
 
     @property
@@ -78,7 +78,7 @@ class Progress:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds from version 0 to the newest, without those in which the run was paused, stopped or away."""
+        """Seconds from version 0 to the newest, without pauses, stops and absences."""
         return max(0.0, self.versions[-1].at - self._first.at - self._paused) if self.versions else 0.0
 
     @property
@@ -105,7 +105,7 @@ class Progress:
 
 
 def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float = 0.0) -> dict[str, float]:
-    """Compute what a version took, without the `paused` seconds before it. Of a clock that stepped back: nothing wrong.
+    """Compute what a version took, without the `paused` seconds before it; a clock that stepped back gives no figure.
 
     These are trained tokens a second, the share of the time that the learner waited, and the share of tokens that was
     thrown away.

@@ -41,7 +41,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The `count` changes of a run's config: a table by column, the recipe after each, and changed keys as they are."""
+    """The `count` changes of a run's config: a table by column, the recipe after each, the values of changed keys."""
 
     count: int = 0
     table: Mapping[str, Sequence[Any]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """What this machine last saw of a run: a copy of its status in the run home, for when the run's store is silent.
 
-One small file a run, named after the run's address; whoever shows a status keeps it.
+There is one small file for each run, named after the run's address; each command that shows a status keeps it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Seen:
 
 
 def keep_seen(home: Path, uri: str, status: RunStatus) -> None:
-    """Keep the status of the run at `uri`; a home that cannot be written is no reason not to show it."""
+    """Keep the status of the run at `uri`; if the home cannot be written, nothing is kept."""
     file = _file(home, uri)
     new = file.with_suffix(f".{os.getpid()}.new")
     with contextlib.suppress(OSError):
@@ -36,7 +36,7 @@ def keep_seen(home: Path, uri: str, status: RunStatus) -> None:
 
 
 def read_seen(home: Path, uri: str | None) -> Seen | None:
-    """What was last seen of the run at `uri`; None: of any run."""
+    """Return what was last seen of the run at `uri`; with None, of any run."""
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
     with contextlib.suppress(OSError, ValueError, TypeError):
         newest = max(files, key=lambda file: file.stat().st_mtime)

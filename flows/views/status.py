@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STATUS = "status.json"  # where the supervisor keeps it in the run's storage
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
-STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # states of a stage's flow run, for people
+STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # how a stage ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RunStatus:
         return self.phase in ENDED
 
     def at_end(self, phase: Phase, *messages: str) -> RunStatus:
-        """This status once the run has ended as `phase`: none of its stages runs any more."""
+        """Return this status once the run has ended as `phase`: none of its stages runs any more."""
         stages = {
             role: stage if stage.state.lower() in STAGE_ENDS else replace(stage, state="Cancelled")
             for role, stage in self.stages.items()
@@ -123,7 +123,7 @@ def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus 
 
 
 def record_end(context: RunContext, phase: Phase, why: str) -> None:
-    """Store that the run has ended, unless its supervisor has said so; a store that fails now is no other error."""
+    """Store that the run has ended, unless its supervisor has; a store that fails now raises no further error."""
     with contextlib.suppress(RollflowError, OSError):
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         if not last.ended:

@@ -65,7 +65,7 @@ class StatusWriter:
         self._before: PolicyVersion | None = None  # the version that was told last
         self._evaluated: dict[int, Evaluation] = {}
         self._told = 0.0
-        self.no_signal = ""  # on the newest versions, where they lack a signal
+        self.no_signal = ""  # a sentence on the newest versions, if they lack a signal
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
@@ -89,13 +89,13 @@ class StatusWriter:
         self.context.store.put(STATUS, told.to_json().encode())
 
     def came_further(self, phase: Phase) -> None:
-        """A step of the supervisor's own has come further; tells so once a second at most."""
+        """Record that a step of the supervisor itself made progress; the status is written at most once a second."""
         if time.monotonic() - self._told > TELL_SECONDS:
             with contextlib.suppress(Unreachable, OSError):
                 self.refresh(phase)
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
-        """Metrics of a version; what it took is unknown of the first that a supervisor sees, which another has told."""
+        """Return a version's metrics; the first version that a supervisor sees has no `system/` figures."""
         if self._before is None:
             return dict(version.metrics)
         return {**version.metrics, **system_figures(self._before, version, self.progress.pause_before(version))}

@@ -110,7 +110,7 @@ class Tracker:
         self._queue.put(lambda: self._log_plot(curves, path))
 
     def log_anchor(self, anchor: Anchor) -> None:
-        """Keep the hash of one of the run's entries."""
+        """Log the hash of one of the run's entries."""
         self._queue.put(lambda: self._log_anchor(anchor))
 
     def log_ending(self, told: Ending) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a trajectory in their order: the prompt, what the policy said, what the environment answered.
+"""The parts of a trajectory in order: the prompt, what the policy generated, what the environment answered.
 
 A part ends where the loss mask changes. Two generations with nothing between them are one part.
 """
@@ -18,7 +18,7 @@ Author = Literal["prompt", "policy", "environment"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens that stand together, from token `start` of the trajectory on; only the policy's have the other two."""
+    """Consecutive tokens of one author from token `start` on. Only the policy has log-probs and versions."""
 
     author: Author
     start: int
@@ -27,7 +27,7 @@ class Part:
     versions: Sequence[int] = ()
 
     def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """Return what programs get of it."""
+        """Return the part as JSON output has it."""
         told: dict[str, Any] = {"by": self.author, "start": self.start, "tokens": len(self.tokens)}
         told |= {"loss_mask": self.author == "policy", "text": decode(self.tokens)}
         if self.logprobs:
@@ -37,7 +37,7 @@ class Part:
 
 
 def split_turns(trajectory: Trajectory) -> list[Part]:
-    """Cut a trajectory into its parts."""
+    """Split a trajectory into its parts."""
     parts = list[Part]()
     start = 0
     for chosen, masks in groupby(trajectory.loss_mask):
