@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -86,26 +87,43 @@ def _without_nulls(tree: Any) -> Any:
     return [_without_nulls(item) for item in tree] if isinstance(tree, list) else tree
 
 
-def check_new_run(config: RunConfig) -> None:
+def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
     """Refuse what `parse` accepts for the sake of recorded runs, but no new run may have.
+
+    Args:
+        recorded: a run's config that `config` is made of: what it has already is no fault.
 
     Raises:
         ConfigError: with one sentence for what the user must change.
     """
-    try:
-        check_new(config.train.objective)
-        if isinstance(config.engine, VllmEngineConfig):
-            check_temperature("engine.temperature", config.engine.temperature)
-            if config.evaluation.engine != "transformers":
-                check_temperature("evaluation.temperature", config.evaluation.temperature)
-    except PydanticCustomError as error:
-        raise ConfigError(error.message()) from None
+    known = list(_faults(recorded)) if recorded else []
+    for fault in _faults(config):
+        if fault not in known:
+            raise ConfigError(fault)
+
+
+def _faults(config: RunConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    for check in (
+        partial(check_new, config.train.objective),
+        partial(_check_temperature, config, "engine.temperature", config.engine.temperature),
+        partial(_check_temperature, config, "evaluation.temperature", evaluation.temperature, evaluation.engine),
+    ):
+        try:
+            check()
+        except PydanticCustomError as error:
+            yield error.message()
     for which, source in enumerate(config.prompts):
         if source.system is not None and not source.chat:
-            raise ConfigError(
+            yield (
                 f"prompts.{which}.system = {source.system!r}: no prompt has it without chat = true; set that, "
                 "or remove it"
             )
+
+
+def _check_temperature(config: RunConfig, key: str, temperature: float, engine: str = "") -> None:
+    if isinstance(config.engine, VllmEngineConfig) and engine != "transformers":
+        check_temperature(key, temperature)
 
 
 def load_hardware(path: Path) -> Hardware:

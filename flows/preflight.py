@@ -116,14 +116,19 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
 def recheck(config: RunConfig, context: RunContext) -> None:
     """Check what a recorded run would refuse if it went on with another config, on its own policy.
 
+    The folder is the one in the run's storage, and stays as it is.
+
     Raises:
         ConfigError: with one sentence for what the user must change.
     """
-    check_new_run(config)
+    check_new_run(config, context.config)
     check_own_parts(config)
     check_addresses(config, context.uri)
     _check_installed(config)
-    _check_folder(config, context.policy_folder)
+    folder, tokenizer = context.policy_folder, context.tokenizer
+    _check_engine(config, folder)
+    _check_room(config, tokenizer)
+    _check_kv_cache(config, folder, tokenizer.context)
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:
@@ -214,14 +219,19 @@ def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
     _check_engine(config, folder)
     name_end_tokens(folder)
     tokenizer = PolicyTokenizer(folder)
+    _check_room(config, tokenizer)
+    check_templates(config.prompts, tokenizer)
+    _check_kv_cache(config, folder, tokenizer.context)
+    return tokenizer
+
+
+def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
+    """Refuse responses that fill the policy's context alone."""
     if tokenizer.context <= config.engine.max_new_tokens:
         raise ConfigError(
             f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context is "
             f"{tokenizer.context} tokens; choose fewer"
         )
-    check_templates(config.prompts, tokenizer)
-    _check_kv_cache(config, folder, tokenizer.context)
-    return tokenizer
 
 
 def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) -> None:

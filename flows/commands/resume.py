@@ -47,7 +47,7 @@ def change(context: RunContext, overrides: Sequence[str]) -> None:
     after = overridden(tree_of(before), overrides)
     if after == before:
         return
-    check_new_run(after)
+    check_new_run(after, before)
     check_change(context, after)
     recheck(after, context)
     if goes_on(context):

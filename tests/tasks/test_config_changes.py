@@ -24,7 +24,8 @@ from rollflow.tasks.learners.restore import new_learner, restore
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import describe
 from tests.support.log_runs import of_kind
-from tests.support.small_run import ALL_ROLES, Halt, StoreFeed, prepare_small, train_small
+from tests.support.policy_folders import change_json
+from tests.support.small_run import ALL_ROLES, SUMS, Halt, StoreFeed, make_policy, prepare_small, train_small
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +202,22 @@ def test_run_of_before_some_keys_is_changed(tmp_path: Path) -> None:
     assert recorded.changes == (("train.learning_rate", 5e-4, 0.25),)
     assert recorded.config == {**tree, "train": {**tree["train"], "learning_rate": 0.25}}
     assert (context.config.train.fused_adamw, context.config.train.objective) == (False, before.train.objective)
+
+
+def test_change_leaves_a_recorded_policy_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of before end tokens were united, with what is refused of a new run and cannot change."""
+    make_policy(tmp_path / "policy")
+    change_json(tmp_path / "policy" / "tokenizer_config.json", eos_token="<|pad|>")
+    with monkeypatch.context() as patch:
+        for check in ("name_end_tokens", "check_new_run"):
+            patch.setattr(f"rollflow.flows.preflight.{check}", lambda *given: None)
+        context = prepare_small(tmp_path, versions=2, prompts=[{**SUMS, "system": "Be kind."}])
+    ends = again(context).tokenizer.stop_tokens
+    change(again(context), ["versions=3"])
+    assert (again(context).config.versions, again(context).tokenizer.stop_tokens) == (3, ends)
+    assert audit(context.store, deep=True).violations == []
+    with pytest.raises(ConfigError, match=r"engine\.temperature = 0\.001"):
+        change(again(context), ["engine.kind=vllm", "engine.temperature=0.001"])
 
 
 def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
