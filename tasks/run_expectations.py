@@ -81,6 +81,7 @@ def _surely(rules: FilterConfig | None) -> FilterConfig | None:
 
 def _prompts(context: RunContext) -> Prompts:
     prompts = context.prompts()
+    _check_clock(context)
 
     def ask(index: int) -> tuple[Prompt, bool]:
         prompt, question = prompts.asked(index)
@@ -92,3 +93,12 @@ def _prompts(context: RunContext) -> Prompts:
         vocabulary=vocabulary_of(context.policy_folder),
         stops=frozenset(stop_tokens(context.policy_folder)),
     )
+
+
+def _check_clock(context: RunContext) -> None:
+    """Raise `ConfigError` for prompts that cannot be made again: once a template's clock was that of each process."""
+    if context.created.single_start:
+        return
+    for source in context.all_configs[0].prompts:
+        if source.chat and context.tokenizer.template.reads_clock(source.system):
+            raise ConfigError("the chat template shows the time, and this run did not record which")

@@ -99,14 +99,16 @@ def _announce(context: RunContext, began: float) -> None:
 
 def _show(session: Session, context: RunContext, began: float) -> RunStatus:
     """Submit the run and show it until it ends; returns its last status. Ctrl-C cancels it first."""
-    status = RunStatus(context.run_id)
+    status = kept = RunStatus(context.run_id)
     try:
         print(f"Prefect {session.page}{session.login}", flush=True)
         flow_run = session.submit(context, began)
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                keep_seen(home(), context.uri, status)
+                if status != kept:  # while the store is silent it is what was written before, and grows old
+                    keep_seen(home(), context.uri, status)
+                    kept = status
     except KeyboardInterrupt:
         print("\nstopping: ending the flows, the cluster and the server", flush=True)
         session.cancel(context)

@@ -39,7 +39,7 @@ def command(options: argparse.Namespace) -> int:
         return _show_seen(options, error)
     status = found.status
     if status is not None:
-        keep_seen(home(), found.context.uri, status)
+        keep_seen(home(), found.context.uri, status, found.age)
     if options.json:
         print((status or RunStatus(found.context.run_id, versions=found.context.config.versions)).to_json())
     elif status is None:

@@ -30,6 +30,8 @@ def redact(uri: str) -> str:
         parts = urlsplit(uri)
     except ValueError:  # not a URI at all; whatever it is, it may hold a secret
         return "<not a URI>"
+    if not parts.netloc and parts.scheme.startswith(("http", "socks")):  # slashes are missing, or too many
+        return f"{parts.scheme}:{parts.path.rpartition('@')[2]}"
     if not parts.scheme or not (parts.netloc or parts.query or parts.fragment):
         return uri
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -19,19 +19,21 @@ FOLDER = "seen"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A status and its age in seconds."""
+    """A status and its age: seconds since it was written."""
 
     status: RunStatus
     age: float
 
 
-def keep_seen(home: Path, uri: str, status: RunStatus) -> None:
-    """Keep the status of the run at `uri`; if the home cannot be written, nothing is kept."""
+def keep_seen(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None:
+    """Keep the status of the run at `uri`, `age` seconds old; if the home cannot be written, nothing is kept."""
     file = _file(home, uri)
     new = file.with_suffix(f".{os.getpid()}.new")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(status.to_json())
+        written = time.time() - age
+        os.utime(new, (written, written))
         new.replace(file)
 
 

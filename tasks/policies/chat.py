@@ -6,13 +6,17 @@ same tokens on every machine and after each restart.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, cast
 
 from rollflow.storage.errors import ConfigError
 
 QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # words that occur in no template
+SYSTEM = "You answer."
+ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)  # another year, month, day, hour, minute and second
 
 
 class ChatTemplate:
@@ -41,9 +45,11 @@ class ChatTemplate:
         Raises:
             ConfigError: with one sentence for what the user must change.
         """
-        if system is not None:
-            self.render(QUESTION, None)
-        rendered = self.render(QUESTION, system)
+        try:
+            rendered = self.render(QUESTION, system)
+        except ConfigError:
+            self.render(QUESTION, None)  # also fails if the system message is not the cause
+            raise
         if QUESTION not in rendered:
             raise ConfigError(f"{_CHAT}: the policy's chat template leaves the question out of the prompt; {_NO_CHAT}")
         if system is not None and system.strip() not in rendered:
@@ -54,13 +60,19 @@ class ChatTemplate:
         if rendered != self.render(QUESTION, system):
             raise ConfigError(f"{_CHAT}: the policy's chat template gives another prompt each time; {_NO_CHAT}")
 
+    def reads_clock(self, system: str | None) -> bool:
+        """Report whether a prompt depends on the moment at which it is rendered."""
+        later = ChatTemplate(self._tokenizer, (self._moment + ANOTHER_TIME).timestamp())
+        return self.render(QUESTION, system) != later.render(QUESTION, system)
+
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
         """Return the token of `special` that follows an answer; None if none does, or the template takes no answer."""
-        conversation = [*_asked(QUESTION, None), {"role": "assistant", "content": ANSWER}]
-        try:
-            rendered = _attempt(None, lambda: self._apply(conversation, tokenize=False, generate=False))
-        except ConfigError:
-            return None
+        rendered = ""
+        for system in (None, SYSTEM):  # some templates require a system message
+            conversation = [*_asked(QUESTION, system), {"role": "assistant", "content": ANSWER}]
+            with contextlib.suppress(ConfigError):
+                rendered = _attempt(None, partial(self._apply, conversation, tokenize=False, generate=False))
+                break
         _, found, after = rendered.rpartition(ANSWER)
         after = after.lstrip()
         names = sorted((name for name in special if name and after.startswith(name)), key=len)

@@ -32,7 +32,7 @@ class PolicyTokenizer:
         """`now` is the time that a chat template's clock shows, in seconds since the epoch; by default, this moment.
 
         With `single_start`, prompts have at most one start token, and no end token at their end. Without it they have
-        all tokens that the tokenizer adds, as in older runs.
+        all tokens that the tokenizer adds, and the context is `max_position_embeddings`, as in older runs.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -91,6 +91,8 @@ class PolicyTokenizer:
     @cached_property
     def context(self) -> int:
         """Longest prompt plus response, in tokens."""
+        if not self._single_start and type(named := self._config.get("max_position_embeddings")) is int:
+            return named  # longer prompts are replaced, so the context must not change
         return context_length(self._config)
 
     @property
@@ -142,8 +144,13 @@ class PolicyTokenizer:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokenizer adds before and after a text."""
-        own, whole = self._fast.encode("a", add_special_tokens=False).ids, self._fast.encode("a").ids
+        """The tokens that the tokenizer adds before and after a text, found with a text that has tokens."""
+        for text in ("a", *sorted(self.vocabulary.keys() - self.special.keys())):
+            if own := self._fast.encode(text, add_special_tokens=False).ids:
+                break
+        else:
+            return [], []
+        whole = self._fast.encode(text).ids
         place = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)
         return list(whole[:place]), list(whole[place + len(own) :])
 

@@ -404,6 +404,7 @@ def test_redact_keeps_what_a_person_needs_to_recognise_an_address() -> None:
     assert redact("http://user:pw@host:5000/path?token=x#y") == "http://host:5000/path"
     assert redact("sqlite:////a/b.db") == "sqlite:////a/b.db"
     assert redact("host:6379") == "host:6379"
+    assert redact("http:///user:pw@host:1?token=x") == redact("http:user:pw@host:1") == "http:host:1"
 
 
 def test_short_folder_uses_a_link_only_when_needed(tmp_path: Path) -> None:

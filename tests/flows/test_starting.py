@@ -199,6 +199,16 @@ def test_the_newest_run_that_was_seen_is_shown_without_a_name(tmp_path: Path) ->
     assert (newest.status.run_id, one.status.run_id) == ("two", "one")
 
 
+def test_what_was_seen_is_as_old_as_the_status(run: RunContext) -> None:
+    """Not as the look at it: a run that was silent for long then is not fresh."""
+    tell(run, RunStatus("one", "training", 4, 9))
+    os.utime(Path(run.uri) / STATUS, (0, 0))
+    assert main(["status", "one"]) == 0
+    seen = read_seen(home(), run.uri)
+    assert seen is not None
+    assert seen.age > 1e9
+
+
 @pytest.mark.parametrize(("phase", "told"), [("training", True), ("failed", False), ("paused", False)])
 def test_status_says_that_a_run_was_not_heard_of(
     run: RunContext, phase: Any, capsys: pytest.CaptureFixture[str], *, told: bool
