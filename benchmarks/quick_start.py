@@ -52,12 +52,12 @@ def rows(seed: int, home: Path, recipe: Path, changes: Sequence[str]) -> Iterato
     """All figures of one seed."""
     case, summary = f"seed {seed}", run(home, recipe, changes)
     context = attach_run(summary["storage"])
-    first, second = sets(context)
-    yield at_most(case, "keys in both training and a held-out set", shared_keys(context, [*first, *second]), 0)
+    first, second = split_held_out(context)
+    yield at_most(case, "keys in both training and a held-out set", count_shared_keys(context, [*first, *second]), 0)
     for version, when in ((0, "before"), (summary["versions"], "after")):
-        folder = exported(home, version)
+        folder = export_version(home, version)
         for name, questions in (("first", first), ("second", second)):
-            percent = 100 * accuracy(
+            percent = 100 * measure_accuracy(
                 folder, [(q.text, q.answer) for q in questions], context.config.engine.max_new_tokens
             )
             metric = f"{name} set ({len(questions)}), {when} (%)"
@@ -89,7 +89,7 @@ def rollflow(home: Path, *arguments: str) -> None:
         subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
 
 
-def exported(home: Path, version: int) -> Path:
+def export_version(home: Path, version: int) -> Path:
     """A folder with a version of the run."""
     folder = home / f"version-{version}"
     if not folder.exists():
@@ -97,14 +97,14 @@ def exported(home: Path, version: int) -> Path:
     return folder
 
 
-def sets(context: RunContext) -> tuple[list[Question], list[Question]]:
+def split_held_out(context: RunContext) -> tuple[list[Question], list[Question]]:
     """What the run evaluates itself on, and what its source holds out besides."""
     [source] = context.prompts().sources
     held, count = source.held_out(ALL), context.config.evaluation.prompts
     return held[:count], held[count:]
 
 
-def shared_keys(context: RunContext, held: Sequence[Question]) -> int:
+def count_shared_keys(context: RunContext, held: Sequence[Question]) -> int:
     """How many held-out keys are asked at any position that training or cold start may have used."""
     [source], config = context.prompts().sources, context.config
     ahead = config.capacity + 1  # batches that are in flight when the last version is published
@@ -114,7 +114,7 @@ def shared_keys(context: RunContext, held: Sequence[Question]) -> int:
 
 
 @torch.no_grad()
-def accuracy(folder: Path, asked: Asked, longest: int) -> float:
+def measure_accuracy(folder: Path, asked: Asked, longest: int) -> float:
     """The share of questions that the model in `folder` answers right, greedily. Only transformers reads the folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

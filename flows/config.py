@@ -70,7 +70,7 @@ def _is_within(key: str, sections: Iterable[str]) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
-def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
+def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
     """Apply `key.path=value` overrides to a recorded config and check it; `ConfigError` as in `load_recipe`."""
     given = _without_nulls(tree)
     recorded = path_values(given)
@@ -284,13 +284,13 @@ def _in_words(limit: object) -> str:
 
 def _nearest(key: str, given: object, section: type[Section], tree: Mapping[str, Any]) -> str:
     """Suggest the key that was probably meant: a section for a table, a plain key for a value."""
-    known = [name for name, info in _usable(section, tree) if _takes(info, given)]
-    close = _initials(key, known) or _similar(key, known)
+    known = [name for name, info in _usable_keys(section, tree) if _accepts(info, given)]
+    close = _initials(key, known) or _find_similar(key, known)
     lists = "`rollflow keys`" if section is RunConfig else "`rollflow keys --hardware`"
     return f"; did you mean {close[0]}?" if close else f"; remove it; {lists} lists all"
 
 
-def _similar(key: str, known: Iterable[str]) -> list[str]:
+def _find_similar(key: str, known: Iterable[str]) -> list[str]:
     """Return the keys that are like a key in their last word or in the whole path, those beside it first."""
     import difflib
 
@@ -309,7 +309,7 @@ def _similar(key: str, known: Iterable[str]) -> list[str]:
     return [one for *_, one in sorted(close, reverse=True)]
 
 
-def _takes(info: FieldInfo, given: object) -> bool:
+def _accepts(info: FieldInfo, given: object) -> bool:
     """Report whether a field is of the same shape as a given value: a table, a list of tables, or a value."""
     sections = any(True for _ in sections_of(info.annotation))
     if isinstance(given, Mapping):
@@ -323,7 +323,7 @@ def _is_list(info: FieldInfo) -> bool:
     return get_origin(info.annotation) in (list, tuple)
 
 
-def _usable(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
+def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
     """List the keys that a tree may have; a field with several kinds of section has the keys of the kind in use."""
     for name, info in section.model_fields.items():
         yield prefix + name, info
@@ -333,11 +333,11 @@ def _usable(section: type[Section], tree: object, prefix: str = "") -> Iterable[
         else:
             places = [(f"{prefix}{name}.", given)]
         for place, below in places:
-            for chosen in _in_use(info, below):
-                yield from _usable(chosen, below, place)
+            for chosen in _sections_in_use(info, below):
+                yield from _usable_keys(chosen, below, place)
 
 
-def _in_use(info: FieldInfo, given: object) -> list[type[Section]]:
+def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
     """Return the section in use in a field: by its kind, or by the default; all of them if neither decides."""
     sections = list(sections_of(info.annotation))
     kind_key = sections[0].kind_key if sections else ""

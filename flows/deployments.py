@@ -34,7 +34,7 @@ from rollflow.flows.services.automations import HEARTBEAT_SECONDS, install
 from rollflow.flows.services.flow_process import fork_flows
 from rollflow.flows.services.form import values
 from rollflow.flows.services.prefect_api import INTERNAL, NIGHTLY, OF_SESSION, RECIPE, SERVED, insist, names_of
-from rollflow.flows.services.registering import Offer, of_home, superseded
+from rollflow.flows.services.registering import Offer, home_tag, list_superseded
 from rollflow.flows.train import train
 from rollflow.flows.views.tracking import import_early
 from rollflow.storage.errors import ConfigError, Unreachable
@@ -49,7 +49,7 @@ FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 def deployments(name: str | None = None) -> list[Offer]:
     """List the six flows, under a name that is permanent or that belongs to this runner alone."""
     session = name is None and deployment() != SERVED
-    tags = (INTERNAL, OF_SESSION, of_home(home())) if session else (INTERNAL,)
+    tags = (INTERNAL, OF_SESSION, home_tag(home())) if session else (INTERNAL,)
     name = name or deployment()
     return [Offer(flow, names_of(name)[0], description=flow.__doc__ or "", tags=tags) for flow in FLOWS]
 
@@ -116,7 +116,7 @@ async def serve(made: Iterable[Offer], ready: Path | None, *, automations: bool,
 
     made = list(made)
     if recipes:
-        made += [*of_recipes(), *await asyncio.to_thread(insist, lambda: superseded(made, SERVED))]
+        made += [*of_recipes(), *await asyncio.to_thread(insist, lambda: list_superseded(made, SERVED))]
     await add(made)
     if ready:
         ready.touch()

@@ -39,7 +39,7 @@ from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, 
 from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.blocks import rows
-from rollflow.flows.views.config_history import shown
+from rollflow.flows.views.config_history import select_shown
 from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
@@ -163,7 +163,7 @@ def _prepared(config: RunConfig, run_id: str | None, storage: str | None) -> Run
     context = replace(context_of(store_uri(config), run_id), patience=config.store.patience_seconds)
     if not context.store.exists(entry_path(0)):
         prepare(config, run_id, get_run_logger().info)
-    for one in shown(differences(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
+    for one in select_shown(differences(tree_of(context.config), tree_of(config)), context.log.state.version + 1):
         cure = f"to change it: rollflow resume {context.uri} --set {one.key}=VALUE"
         words = "%s = %s, as the run's log has it, and not %s; %s"
         get_run_logger().warning(words, one.key, one.before, one.after, cure)
@@ -177,7 +177,7 @@ def _claimed(context: RunContext, address: str) -> Writer:
     with contextlib.suppress(Unreachable):  # a server that is away is no reason not to train
         tag(tags(context.config, context.run_id, "supervisor"))
     _begin_anew(context)
-    _go_on(context)
+    _reopen(context)
     _sweep(context)
     return supervisor
 
@@ -193,7 +193,7 @@ def _begin_anew(context: RunContext) -> None:
             take_back(context.store, asked_for(own))
 
 
-def _go_on(context: RunContext) -> None:
+def _reopen(context: RunContext) -> None:
     """Delete the summary of a run that goes on after its end: its presence tells others that the run has ended."""
     if context.store.exists(SUMMARY) and not trained(context):
         context.store.delete(SUMMARY)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rollflow.flows.config import check_new_run
-from rollflow.flows.keepalive.gpus import shared_out, spreads
+from rollflow.flows.keepalive.gpus import shared_out, spans_gpus
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services import cluster
 from rollflow.flows.services.profile import prefect_url
@@ -41,7 +41,7 @@ from rollflow.tasks.policies.validation import (
     check_files,
     check_rows,
     check_templates,
-    described_ends,
+    describe_ends,
     name_end_tokens,
 )
 from rollflow.tasks.prompt_check import Tell, fit_files, probe_sources, read_files
@@ -86,7 +86,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     read = read_once()
     rows = read_files(config, read)
     if config.policy.path is not None and find_policy(config.policy.path, download) is None:
-        notes += _few_held_out(config, open_prompts(config, None, read).count_held_out())
+        notes += _note_few_held_out(config, open_prompts(config, None, read).count_held_out())
         notes.append(
             f"policy.path = {config.policy.path!r} is not in the hub's cache of this machine: its tokenizer, template, "
             "context and weights were not checked; `rollflow run` downloads and checks them first"
@@ -101,9 +101,9 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         files |= {GENERATION: (folder / GENERATION).read_bytes()}
         read, found = fit_files(config, rows, tokenizer, read, tell)
         prompts = open_prompts(config, tokenizer, read)
-        notes += [described_ends(tokenizer), *found, *probe_sources(config, prompts, tokenizer)]
-        notes += _few_held_out(config, len(prompts.held_out()))
-        notes.append(_near_duplicates(config, prompts))
+        notes += [describe_ends(tokenizer), *found, *probe_sources(config, prompts, tokenizer)]
+        notes += _note_few_held_out(config, len(prompts.held_out()))
+        notes.append(_note_near_duplicates(config, prompts))
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_reading(config, folder, [prompt.text for prompt in first])
         if config.policy.path is not None:
@@ -168,9 +168,9 @@ def check_addresses(config: RunConfig, store: str) -> None:
         check_prefect(url)
     check_ray(address)
     local = open_store(store).local_path("runs") is not None
-    if address == "auto" and spreads(config):
-        shared_out(config, [cluster.machine_gpus()])
-    if address != "auto" and (local or spreads(config)):
+    if address == "auto" and spans_gpus(config):
+        shared_out(config, [cluster.count_machine_gpus()])
+    if address != "auto" and (local or spans_gpus(config)):
         with cluster.attached(address, "check"):
             check_store_reach(store, address, cluster.nodes())
             shared_out(config, cluster.node_gpus())
@@ -190,12 +190,12 @@ def _check_installed(config: RunConfig) -> None:
         raise ConfigError(f"train.learner = 'deepspeed': DeepSpeed is not installed here; {cure}")
 
 
-def _near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
+def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
     """Note how many held-out prompts have near duplicates among the training prompts."""
     return near_duplicates(prompts, config.versions * config.groups).sentence()
 
 
-def _few_held_out(config: RunConfig, found: int) -> list[str]:
+def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
     """Note that there are fewer prompts to evaluate with than asked for."""
     if found >= config.evaluation.prompts:
         return []
@@ -250,7 +250,7 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
     if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
         cold = config.policy.cold_start
         named = f"policy.path = {path!r}" if cold is None else f"policy.cold_start.heads = {cold.heads}"
-        check_head_size(folder, named, cluster.machine_gpus)
+        check_head_size(folder, named, cluster.count_machine_gpus)
     if path is None or not isinstance(config.engine, TransformersEngineConfig):
         return
     try:
@@ -268,7 +268,7 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
     if not isinstance(engine, VllmEngineConfig) or config.cluster.address != "auto":
         return
     have, need = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES, kv_cache_need(folder, context, config.policy.dtype)
-    if need > have and not cluster.machine_gpus():
+    if need > have and not cluster.count_machine_gpus():
         raise ConfigError(
             f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, the "
             "policy's context; set it to that or more, or choose a policy of a shorter context"

@@ -30,7 +30,7 @@ from rollflow.storage.log.rules import FIXED, FORMED
 from rollflow.storage.log.state import Deposed, Refused, RunState
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.objectives.config import ImportObjective, PartsObjective
-from rollflow.tasks.run_context import RunContext, as_of_today, claim
+from rollflow.tasks.run_context import RunContext, claim, complete_config
 from rollflow.tasks.sections import Section
 
 ANEW = "or begin another run with what `rollflow export` gives"
@@ -47,10 +47,10 @@ def check_change(context: RunContext, after: RunConfig) -> None:
     """Raise `ConfigError`, with one sentence for each key that may not change, or not now."""
     first, before, state = context.all_configs[0], context.config, context.log.state
     changes = differences(tree_of(before), tree_of(after))
-    refused = [text for change in changes if (text := _why_not(before, after, change))]
+    refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
     refused += _stored_parts_differ(before, after)
-    refused += _too_long(first, after)
-    refused += _refused_now(before, after, state)
+    refused += _refuse_longer_responses(first, after)
+    refused += _refuse_waiting(before, after, state)
     if len(refused) == 1:
         raise ConfigError(refused[0])
     if refused:
@@ -85,12 +85,12 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
 
 def _changed(context: RunContext, after: RunConfig, state: RunState) -> ConfigChanged:
     recorded = context.configs[-1].config
-    config = _recorded_as(recorded, context.config, after)
+    config = _merge_recorded(recorded, context.config, after)
     sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    return ConfigChanged(state.version + 1, config, sha256, differences(recorded, config), _person())
+    return ConfigChanged(state.version + 1, config, sha256, differences(recorded, config), _name_person())
 
 
-def _person() -> str:
+def _name_person() -> str:
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a user without a name
@@ -98,17 +98,17 @@ def _person() -> str:
     return f"{name} on {socket.gethostname()}"
 
 
-def _recorded_as(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
+def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
     """Merge what differs into the recorded tree, so that a key that is newer than the run keeps its value of then.
 
     If the sections do not fit those of today, return the whole tree of today.
     """
-    tree = _merged(recorded, tree_of(before), tree_of(after))
-    same = RunConfig.model_validate(as_of_today(tree)) == after
+    tree = _merge_trees(recorded, tree_of(before), tree_of(after))
+    same = RunConfig.model_validate(complete_config(tree)) == after
     return tree if same else {**tree_of(after), **{name: recorded[name] for name in FIXED if name in recorded}}
 
 
-def _merged(recorded: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_trees(recorded: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in recorded.items() if name not in before or name in after}
     for name, value in after.items():
         old = before.get(name)
@@ -116,7 +116,7 @@ def _merged(recorded: Mapping[str, Any], before: Mapping[str, Any], after: Mappi
             continue
         if isinstance(value, Mapping) and isinstance(old, Mapping):
             inner = recorded.get(name)
-            value = _merged(inner if isinstance(inner, Mapping) else {}, old, value)
+            value = _merge_trees(inner if isinstance(inner, Mapping) else {}, old, value)
         found[name] = value
     return found
 
@@ -124,27 +124,27 @@ def _merged(recorded: Mapping[str, Any], before: Mapping[str, Any], after: Mappi
 # --- which keys may not change ----------------------------------------------------------------------------------------
 
 
-def _why_not(before: RunConfig, after: RunConfig, change: Change) -> str:
+def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
     """Return the sentence for a fixed key; "" for a key that may change."""
     for config in (before, after):
-        if why := fixed_by(config, change.key):
+        if why := explain_fixed(config, change.key):
             return f"{_assignment(after, change.key)}: it cannot change, as {why}; {_cure(before, change.key)}"
     return ""
 
 
-def fixed_by(config: RunConfig, key: str) -> str:
+def explain_fixed(config: RunConfig, key: str) -> str:
     """Return why a key, or the section it is in, is fixed; "" if it is not."""
     place: Any = config
     for name in key.split("."):
         if not isinstance(place, Section):
             break
-        if why := _reason(type(place), name):
+        if why := _find_reason(type(place), name):
             return why
         place = getattr(place, name, None)
     return ""
 
 
-def _reason(section: type[Section], name: str) -> str:
+def _find_reason(section: type[Section], name: str) -> str:
     found = (vars(base).get("fixed", {}) for base in section.__mro__)
     return next((table[name] for table in found if name in table), "")
 
@@ -170,7 +170,7 @@ def _stored_parts(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def _too_long(first: RunConfig, after: RunConfig) -> Iterator[str]:
+def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str]:
     """Refuse a larger `max_new_tokens`: when the run began, prompts that left no room for a response were replaced."""
     room, asked = first.engine.max_new_tokens, after.engine.max_new_tokens
     if asked > room:
@@ -178,7 +178,7 @@ def _too_long(first: RunConfig, after: RunConfig) -> Iterator[str]:
         yield f"engine.max_new_tokens = {asked}: {why}; choose {room} or less, {ANEW}"
 
 
-def _refused_now(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
+def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
     """Report what the log allows only at another time."""
     if after.versions < state.version:
         yield f"versions = {after.versions}: version {state.version} is published; choose {state.version} or more"

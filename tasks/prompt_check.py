@@ -23,7 +23,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import numbered_lines
-from rollflow.tasks.prompts.rows import Row, read_rows, refuse_lines, shown
+from rollflow.tasks.prompts.rows import Row, read_rows, refuse_lines, shorten
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Verifier, answer_of, judge
@@ -62,13 +62,13 @@ def fit_files(
     """
     notes, kept = list[str](), dict[JsonlPrompts, bytes]()
     for source, found in rows.items():
-        if dropped := _too_long(config, source, found, tokenizer, tell):
-            kept[source] = _without(source, read(source), dropped)
+        if dropped := _find_too_long(config, source, found, tokenizer, tell):
+            kept[source] = _drop_lines(source, read(source), dropped)
             notes.append(
                 f"prompts.path = {source.path!r}: {len(dropped)} of {len(found)} lines are too long, and dropped"
             )
         if isinstance(config.reward, ExactReward) and isinstance(config.environment, SingleTurnEnvironment):
-            notes += _unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
+            notes += _note_unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
     return functools.cache(lambda source: kept[source] if source in kept else read(source)), notes
 
 
@@ -85,7 +85,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
         asked = [*prompts.sources[which].held_out(PROBED), *map(prompts.sources[which].training, range(PROBED))]
         for question in asked:
             if wrong := fault(question.reference):
-                raise ConfigError(f"prompts.{which}: of the question {shown(question.text)}, {wrong}")
+                raise ConfigError(f"prompts.{which}: of the question {shorten(question.text)}, {wrong}")
         room = _room(config, tokenizer)
         lengths = [len(tokenizer.encode_prompt(question.text, source.chat, source.system)) for question in asked]
         if long := [length for length in lengths if not 0 < length <= room]:
@@ -120,7 +120,7 @@ def _exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
         return 'answer is empty, and nothing equals it for reward.kind = "exact"; give an answer'
     response = f"<answer>{said}</answer>" if where == "tag" else said
     if judge(_exact(), where, response, reference).reward != 1.0:
-        return f'answer holds a tag ({shown(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
+        return f'answer holds a tag ({shorten(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
     return None
 
 
@@ -148,7 +148,7 @@ def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
         )
 
 
-def _too_long(
+def _find_too_long(
     config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer, tell: Tell
 ) -> set[int]:
     """List the lines of a file whose prompts are too long and are to be dropped."""
@@ -170,12 +170,14 @@ def _too_long(
     return {line for line, _ in long}
 
 
-def _without(source: JsonlPrompts, content: bytes, dropped: set[int]) -> bytes:
+def _drop_lines(source: JsonlPrompts, content: bytes, dropped: set[int]) -> bytes:
     lines = [line for number, line in numbered_lines(source, content) if number not in dropped]
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _unreachable(config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer) -> list[str]:
+def _note_unreachable(
+    config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer
+) -> list[str]:
     """Note references that no response can equal: they are too long, or have letters that the policy cannot write."""
     where, most = config.reward.answer, config.engine.max_new_tokens
     lost = list[Row]()
@@ -187,7 +189,7 @@ def _unreachable(config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], t
     if not lost:
         return []
     what = f"no response of engine.max_new_tokens = {most} tokens equals {len(lost)} of {len(rows)} answers"
-    first = f"line {lost[0].line}: {shown(lost[0].reference['answer'])}"
+    first = f"line {lost[0].line}: {shorten(lost[0].reference['answer'])}"
     cure = "shorten the answers, raise engine.max_new_tokens, or choose a policy that can write them"
     if len(lost) == len(rows):
         raise ConfigError(f"prompts.path = {source.path!r}: {what} ({first}); {cure}")

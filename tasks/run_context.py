@@ -167,7 +167,7 @@ class RunContext:
 
     def _parse(self, recorded: RecordedConfig) -> RunConfig:
         try:
-            return RunConfig.model_validate(as_of_today(recorded.config))
+            return RunConfig.model_validate(complete_config(recorded.config))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
@@ -273,7 +273,7 @@ BEFORE: dict[str, dict[str, Any]] = {
 }
 
 
-def as_of_today(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+def complete_config(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
     """Complete a recorded config: a key that is newer than the run gets the value that matches how the run behaved."""
     sections = {name: recorded.get(name) for name in BEFORE}
     return {

@@ -21,7 +21,7 @@ from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.limits import filtered
-from rollflow.tasks.run_context import RunContext, as_of_today
+from rollflow.tasks.run_context import RunContext, complete_config
 
 ROUNDING = 1e-6  # in a mean reward: batches hold rewards in float32
 UNREADABLE = (ConfigError, Corrupt, Missing, OSError, ValueError, KeyError, TypeError)
@@ -37,7 +37,7 @@ def expected_of(context: RunContext) -> Expected:
 
 def _limits(recorded: Mapping[str, Any]) -> Limits:
     try:
-        return limits_of(RunConfig.model_validate(as_of_today(recorded)))
+        return limits_of(RunConfig.model_validate(complete_config(recorded)))
     except ValidationError as error:
         first = error.errors()[0]
         raise Corrupt(f"a config is none: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -45,7 +45,7 @@ def _limits(recorded: Mapping[str, Any]) -> Limits:
 
 def limits_of(config: RunConfig) -> Limits:
     """Return what a config allows in the batches that are committed under it."""
-    rules = _surely(config.rollout.filter)
+    rules = _without_rounding(config.rollout.filter)
     return Limits(
         sources=len(config.prompts),
         groups=config.groups,
@@ -66,7 +66,7 @@ def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
     return frozenset({left, DiscardReason.FILTERED} if config.rollout.filter else {left})
 
 
-def _surely(rules: FilterConfig | None) -> FilterConfig | None:
+def _without_rounding(rules: FilterConfig | None) -> FilterConfig | None:
     """Return the filter without the decisions that rounding may have changed."""
     if rules is None:
         return None

@@ -13,7 +13,7 @@ from rollflow.flows.locations import find_run
 from rollflow.flows.views.anchors import read_anchors
 from rollflow.flows.views.audit_table import print_report, show_audit
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
-from rollflow.storage.log.anchors import Anchor, check_anchors, parse
+from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
 from rollflow.storage.log.report import AuditReport
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.run_expectations import expected_of
@@ -42,7 +42,7 @@ def command(options: argparse.Namespace) -> int:
 def _anchors(context: RunContext, said: str) -> Sequence[Anchor]:
     """Return the anchors that the user gives, or those that MLflow has."""
     if said != "mlflow":
-        return [parse(said)]
+        return [parse_anchor(said)]
     from rollflow.flows.post_training import tracking_place  # imports Prefect, which takes seconds
 
     return read_anchors(context, tracking_place(context.config))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rollflow.flows.commands import OK
 from rollflow.flows.locations import find_run, home
-from rollflow.flows.views.compare import ComparedRun, differences, read_compared, same_weights
+from rollflow.flows.views.compare import ComparedRun, describe_same_weights, differences, read_compared
 from rollflow.flows.views.compare_page import compare_page
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run_context import RunContext
@@ -30,11 +30,11 @@ def command(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--html {str(page)!r} cannot be written: {error.strerror}; give another file") from None
     if options.json:
-        told = {"differences": differences(runs), "weights": same_weights(runs), "page": str(page)}
+        told = {"differences": differences(runs), "weights": describe_same_weights(runs), "page": str(page)}
         print(json.dumps({"runs": [_json(run) for run in runs], **told}))
     else:
         Console(highlight=False).print(compared_table(runs))
-        for line in same_weights(runs):
+        for line in describe_same_weights(runs):
             print(line)
         print(f"page: {page}")
     return OK

@@ -65,10 +65,10 @@ def doctor(home: Path) -> list[Check]:
         *[_package(name) for name in NEEDED],
         _engine(),
         _cuda(),
-        _variables(),
-        _prefect(),
-        _unused("Ray", "RAY_ADDRESS", "cluster.address", "a private cluster"),
-        _unused("MLflow", "MLFLOW_TRACKING_URI", "tracking.uri", "SQLite in the run home"),
+        _check_environment(),
+        _check_prefect(),
+        _check_unused("Ray", "RAY_ADDRESS", "cluster.address", "a private cluster"),
+        _check_unused("MLflow", "MLFLOW_TRACKING_URI", "tracking.uri", "SQLite in the run home"),
         _credentials(),
         _cores(),
         _memory(),
@@ -116,7 +116,7 @@ def _cuda() -> Check:
     return Check("CUDA", "ok" if present else "note", "a GPU is visible" if present else "no GPU; runs on the CPU")
 
 
-def _variables() -> Check:
+def _check_environment() -> Check:
     """Check the environment variables that a run's services would start under."""
     try:
         check_variables()
@@ -127,7 +127,7 @@ def _variables() -> Check:
     return Check("environment", "ok", found)
 
 
-def _prefect() -> Check:
+def _check_prefect() -> Check:
     value = os.environ.get("PREFECT_API_URL")
     if not value:
         return Check("Prefect server", "ok", "PREFECT_API_URL is not set: a private server")
@@ -138,7 +138,7 @@ def _prefect() -> Check:
     return Check("Prefect server", "ok", f"{redact(value)} answers")
 
 
-def _unused(name: str, variable: str, key: str, otherwise: str) -> Check:
+def _check_unused(name: str, variable: str, key: str, otherwise: str) -> Check:
     """Report a service that a run uses only if its recipe names it."""
     if value := os.environ.get(variable):
         return Check(f"{name} server", "note", f"{variable} = {redact(value)!r} is not used; name it in {key}")

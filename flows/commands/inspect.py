@@ -28,7 +28,7 @@ from rollflow.flows.commands.inspected import (
 from rollflow.flows.locations import find_run
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.audit_table import domains_table
-from rollflow.flows.views.config_history import change_sentence, history
+from rollflow.flows.views.config_history import change_sentence, list_changes
 from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
 from rollflow.flows.views.turns import Part, prompt_tokens, split_turns
@@ -105,7 +105,7 @@ def _run(context: RunContext, console: Console) -> None:
         "version", f"{state.version} {of}, entry {state.published}" if state.version >= 0 else f"none {of} yet"
     )
     table.add_row("log", f"{state.n + 1} entries")
-    for recorded in history(context):
+    for recorded in list_changes(context):
         when = f"{utc_time(recorded.at)}, entry {recorded.entry}, by {recorded.who or 'nobody named'}"
         table.add_row("changed", f"{change_sentence(recorded)} ({when})")
     table.add_row("batches", _batches(state))
@@ -276,14 +276,14 @@ def _answers(
     if not several:
         table.add_row("response", Text(_response(context, one)))
     table.add_row("tokens", f"{one.response_tokens}: {_spans(one)}")
-    table.add_row("log-probs", _logprobs([value for part in parts for value in part.logprobs]))
+    table.add_row("log-probs", _describe_logprobs([value for part in parts for value in part.logprobs]))
     table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
     table.add_row("ending", one.ending.value)
     table.add_row("staleness", f"{batch.number - one.started_version} (started under version {one.started_version})")
-    return _turns(context, parts) if several else None
+    return _show_turns(context, parts) if several else None
 
 
-def _turns(context: RunContext, parts: Sequence[Part]) -> Table:
+def _show_turns(context: RunContext, parts: Sequence[Part]) -> Table:
     """Show a multi-turn trajectory part by part; only the policy's tokens have loss mask 1."""
     table = Table(title="turns", title_justify="left")
     for name in ("turn", "by", "tokens", "mask", "versions", "log-probs", "text"):
@@ -294,12 +294,12 @@ def _turns(context: RunContext, parts: Sequence[Part]) -> Table:
         turn += own
         counts = ", ".join(f"{version}: {count}" for version, count in sorted(Counter(part.versions).items()))
         place = f"{part.start}-{part.start + len(part.tokens) - 1}"
-        figures = (place, str(int(own)), counts, _logprobs(part.logprobs) if own else "")
+        figures = (place, str(int(own)), counts, _describe_logprobs(part.logprobs) if own else "")
         table.add_row(str(turn) if own else "", part.author, *figures, Text(context.tokenizer.decode(part.tokens)))
     return table
 
 
-def _logprobs(values: Sequence[float]) -> str:
+def _describe_logprobs(values: Sequence[float]) -> str:
     return f"mean {sum(values) / len(values):.2f}, lowest {min(values):.2f}" if values else "none"
 
 

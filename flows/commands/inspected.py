@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rollflow.flows.views.config_history import history, shown_changes
+from rollflow.flows.views.config_history import list_changes, shown_changes
 from rollflow.flows.views.turns import prompt_tokens, split_turns
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
@@ -39,7 +39,7 @@ def run_value(context: RunContext) -> dict[str, Any]:
         "changes": [
             {"entry": one.entry, "from_version": one.version, "who": one.who, "at": one.at}
             | {"changes": {change.key: [change.before, change.after] for change in shown_changes(one)}}
-            for one in history(context)
+            for one in list_changes(context)
         ],
         "recoveries": [asdict(recovery) for recovery in RecoveryLog(context.store).read()],
     }

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from rollflow.flows.commands import run
-from rollflow.flows.config import check_new_run, overridden
+from rollflow.flows.config import check_new_run, override_config
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.preflight import check_addresses, recheck
 from rollflow.flows.services.run_lock import hold_run
@@ -27,7 +27,7 @@ def command(options: argparse.Namespace) -> int:
     context = find_run(options.run, options.store)
     with hold_run(home(), context):
         if options.set:
-            change(context, options.set)
+            record_change(context, options.set)
         check_addresses(context.config, context.uri)
         check_own_parts(context.config)
         for key in changed_code(context.config, context.created.own_code):
@@ -37,20 +37,20 @@ def command(options: argparse.Namespace) -> int:
         return run.drive(context)
 
 
-def change(context: RunContext, overrides: Sequence[str]) -> None:
+def record_change(context: RunContext, overrides: Sequence[str]) -> None:
     """Record that the run goes on with another config, unless it has that config already.
 
     Raises:
         ConfigError: a key cannot change, or the run is under way.
     """
     before = context.config
-    after = overridden(tree_of(before), overrides)
+    after = override_config(tree_of(before), overrides)
     if after == before:
         return
     check_new_run(after, before)
     check_change(context, after)
     recheck(after, context)
-    if goes_on(context):
+    if is_under_way(context):
         raise ConfigError(
             f"run {context.run_id!r} is under way, and a change is for its next start; stop it first: "
             f"rollflow stop {context.uri}"
@@ -59,7 +59,7 @@ def change(context: RunContext, overrides: Sequence[str]) -> None:
         print(change_sentence(context.configs[-1]), flush=True)
 
 
-def goes_on(context: RunContext) -> bool:
+def is_under_way(context: RunContext) -> bool:
     """Return whether a supervisor writes the run's status; one that is silent for longer is deposed by a resume."""
     first = read_status(context)
     if first is None or first.ended:

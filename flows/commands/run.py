@@ -58,7 +58,7 @@ def drive(context: RunContext) -> int:
         reason = status.messages[-1] if status.messages else "no reason was recorded"
         record_end(context, "failed", reason)
         print(f"rollflow: the run failed: {reason}", file=sys.stderr)
-        print(_after_failure(reason, context.uri), file=sys.stderr)
+        print(_suggest_next_step(reason, context.uri), file=sys.stderr)
         return FAILED
     try:
         summary = _closed(context)
@@ -69,7 +69,7 @@ def drive(context: RunContext) -> int:
     return OK if summary["audit"] == "clean" else FAILED
 
 
-def _after_failure(reason: str, uri: str) -> str:
+def _suggest_next_step(reason: str, uri: str) -> str:
     """Say what the user can do after a failure; an unchanged run fails again if its config was the reason."""
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"

@@ -58,7 +58,7 @@ def command(options: argparse.Namespace) -> int:
     points = points_of(options)
     looked_at = set[str]()
     for point in points:
-        if _begun(point):
+        if _is_begun(point):
             check_addresses(point.config, store_uri(point.config))
         elif (
             alike := point.config.model_copy(update={"seed": 0}).sha256()
@@ -158,7 +158,7 @@ def _fixed(sets: Sequence[str]) -> list[str]:
     return [one for override in sets if len(values := _values(override)) == 1 for one in values]
 
 
-def _begun(point: Point) -> bool:
+def _is_begun(point: Point) -> bool:
     """Return whether the run exists; `ConfigError` if a run of that name has other values."""
     context = point.context
     if not context.store.exists(entry_path(0)):

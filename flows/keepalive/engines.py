@@ -18,7 +18,7 @@ from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.keepalive.vitals import Vitals
 from rollflow.flows.services import cluster
-from rollflow.flows.services.actor_process import lost
+from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
 from rollflow.tasks.actors.statuses import RolloutStatus
@@ -111,7 +111,7 @@ class Engines:
 
     def _started(self, engine: _Engine) -> None:
         if not cluster.done(engine.starting, 0):
-            if why := lost(engine.starting):
+            if why := explain_lost_call(engine.starting):
                 raise EngineFailed(why)
             if time.monotonic() - engine.began > START_SECONDS:
                 raise EngineFailed(f"{engine.name} did not start within {START_SECONDS:g} s")

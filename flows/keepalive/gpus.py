@@ -56,7 +56,7 @@ def shared_out(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     return GpuShares(width, together)
 
 
-def spreads(config: RunConfig) -> bool:
+def spans_gpus(config: RunConfig) -> bool:
     """Return whether an engine or the learner is to be spread over several GPUs."""
     return width_of(config) > 1 or config.train.ranks > 1
 

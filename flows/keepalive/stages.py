@@ -25,7 +25,7 @@ from prefect.states import Running
 from rollflow.flows.keepalive.early import begin_actors
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
-from rollflow.flows.services.actor_process import lost
+from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.flows.services.prefect_api import api, going, start, states_of
 from rollflow.flows.steps import stand_in, tags, title
 from rollflow.flows.views.status import StageStatus
@@ -271,7 +271,7 @@ class Stages:
             if self._channel is None:
                 patient = self.restarts.outage(CHANNEL) is None
                 self._channel = cluster.actor(CHANNEL).ping.remote(PING_SECONDS if patient else 0.0)
-            if why := lost(self._channel):
+            if why := explain_lost_call(self._channel):
                 raise Unreachable(why)
             if cluster.done(self._channel, 0):
                 answered, self._channel = self._channel, None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rollflow.flows.services.actor_process import lost_actor, process_of
+from rollflow.flows.services.actor_process import explain_lost_actor, find_actor_process
 from rollflow.storage.errors import Unreachable
 
 START_SECONDS = 900.0  # the longest time until an actor is created
@@ -38,12 +38,12 @@ class Vitals:
         Raises:
             Unreachable: it is dead or stuck, with the evidence.
         """
-        if why := lost_actor(self._id):
+        if why := explain_lost_actor(self._id):
             raise Unreachable(f"waited for {self._name}: {why}")
         now = time.monotonic()
         if self._window and now - self._window[0] < self._longest:
             return False
-        found = process_of(self._id)
+        found = find_actor_process(self._id)
         if found is None or not found.created:
             if now - self._began > START_SECONDS:
                 raise Unreachable(f"waited {START_SECONDS:g} s for {self._name} to start")

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from rollflow.flows.services.lost_workers import deaths, lost_worker
+from rollflow.flows.services.lost_workers import explain_lost_worker, list_deaths
 from rollflow.tasks.actors.early_imports import Kind
 
 CALL_SECONDS = 20.0
@@ -66,7 +66,7 @@ def cpu_seconds(pid: int) -> float | None:
         return None
 
 
-def process_of(actor_id: Any) -> ActorProcess | None:
+def find_actor_process(actor_id: Any) -> ActorProcess | None:
     """Return the actor with this id (Ray's `ActorID`); None if Ray knows of none."""
     from ray._private import state
 
@@ -78,14 +78,14 @@ def process_of(actor_id: Any) -> ActorProcess | None:
     return ActorProcess(found["State"], int(found["Pid"]), found["Address"]["NodeID"], found["ActorClassName"])
 
 
-def lost(reference: Any) -> str:
+def explain_lost_call(reference: Any) -> str:
     """Say why the actor of a call cannot be created; reported once, and "" if nothing is known."""
-    return lost_actor(reference.task_id().actor_id()) if deaths() else ""
+    return explain_lost_actor(reference.task_id().actor_id()) if list_deaths() else ""
 
 
-def lost_actor(actor_id: Any) -> str:
+def explain_lost_actor(actor_id: Any) -> str:
     """Say why an actor cannot be created; reported once, and "" if nothing is known."""
-    if not deaths():
+    if not list_deaths():
         return ""
-    found = process_of(actor_id)
-    return lost_worker(KINDS.get(found.class_name, "")) if found and found.pending else ""
+    found = find_actor_process(actor_id)
+    return explain_lost_worker(KINDS.get(found.class_name, "")) if found and found.pending else ""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from rollflow.flows.services.actor_process import lost
+from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import RollflowError, Unreachable
 
@@ -38,11 +38,11 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     limit = time.monotonic() + deadline_seconds
-    while not _attached(address, namespace, deadline_seconds, last=time.monotonic() > limit):
+    while not _try_attach(address, namespace, deadline_seconds, last=time.monotonic() > limit):
         time.sleep(POLL_SECONDS)
 
 
-def _attached(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
+def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
     """Connect, and return whether that succeeded; the `last` try raises why it did not."""
     try:
         _prove(address, deadline_seconds)
@@ -165,7 +165,7 @@ def call(reference: Any, deadline_seconds: float, what: str, *, died: type[Rollf
     limit = time.monotonic() + deadline_seconds
     try:
         while not done(reference, max(0.0, min(limit - time.monotonic(), LOST_SECONDS))):
-            if why := lost(reference):
+            if why := explain_lost_call(reference):
                 raise died(f"waited for {what}: {why}")
             if time.monotonic() > limit:
                 break
@@ -209,7 +209,7 @@ def node_gpus() -> list[float]:
     return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
 
 
-def machine_gpus() -> float:
+def count_machine_gpus() -> float:
     """Count the GPUs that a Ray node on this machine would have; no cluster is needed."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 

@@ -2,10 +2,12 @@
 
     worker begins --> imports --> registers as `ray::...`
                         |
-                        +-- dies: a file in the cluster's folder, named by its process id --> `lost_worker`, once
+                        +-- dies: a file in the cluster's folder, named by its process id
+                                  --> `explain_lost_worker`, once
 
 The worker writes the file itself if it can (`ray_worker`, which knows the error). Otherwise the process above the
-raylet does (`WorkerWatch`), which sees the worker vanish. `lost_worker` reads it, if the environment names the folder.
+raylet does (`WorkerWatch`), which sees the worker vanish. `explain_lost_worker` reads it, if the environment names the
+folder.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class WorkerWatch:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
-        living = _children(self._raylet)
+        living = _list_children(self._raylet)
         self._known &= living
         for pid in living - self._known:
             self._see(pid)
@@ -72,21 +74,21 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
         file.write_text(f"{kind}\n{why}")
 
 
-def lost_worker(kind: str) -> str:
+def explain_lost_worker(kind: str) -> str:
     """Say, once, how a worker of this kind died before it registered; "" if none did or another one starts."""
-    for file in deaths():
+    for file in list_deaths():
         with contextlib.suppress(OSError):
             found, _, why = file.read_text().partition("\n")
             if found != kind or time.time() - file.stat().st_mtime > FRESH_SECONDS:
                 continue
-            if _starts(kind, file.parent):
+            if _is_starting(kind, file.parent):
                 return ""
             file.rename(file.with_suffix(READ))
             return f"a Ray worker (process {file.name}) died before it registered: {why}; see {file.parents[1]}"
     return ""
 
 
-def deaths() -> list[Path]:
+def list_deaths() -> list[Path]:
     """List the files of deaths that were not reported yet."""
     named = os.environ.get(FOLDER)
     with contextlib.suppress(OSError):
@@ -94,7 +96,7 @@ def deaths() -> list[Path]:
     return []
 
 
-def _starts(kind: str, folder: Path) -> bool:
+def _is_starting(kind: str, folder: Path) -> bool:
     """Return whether a worker of this kind is starting or idle."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -106,7 +108,7 @@ def _starts(kind: str, folder: Path) -> bool:
     return False
 
 
-def _children(pid: int) -> set[int]:
+def _list_children(pid: int) -> set[int]:
     """Return the child processes of a process, from the kernel's own lists, which are cheap to read."""
     found: set[int] = set()
     for file in Path(f"/proc/{pid}/task").glob("*/children"):

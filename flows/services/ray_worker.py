@@ -22,7 +22,7 @@ def work() -> None:
     runpy.run_path(os.path.join(folder, "default_worker.py"), run_name="__main__")
 
 
-def note(error: Exception) -> None:
+def write_death(error: Exception) -> None:
     """Write the error as `lost_workers.note_death` does: here, the import of rollflow may be what fails."""
     folder = os.environ.get("ROLLFLOW_LOST_WORKERS")
     if folder:
@@ -37,5 +37,5 @@ if __name__ == "__main__":
     try:
         work()
     except Exception as failed:
-        note(failed)
+        write_death(failed)
         raise

@@ -146,7 +146,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def of_home(home: Path) -> str:
+def home_tag(home: Path) -> str:
     """Return the tag of the deployments that a run home's sessions serve: on a shared server, each home has its own."""
     return f"{HOME}{socket.gethostname()}:{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
@@ -160,7 +160,7 @@ def check_unserved(name: str, home: Path) -> None:
         ConfigError: another session does.
     """
     limit = time.monotonic() + DEAD_SECONDS + POLL_SECONDS
-    while others := _served_elsewhere(name, of_home(home)):
+    while others := _list_other_homes(name, home_tag(home)):
         if time.monotonic() > limit:
             raise ConfigError(
                 f"{name} goes on already, by another command on this Prefect server "
@@ -169,7 +169,7 @@ def check_unserved(name: str, home: Path) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _served_elsewhere(name: str, own: str) -> list[str]:
+def _list_other_homes(name: str, own: str) -> list[str]:
     """List the tags of other homes whose sessions asked for work of these deployments a moment ago."""
     with api() as client:
         there = [
@@ -178,7 +178,7 @@ def _served_elsewhere(name: str, own: str) -> list[str]:
     return [tag for one in there for tag in one.tags if tag.startswith(HOME) and tag != own]
 
 
-def superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
+def list_superseded(offers: Iterable[Offer], name: str) -> list[Offer]:
     """List offers for internal deployments that older versions called `name`, if flow runs still wait for them.
 
     The others are deleted.
@@ -205,7 +205,7 @@ def withdraw(name: str, home: Path) -> None:
     with api() as client:
         for one in _tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]
-            if one.name in names_of(name) and homes in ([], [of_home(home)]):
+            if one.name in names_of(name) and homes in ([], [home_tag(home)]):
                 client.delete_deployment(one.id)
 
 

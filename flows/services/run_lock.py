@@ -28,7 +28,7 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
     held = take_within(file, PROBE_SECONDS)
     if held is None:
         raise ConfigError(
-            f"run {context.run_id} goes on already, by another command of {home} (process {_holder(file)}); "
+            f"run {context.run_id} goes on already, by another command of {home} (process {_read_holder(file)}); "
             f"look at it with `rollflow status {context.uri}`, end it with `rollflow stop {context.uri}`"
         )
     try:
@@ -39,13 +39,13 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
         os.close(held)
 
 
-def holder(home: Path, context: RunContext) -> str | None:
+def find_holder(home: Path, context: RunContext) -> str | None:
     """Return the process id of the command of `home` that sees the run to its end; None if no command does."""
     file = _lock(home, context)
-    return _holder(file) if file.exists() and is_held(file) else None
+    return _read_holder(file) if file.exists() and is_held(file) else None
 
 
-def _holder(file: Path) -> str:
+def _read_holder(file: Path) -> str:
     return file.read_text() or "unknown"
 
 

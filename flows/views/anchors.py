@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rollflow.flows.views.mlflow_run import ANCHOR_TAG, TrackingPlace, read_tags
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
-from rollflow.storage.log.anchors import Anchor, first_anchor, newest_anchor, parse
+from rollflow.storage.log.anchors import Anchor, first_anchor, newest_anchor, parse_anchor
 from rollflow.storage.log.state import RunState
 from rollflow.tasks.run_context import RunContext
 
@@ -52,7 +52,7 @@ def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
     except Unreachable as error:
         raise ConfigError(f"--anchor mlflow: {error}; give N:SHA256, from where you kept one") from None
     anchors = [
-        parse(f"{int(name.removeprefix(ANCHOR_TAG))}:{sha256}")
+        parse_anchor(f"{int(name.removeprefix(ANCHOR_TAG))}:{sha256}")
         for name, sha256 in sorted(tags.items())
         if name.startswith(ANCHOR_TAG)
     ]

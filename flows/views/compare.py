@@ -80,23 +80,23 @@ def seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
     return list(groups.values())
 
 
-def same_weights(runs: Sequence[ComparedRun]) -> list[str]:
+def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
     """Describe for each run but the first which earlier run has the same weights, and up to which version."""
     told = []
     for place, run in enumerate(runs[1:], 1):
-        shared = [(_shared(run, other), other) for other in runs[:place]]
+        shared = [(_count_shared(run, other), other) for other in runs[:place]]
         count, other = max(shared, key=lambda one: one[0])
-        told.append(_same(run, other, count))
+        told.append(_describe_pair(run, other, count))
     return told
 
 
-def _shared(run: ComparedRun, other: ComparedRun) -> int:
+def _count_shared(run: ComparedRun, other: ComparedRun) -> int:
     """Count the versions from 0 on whose weight files are the same by hash."""
     both = range(min(len(run.policies), len(other.policies)))
     return next((v for v in both if run.policies[v] != other.policies[v]), len(both))
 
 
-def _same(run: ComparedRun, other: ComparedRun, count: int) -> str:
+def _describe_pair(run: ComparedRun, other: ComparedRun, count: int) -> str:
     names, both = f"{run.name} and {other.name}", min(len(run.policies), len(other.policies))
     if not both:
         return f"{names}: no version to compare"

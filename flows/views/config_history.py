@@ -35,10 +35,10 @@ class ShownChange:
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
     """List the keys of one change."""
-    return shown(recorded.changes, recorded.version)
+    return select_shown(recorded.changes, recorded.version)
 
 
-def shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
+def select_shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
     """List the changes that may be shown; they hold from `version` on."""
     open_keys = (one for one in changes if not any(map(names_secret, one.key.split("."))))
     return [ShownChange(version, one.key, _text(one, one.before), _text(one, one.after)) for one in open_keys]
@@ -50,7 +50,7 @@ def change_sentence(recorded: RecordedConfig) -> str:
     return f"config changed from version {recorded.version} on: {changes}"
 
 
-def history(context: RunContext) -> list[RecordedConfig]:
+def list_changes(context: RunContext) -> list[RecordedConfig]:
     """List the changes of a run in order, also one that no version was trained under."""
     return context.configs[1:]
 
@@ -58,7 +58,7 @@ def history(context: RunContext) -> list[RecordedConfig]:
 def flat_history(context: RunContext) -> dict[str, str]:
     """Return the value of each key when the run was created, followed by its later values."""
     shown = {key: TOML.get(text, text) for key, text in flatten(_tree(context, 0)).items()}
-    for recorded in history(context):
+    for recorded in list_changes(context):
         for one in shown_changes(recorded):
             shown[one.key] = f"{shown.get(one.key, UNSET)}; from version {one.version} {one.after}"
     return shown
@@ -66,7 +66,7 @@ def flat_history(context: RunContext) -> dict[str, str]:
 
 def change_table(context: RunContext) -> dict[str, list[Any]]:
     """Return all changes as a table, by column."""
-    rows = [(one, recorded) for recorded in history(context) for one in shown_changes(recorded)]
+    rows = [(one, recorded) for recorded in list_changes(context) for one in shown_changes(recorded)]
     return {
         "from version": [one.version for one, _ in rows],
         "key": [one.key for one, _ in rows],

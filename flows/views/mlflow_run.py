@@ -185,7 +185,7 @@ def open_run(
         client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
     ended, changes = run.data.tags.get(ENDED_TAG, ""), int(run.data.tags.get(CHANGES_TAG, 0))
     anchors = {int(tag.removeprefix(ANCHOR_TAG)) for tag in run.data.tags if tag.startswith(ANCHOR_TAG)}
-    opened = MlflowRun(client, run.info.run_id, experiment_id, _last(run), ended, changes, anchors)
+    opened = MlflowRun(client, run.info.run_id, experiment_id, _newest_steps(run), ended, changes, anchors)
     if BEGUN_TAG not in run.data.tags:
         opened.log_beginning(told)
     opened.log_changes(told.changes)
@@ -215,7 +215,7 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
     return tags
 
 
-def _last(run: Run) -> dict[str, int]:
+def _newest_steps(run: Run) -> dict[str, int]:
     """Return the newest step of each marker's metrics. A call logs all metrics of a step or none."""
     metrics = run.data.to_proto().metrics
     steps = {name: [one.step for one in metrics if one.key.startswith(prefix)] for name, prefix in PREFIXES.items()}
@@ -224,7 +224,7 @@ def _last(run: Run) -> dict[str, int]:
 
 def _experiment(client: MlflowClient, place: TrackingPlace) -> str:
     experiment = client.get_experiment_by_name(place.experiment)
-    tags = {KIND_TAG: KIND, VIEW_TAG: _view()}
+    tags = {KIND_TAG: KIND, VIEW_TAG: _build_view()}
     if experiment is None:
         location = place.artifacts.as_uri() if place.artifacts is not None else None
         return str(client.create_experiment(place.experiment, artifact_location=location, tags=tags))
@@ -233,7 +233,7 @@ def _experiment(client: MlflowClient, place: TrackingPlace) -> str:
     return str(experiment.experiment_id)
 
 
-def _view() -> str:
+def _build_view() -> str:
     """Return a saved view of an experiment's runs, in MLflow's format; MLflow's default view has no metric column."""
     state = {"selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
     return json.dumps({"name": VIEW_NAME, "createdAt": 0, "state": json.dumps(state)})

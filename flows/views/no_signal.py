@@ -21,16 +21,16 @@ def lacks_signal(version: PolicyVersion) -> bool:
     return version.number > 0 and version.metrics.get("rows_with_signal", 1.0) == 0.0
 
 
-def count_without(versions: Iterable[PolicyVersion]) -> int:
+def count_without_signal(versions: Iterable[PolicyVersion]) -> int:
     """Count the versions that lack a signal."""
     return sum(map(lacks_signal, versions))
 
 
-def newest_without(versions: Sequence[PolicyVersion]) -> int:
+def count_newest_without(versions: Sequence[PolicyVersion]) -> int:
     """Count the newest versions that lack a signal, back to the last one that has it."""
     return sum(1 for _ in takewhile(lacks_signal, reversed(versions)))
 
 
-def describe(newest: int, count: int) -> str:
+def describe_no_signal(newest: int, count: int) -> str:
     """Say in one sentence that the newest `count` versions lack a signal."""
     return f"nothing was learned in versions {newest - count + 1} to {newest}: {CAUSE}"

@@ -19,10 +19,10 @@ from rollflow.tasks.run_context import RunContext
 
 def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersion) -> float:
     """Add up the pauses between two published versions of a run."""
-    return sum(_pause(context, before, after) for before, after in _reclaimed(context, first, last))
+    return sum(_sum_pauses(context, before, after) for before, after in _find_reclaimed(context, first, last))
 
 
-def _reclaimed(
+def _find_reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
     """Find the neighbours whose second version has another claim; a claim that was lost never comes back."""
@@ -32,11 +32,11 @@ def _reclaimed(
         yield first, last
         return
     middle = context.policies.find((first.number + last.number) // 2)
-    yield from _reclaimed(context, first, middle)
-    yield from _reclaimed(context, middle, last)
+    yield from _find_reclaimed(context, first, middle)
+    yield from _find_reclaimed(context, middle, last)
 
 
-def _pause(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> float:
+def _sum_pauses(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> float:
     """Add up the pauses between two neighbours."""
     total, worked, claimed = 0.0, before.at, None
     resumed = False

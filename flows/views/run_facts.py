@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from rollflow.flows.services.reachability import redact
-from rollflow.flows.views.config_history import change_table, history, recipe_of, shown_changes
+from rollflow.flows.views.config_history import change_table, list_changes, recipe_of, shown_changes
 from rollflow.flows.views.parameters import without_secrets
 from rollflow.flows.views.turns import prompt_tokens
 from rollflow.storage.batch import TrajectoryBatch
@@ -87,7 +87,7 @@ def beginning(context: RunContext) -> Beginning:
 
 
 def _changes(context: RunContext) -> Changes:
-    changes = list(enumerate(history(context), 1))
+    changes = list(enumerate(list_changes(context), 1))
     texts = {f"recipe-from-version-{recorded.version}.toml": recipe_of(context, which) for which, recorded in changes}
     tags = {one.key: f"{one.after} from version {one.version}" for _, each in changes for one in shown_changes(each)}
     return Changes(len(changes), change_table(context), texts, tags)

@@ -14,10 +14,10 @@ from uuid import uuid4
 
 from prefect.runtime import flow_run
 
-from rollflow.flows.views.config_history import change_sentence, history
+from rollflow.flows.views.config_history import change_sentence, list_changes
 from rollflow.flows.views.log_lines import about
 from rollflow.flows.views.mlflow_run import EVALUATED, Point
-from rollflow.flows.views.no_signal import describe, newest_without
+from rollflow.flows.views.no_signal import count_newest_without, describe_no_signal
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
 from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
@@ -56,7 +56,7 @@ class StatusWriter:
     def __init__(self, context: RunContext, stages: StagesSeen, tracker: Tracker) -> None:
         self.context, self.stages, self.tracker = context, stages, tracker
         self.progress = Progress(context)
-        self.messages = [change_sentence(one) for one in history(context)]
+        self.messages = [change_sentence(one) for one in list_changes(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
         self._recovered = 0  # recoveries that were logged
@@ -110,8 +110,8 @@ class StatusWriter:
         return [*evaluations(self.context.store, last=0), *evaluations(self.context.store, oldest)]
 
     def _look_for_signal(self) -> None:
-        count, limit = newest_without(self.progress.versions), self.context.config.train.no_signal_versions
-        found = describe(self.progress.version, count) if count >= limit else ""
+        count, limit = count_newest_without(self.progress.versions), self.context.config.train.no_signal_versions
+        found = describe_no_signal(self.progress.version, count) if count >= limit else ""
         if found and not self.no_signal:
             self.messages.append(found)
         elif found:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rollflow.flows.views.no_signal import count_without, newest_without
+from rollflow.flows.views.no_signal import count_newest_without, count_without_signal
 from rollflow.flows.views.progress import Progress, length_bias
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.journal.recoveries import RecoveryLog
@@ -49,7 +49,7 @@ def summarize(
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
         "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
         "versions": versions,
-        "no_signal": {"versions": count_without(trained), "newest": newest_without(trained)},
+        "no_signal": {"versions": count_without_signal(trained), "newest": count_newest_without(trained)},
         "seconds": round(seconds, 2),
         "training_seconds": round(progress.training_seconds, 2),
         "paused_seconds": round(progress.paused_seconds, 2),

@@ -34,7 +34,7 @@ class Anchor:
         return f"{self.n}:{self.sha256}"
 
 
-def parse(text: str) -> Anchor:
+def parse_anchor(text: str) -> Anchor:
     """Parse an anchor that is written as `N:SHA256`.
 
     Raises:

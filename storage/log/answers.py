@@ -116,14 +116,14 @@ def _check_prompts(
             yield "lineage", f"a row of prompt {index} names {name}, the prompt is {(prompt.id, prompt.domain)}"
         elif not np.array_equal(table.row(row)[: len(prompt.tokens)], np.asarray(prompt.tokens)):
             told.add(index)
-            other = _other(table.row(row), asked.held_out)
+            other = _name_other_prompt(table.row(row), asked.held_out)
             yield "lineage", f"a row of prompt {index} answers {other}, not that prompt"
         elif index in asked.held:
             told.add(index)
             yield "lineage", f"prompt {index} is held out for evaluation"
 
 
-def _other(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
+def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
     """Name what a row answers instead of its prompt, if that is known."""
     found = tuple(tokens_T.tolist())
     for length in sorted({len(tokens) for tokens in held_out}, reverse=True):

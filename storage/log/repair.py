@@ -63,7 +63,7 @@ def cures(run: ObjectStore) -> list[Cure]:
         except Refused as error:
             what = f"{entry_path(n)} cannot stand where it stands ({error})"
             if n < last:
-                raise Corrupt(f"{what}, and {_following(n, numbers)}: there is no cure") from error
+                raise Corrupt(f"{what}, and {_count_following(n, numbers)}: there is no cure") from error
             found.append(Cure(n, what))
     return found
 
@@ -87,7 +87,7 @@ def _made_of(run: ObjectStore, n: int) -> list[str]:
     return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 
 
-def _following(n: int, numbers: Sequence[int]) -> str:
+def _count_following(n: int, numbers: Sequence[int]) -> str:
     """Say how many entries follow entry `n`."""
     count = len(numbers) - bisect_right(numbers, n)
     return f"{count} entries follow it" if count > 1 else f"entry {numbers[-1]} follows it"
@@ -105,5 +105,5 @@ def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[Written | 
         return None, Cure(n, what)
     found = healed(run, n, n + 1)
     if found is None:
-        raise Corrupt(f"{what}, no segment has it, and {_following(n, numbers)}: there is no cure")
+        raise Corrupt(f"{what}, no segment has it, and {_count_following(n, numbers)}: there is no cure")
     return decode(found[0], n, run.get), Cure(n, what, found[0])

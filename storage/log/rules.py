@@ -134,7 +134,7 @@ def deposed(state: RunState, role: Role) -> Deposed:
 def _create(s: RunState, body: RunCreated) -> None:
     _need(s.n == 0, "a run is created once")
     _need(body.sources > 0, "a run has prompt sources")
-    s.run_id, s.configs, s.fixed = body.run_id, (ConfigPlace(0, 0),), _fixed(body.config)
+    s.run_id, s.configs, s.fixed = body.run_id, (ConfigPlace(0, 0),), _hash_fixed(body.config)
     _configure(s, body.config)
     s.issued, s.filtered = [0] * body.sources, [0] * body.sources
 
@@ -142,7 +142,7 @@ def _create(s: RunState, body: RunCreated) -> None:
 def _change(s: RunState, body: ConfigChanged) -> None:
     _need(body.version == s.version + 1, f"a config cannot hold from version {body.version}, {s.version + 1} is next")
     _need(bool(body.changes), "it changes nothing")
-    _need(_fixed(body.config) == s.fixed, f"{', '.join(FIXED)} never change")
+    _need(_hash_fixed(body.config) == s.fixed, f"{', '.join(FIXED)} never change")
     versions = body.config.get("versions", s.version)
     _need(versions >= s.version, f"the config says versions = {versions}, version {s.version} is published")
     formed, every = s.formed, (s.retention.keep_every, s.retention.state_every)
@@ -158,7 +158,7 @@ def _change(s: RunState, body: ConfigChanged) -> None:
     _forget_kept(s)
 
 
-def _fixed(config: Mapping[str, Any]) -> str:
+def _hash_fixed(config: Mapping[str, Any]) -> str:
     """Return a hash of the parts of a config that no change may touch."""
     part = {name: config.get(name) for name in FIXED}
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
@@ -171,11 +171,15 @@ def _configure(s: RunState, config: Mapping[str, Any]) -> None:
     store = config.get("store", {})
     known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
     rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch versions that are so far behind
-    s.alpha, s.group_size, s.formed = alpha, _number(config, "group_size"), {key: _value(config, key) for key in FORMED}
+    s.alpha, s.group_size, s.formed = (
+        alpha,
+        _number(config, "group_size"),
+        {key: _get(config, key) for key in FORMED},
+    )
     s.retention = Retention(max(rules.keep_last, capacity), rules.keep_every, rules.state_every)
 
 
-def _value(config: Mapping[str, Any], key: str) -> object:
+def _get(config: Mapping[str, Any], key: str) -> object:
     """Return the value of a dotted key; None if it is missing."""
     section, _, name = key.rpartition(".")
     found = config.get(section) if section else config

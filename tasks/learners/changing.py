@@ -97,8 +97,8 @@ class ChangingLearner:
     def _change(self, config: RunConfig) -> None:
         (cache := node_cache()).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="change-", dir=cache) as folder:
-            state = _written(self._now.state(), Path(folder))  # first: it has the generators, which building draws from
-            weights = _written(self._now.weights(), Path(folder))
+            state = _write_files(self._now.state(), Path(folder))  # before `_build`, which draws from its generators
+            weights = _write_files(self._now.weights(), Path(folder))
             self._learner = None
             self._learner = self._build(config)
             self._learner.load(weights, state)
@@ -111,7 +111,7 @@ def _terms(config: RunConfig) -> tuple[object, ...]:
     return config.train, config.versions, engine.temperature, engine.max_new_tokens, config.store.shard_bytes
 
 
-def _written(files: Mapping[str, Data], folder: Path) -> MappedFiles:
+def _write_files(files: Mapping[str, Data], folder: Path) -> MappedFiles:
     paths = {name: folder / name.replace("/", "-") for name in files}
     for name, path in paths.items():
         with open(path, "wb") as file:

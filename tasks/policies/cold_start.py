@@ -45,7 +45,7 @@ def cold_start(
     draw = random.Random(f"{seed}:cold start")
     pool = _Pool(prompts, tokenizer, draw)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    decoder, head, found, before = model.get_decoder(), OwnHead(model), 0.0, _weights(model)
+    decoder, head, found, before = model.get_decoder(), OwnHead(model), 0.0, _copy_weights(model)
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, step / WARMUP)
@@ -59,14 +59,14 @@ def cold_start(
             report(step, found)
             if found >= config.target_accuracy:
                 return _land(model, before, found, config.target_accuracy, accuracy, partial(report, step))
-            before = _weights(model)
+            before = _copy_weights(model)
     raise ConfigError(
         f"policy.cold_start.target_accuracy = {config.target_accuracy}: reached {found:.2f} in "
         f"{config.max_steps} steps; raise policy.cold_start.max_steps or choose easier prompts"
     )
 
 
-def _weights(model: Any) -> list[Tensor]:
+def _copy_weights(model: Any) -> list[Tensor]:
     """Copy the model's parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -81,7 +81,7 @@ def _land(
     report: Callable[[float], None],
 ) -> float:
     """Move `model`, of accuracy `found`, towards the weights `before` down to `target`; returns its accuracy."""
-    after, low, high = _weights(model), 0.0, 1.0  # shares of the way from `before` to `after`
+    after, low, high = _copy_weights(model), 0.0, 1.0  # shares of the way from `before` to `after`
     for _ in range(LOOKS):
         if found - target <= CLOSE:
             break

@@ -51,7 +51,7 @@ def context_length(config: Mapping[str, Any]) -> int:
         if kind == "linear" and isinstance(factor, int | float) and "gemma3" not in str(text.get("model_type")):
             return max(value, int(value * factor))
         if kind == "longrope":
-            return min(value, _original(text, scaling) or value)
+            return min(value, _original_length(text, scaling) or value)
     return value
 
 
@@ -61,7 +61,7 @@ def probe_length(config: Mapping[str, Any]) -> int:
     """
     text = text_config(config)
     windows = [text.get("sliding_window")] if text.get("use_sliding_window", True) else []
-    scaled = [_original(text, scaling) for scaling in _scalings(text)]
+    scaled = [_original_length(text, scaling) for scaling in _scalings(text)]
     seen = [length + PROBE for length in (*windows, *scaled) if type(length) is int and length > 0]
     return max(2, min(max([PROBE, *seen]), LONGEST_PROBE, context_length(config)))
 
@@ -81,7 +81,7 @@ def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from nested or [found]
 
 
-def _original(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
+def _original_length(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
     """Return the length that positions are scaled from."""
     found = scaling.get(ORIGINAL, text.get(ORIGINAL))
     return found if type(found) is int and found > 0 else None

@@ -39,73 +39,73 @@ def check_tensors(folder: Path, dtype: str) -> int:
     Raises:
         ConfigError: with one sentence that names the tensors, or the file.
     """
-    where = _headers(folder)
-    model, info = _loaded(folder, dtype, "meta")
+    where = _read_headers(folder)
+    model, info = _load_names(folder, dtype, "meta")
     shapes = [f"{name} {tuple(found)} instead of {tuple(asked)}" for name, found, asked in info["mismatched_keys"]]
     wrong = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "has the shapes of": shapes}
-    if faults := [f"{fault} {_shown(names)}" for fault, names in wrong.items() if names]:
-        raise _refused(f"its {type(model).__name__} {', and '.join(faults)}")
+    if faults := [f"{fault} {_list_names(names)}" for fault, names in wrong.items() if names]:
+        raise _refusal(f"its {type(model).__name__} {', and '.join(faults)}")
     if info["error_msgs"]:
-        raise _refused(f"transformers cannot load its weights ({_line(info['error_msgs'][0])})")
+        raise _refusal(f"transformers cannot load its weights ({_first_line(info['error_msgs'][0])})")
     _check_ties(model, where)
     _check_values(where, getattr(torch, dtype))
-    _try(folder, dtype, model)
+    _try_model(folder, dtype, model)
     return min(len(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()))
 
 
-def _headers(folder: Path) -> dict[str, Path]:
+def _read_headers(folder: Path) -> dict[str, Path]:
     """Map each tensor's name to its file."""
     files = sorted(file for file in folder.glob("*.safetensors") if is_weights(file.name))
     indices = [file for file in folder.glob("*.safetensors.index.json") if is_weights(file.name) and file.name != INDEX]
-    index = _index(folder)
+    index = _read_index(folder)
     if index is not None and (folder / WHOLE).exists():
-        raise _refused(f"it has both {WHOLE} and {INDEX}; remove the one that is not the policy", "")
+        raise _refusal(f"it has both {WHOLE} and {INDEX}; remove the one that is not the policy", "")
     named = {WHOLE} if index is None else set(index.values())
     if absent := [name for name in named if not (folder / name).is_file()]:
-        raise _refused(f"its weights {_shown(absent)} are not there")
+        raise _refusal(f"its weights {_list_names(absent)} are not there")
     if others := [file.name for file in (*files, *indices) if file.name not in named]:
-        raise _refused(f"{_shown(others)} is none of its weights; move it out of the folder", "")
+        raise _refusal(f"{_list_names(others)} is none of its weights; move it out of the folder", "")
     where: dict[str, Path] = {}
     for file in files:
-        for name in _names(file):
+        for name in _check_names(file):
             if name in where:
-                raise _refused(f"{name} is in {where[name].name} and in {file.name}")
+                raise _refusal(f"{name} is in {where[name].name} and in {file.name}")
             where[name] = file
     listed = {name: folder / file for name, file in (index or {}).items()}
     if index is not None and listed != where:
         wrong = {name for name in {*listed, *where} if listed.get(name) != where.get(name)}
-        raise _refused(f"{INDEX} is wrong about {_shown(wrong)}")
+        raise _refusal(f"{INDEX} is wrong about {_list_names(wrong)}")
     return where
 
 
-def _index(folder: Path) -> dict[str, str] | None:
+def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX
     if not path.exists():
         return None
     try:
         return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise _refused(f"{INDEX} is no index of tensors") from None
+        raise _refusal(f"{INDEX} is no index of tensors") from None
 
 
-def _names(file: Path) -> list[str]:
+def _check_names(file: Path) -> list[str]:
     try:
         with safe_open(file, "pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise _refused(f"{file.name} is truncated or no safetensors file ({_line(error)})") from None
+        raise _refusal(f"{file.name} is truncated or no safetensors file ({_first_line(error)})") from None
 
 
-def _loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
+def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
     """Return the model and transformers' loading info; the model is on "meta", without values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        with _quietly():
+        with _silence_transformers():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if getattr(config, "quantization_config", None):
                 words = "its weights are quantized (quantization_config); save it in float32 or bfloat16"
-                raise _refused(words, "")
+                raise _refusal(words, "")
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -119,7 +119,7 @@ def _loaded(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, An
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - an architecture's code may raise anything here
-        raise _refused(f"transformers cannot open it ({type(error).__name__}: {_line(error)})") from None
+        raise _refusal(f"transformers cannot open it ({type(error).__name__}: {_first_line(error)})") from None
     return model, info
 
 
@@ -130,16 +130,16 @@ def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
             pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)
             if not all(torch.equal(one, other) for one, other in pairs):
                 cure = "set tie_word_embeddings = false in its config.json, or save the policy again"
-                raise _refused(f"its config.json ties {target} to {source}, and their values differ; {cure}", "")
+                raise _refusal(f"its config.json ties {target} to {source}, and their values differ; {cure}", "")
 
 
 def _check_values(where: Mapping[str, Path], dtype: torch.dtype) -> None:
-    broken = [name for name, file in where.items() if not all(map(_finite(dtype), _pieces(file, name)))]
+    broken = [name for name, file in where.items() if not all(map(_is_finite(dtype), _pieces(file, name)))]
     if broken:
-        raise _refused(f"there are NaN or infinite values in {_shown(broken)}")
+        raise _refusal(f"there are NaN or infinite values in {_list_names(broken)}")
 
 
-def _finite(dtype: torch.dtype) -> Any:
+def _is_finite(dtype: torch.dtype) -> Any:
     return lambda part: not part.is_floating_point() or bool(part.to(dtype).isfinite().all())
 
 
@@ -159,20 +159,20 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
             yield part[begin : begin + rows]
 
 
-def _try(folder: Path, dtype: str, empty: Any) -> None:
+def _try_model(folder: Path, dtype: str, empty: Any) -> None:
     """Load a small model and run it as the learner will; its output must be finite."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
-    model, _ = _loaded(folder, dtype, "cpu")
+    model, _ = _load_names(folder, dtype, "cpu")
     OwnHead(model.eval())
     with torch.no_grad():
         logits = model(input_ids=torch.arange(TRIED_TOKENS)[None], use_cache=False).logits
     if not logits.isfinite().all():
-        raise _refused("its model gives NaN or infinite logits; correct its config.json, or", "")
+        raise _refusal("its model gives NaN or infinite logits; correct its config.json, or", "")
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Silence the reports and progress bars of transformers: an error says the same in one sentence."""
     from transformers.utils import logging
 
@@ -187,15 +187,15 @@ def _quietly() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _shown(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     left = len(ordered) - SHOWN
     return ", ".join(ordered[:SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
-def _line(error: object) -> str:
+def _first_line(error: object) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def _refused(why: str, cure: str = SAVE) -> ConfigError:
+def _refusal(why: str, cure: str = SAVE) -> ConfigError:
     return ConfigError(f"policy.path: {why}" + (f"; {cure}" if cure else ""))

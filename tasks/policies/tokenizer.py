@@ -132,7 +132,7 @@ class PolicyTokenizer:
 
     @cached_property
     def _loaded(self) -> Any:
-        return _others(self.folder)
+        return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
         """Return the tokens of a text behind the tokenizer's start tokens, unless the text begins with these itself."""
@@ -196,7 +196,7 @@ def _whole(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _others(folder: Path) -> Any:
+def _open_as_others(folder: Path) -> Any:
     """Open the tokenizer as other tools do.
 
     Raises:
@@ -216,7 +216,7 @@ def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
 
     It compares the vocabularies, and the tokens and texts of `texts`, of every special token and of `PIECES`.
     """
-    ours, theirs = _whole(folder), _others(folder)
+    ours, theirs = _whole(folder), _open_as_others(folder)
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))

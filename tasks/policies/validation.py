@@ -111,6 +111,6 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
             tokenizer.template.check(system)
 
 
-def described_ends(tokenizer: PolicyTokenizer) -> str:
+def describe_ends(tokenizer: PolicyTokenizer) -> str:
     """Describe the end tokens in words."""
     return f"end tokens: {', '.join(map(tokenizer.name, tokenizer.stop_tokens))}"

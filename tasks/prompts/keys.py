@@ -12,7 +12,7 @@ import unicodedata
 WORDS = re.compile(r"\w+|[^\w\s]")
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Return `text` in NFKC and lower case, with single spaces and without punctuation at its ends.
 
     A text of nothing but punctuation keeps it.
@@ -31,9 +31,9 @@ def _is_outer(letter: str) -> bool:
     return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """List the words, numbers and signs of a text, normalised, in order."""
-    return WORDS.findall(normalised(text))
+    return WORDS.findall(normalise(text))
 
 
 def unordered_key(text: str, answer: str) -> str:
@@ -42,5 +42,5 @@ def unordered_key(text: str, answer: str) -> str:
     So `3 + 5 + 1` and `1 + 3 + 5` are one question, `5 - 3` and `3 - 5` two. Lines keep their order: they are the rows
     of a grid, and many grids have the same cells.
     """
-    lines = [" ".join(sorted(words_of(line))) for line in text.splitlines()]
-    return "\n".join([*lines, normalised(answer)])
+    lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
+    return "\n".join([*lines, normalise(answer)])

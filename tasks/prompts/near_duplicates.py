@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.prompts.keys import words_of
+from rollflow.tasks.prompts.keys import split_words
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 N = 3
@@ -69,5 +69,5 @@ def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
 
 
 def _grams(question: Question) -> set[Gram]:
-    words = words_of(question.text)
+    words = split_words(question.text)
     return {tuple(words[start : start + N]) for start in range(max(1, len(words) - N + 1))}

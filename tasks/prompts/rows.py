@@ -60,7 +60,7 @@ def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigE
     return ConfigError(f"prompts.path = {config.path!r}: line {first}: {what}" + _in_brackets(counts))
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
     """Shorten a value of the file for a message."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
@@ -118,11 +118,11 @@ def _text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str |
     value = row[key]
     if not isinstance(value, str):
         name = NAMES.get(type(value), "a number with a fraction")
-        return f"{key} is {name} ({shown(value)}); give {wanted}"
+        return f"{key} is {name} ({shorten(value)}); give {wanted}"
     try:
         value.encode()
     except UnicodeEncodeError:
-        return f"{key} holds half of a surrogate pair ({shown(value)}), which no text has; remove it"
+        return f"{key} holds half of a surrogate pair ({shorten(value)}), which no text has; remove it"
     if key == "question" and not value.strip():
         return "question is empty; ask something"
     return None

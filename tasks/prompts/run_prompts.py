@@ -45,7 +45,7 @@ class RunPrompts:
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
-        self._excluded = _held_out_of(configs, split)
+        self._excluded = _held_out_sets(configs, split)
         self.sources = [
             build_source(config, seed, share, read, held) for config, held in zip(configs, self._excluded, strict=True)
         ]
@@ -179,7 +179,7 @@ class RunPrompts:
         )
 
 
-def _held_out_of(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
+def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
     """Return what each source must not ask: what any source holds out; in a run without keys, only its own.
 
     Sums by columns always compared the sorted numbers.

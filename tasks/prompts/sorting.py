@@ -30,7 +30,7 @@ class SortingSource:
         random.Random(f"{seed}:split").shuffle(multisets)
         kept = int(len(multisets) * config.held_out)
         self._others = multisets[kept:]
-        self._held = [_shuffled(digits, self._draw("held out", place)) for place, digits in enumerate(multisets[:kept])]
+        self._held = [_shuffle(digits, self._draw("held out", place)) for place, digits in enumerate(multisets[:kept])]
         for asked in self._held:
             excluded.add(asked)
 
@@ -52,13 +52,13 @@ class SortingSource:
     def _outside(self, stream: str, position: int) -> Question:
         draw = self._draw(stream, position)
         for _ in range(TRIES):
-            asked = _shuffled(draw.choice(self._others), draw)
+            asked = _shuffle(draw.choice(self._others), draw)
             if asked not in self._excluded:
                 return asked
         raise ConfigError("prompts.kind = 'sorting': other sources hold out what it asks; leave one of them out")
 
 
-def _shuffled(multiset: str, draw: random.Random) -> Question:
+def _shuffle(multiset: str, draw: random.Random) -> Question:
     digits = list(multiset)
     draw.shuffle(digits)
     return question("".join(digits))

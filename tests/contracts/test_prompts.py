@@ -24,7 +24,7 @@ from rollflow.tasks.prompts.config import (
     SortingPrompts,
 )
 from rollflow.tasks.prompts.jsonl import read_file
-from rollflow.tasks.prompts.keys import normalised
+from rollflow.tasks.prompts.keys import normalise
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from tests.support.own_parts import FOLDER, put_in_reach
 
@@ -63,7 +63,7 @@ def encode(text: str, chat: bool, system: str | None) -> list[int]:
 
 def keys(questions: Iterable[Question]) -> set[str]:
     """Their keys and normalised texts."""
-    return {key for question in questions for key in (question.canonical_key, normalised(question.text))}
+    return {key for question in questions for key in (question.canonical_key, normalise(question.text))}
 
 
 def opened(config: PromptConfig, seed: int = 0, held_out: int = HELD_OUT) -> RunPrompts:

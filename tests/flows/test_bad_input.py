@@ -281,7 +281,7 @@ def test_a_cache_without_room_for_one_request(capsys: pytest.CaptureFixture[str]
 
 
 def test_gpus_that_this_machine_lacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.flows.services.cluster.machine_gpus", lambda: 1.0)
+    monkeypatch.setattr("rollflow.flows.services.cluster.count_machine_gpus", lambda: 1.0)
     sentence = refused_alike(capsys, RECIPE, "--set", "train.ranks=2")
     assert sentence.startswith("train.ranks = 2: all are on one node, and the largest has 1 GPUs")
     sentence = refused_alike(capsys, RECIPE, "--set", "engine.tensor_parallel=2")

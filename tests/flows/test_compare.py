@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.compare import ComparedRun, Curve, differences, same_weights, seeds
+from rollflow.flows.views.compare import ComparedRun, Curve, describe_same_weights, differences, seeds
 from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
 from rollflow.tasks.run_context import RunContext
 from tests.support.described import change_config
@@ -159,5 +159,5 @@ def test_runs_of_one_recipe_have_the_same_weights(trained: RunContext, capsys: p
 def test_weights_are_compared_by_hash(there: dict[int, dict[str, str]], words: str) -> None:
     two = replace(made_up("two", versions=1), policies={0: {"m": "a"}, 1: {"m": "b"}})
     one = replace(made_up("one", versions=1), policies=there)
-    [told] = same_weights([two, one])
+    [told] = describe_same_weights([two, one])
     assert words in told

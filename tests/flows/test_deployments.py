@@ -26,7 +26,7 @@ from rollflow.flows.evaluate import evaluate
 from rollflow.flows.services import prefect_api, registering
 from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, going, start
 from rollflow.flows.services.process import PrefectServer, Runner
-from rollflow.flows.services.registering import Offer, register, superseded, sweep, withdraw
+from rollflow.flows.services.registering import Offer, list_superseded, register, sweep, withdraw
 from rollflow.tasks.config import RunConfig
 from tests.support.prefect_home import served
 from tests.support.waiting import RUN_SECONDS, until
@@ -124,7 +124,7 @@ def test_runs_of_older_names_are_served_until_they_end(server: PrefectServer) ->
     with api() as client:
         waits = start(client, "post-training", SERVED, {"config": RunConfig().model_dump(mode="json")})
         old = [one for one in offers if one.flow_name == "post-training"]
-        assert [(one.flow_name, one.name) for one in superseded(offers, SERVED)] == [("post-training", SERVED)]
+        assert [(one.flow_name, one.name) for one in list_superseded(offers, SERVED)] == [("post-training", SERVED)]
         assert page.all() & {SERVED} == {SERVED}
         for one in offers:
             register(one)
@@ -133,7 +133,7 @@ def test_runs_of_older_names_are_served_until_they_end(server: PrefectServer) ->
         assert served_by[newer] == UUID(page.read(f"post-training/{old[0].name}")["id"]) != served_by[waits]
         for run in (waits, newer):
             client.set_flow_run_state(run, Cancelled(), force=True)
-    assert superseded(offers, SERVED) == []
+    assert list_superseded(offers, SERVED) == []
     assert SERVED not in page.all()
 
 

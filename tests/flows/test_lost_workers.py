@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.services import lost_workers
-from rollflow.flows.services.lost_workers import FOLDER, WORKER, WorkerWatch, lost_worker, note_death
+from rollflow.flows.services.lost_workers import FOLDER, WORKER, WorkerWatch, explain_lost_worker, note_death
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.tasks.actors.early_imports import KIND
 from tests.support.waiting import HANG_SECONDS, until
@@ -83,19 +83,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_death_is_told_once_and_to_its_kind(folder: Path) -> None:
-    assert lost_worker("engine") == ""
+    assert explain_lost_worker("engine") == ""
     note_death(folder, 12, "engine", "no memory")
-    assert lost_worker("learner") == ""
-    assert "process 12) died before it registered: no memory" in lost_worker("engine")
-    assert lost_worker("engine") == ""
+    assert explain_lost_worker("learner") == ""
+    assert "process 12) died before it registered: no memory" in explain_lost_worker("engine")
+    assert explain_lost_worker("engine") == ""
     note_death(folder, 12, "engine", "its process ended")  # by who sees it vanish, after its own word
-    assert lost_worker("engine") == ""
+    assert explain_lost_worker("engine") == ""
 
 
 def test_an_old_death_is_no_news(folder: Path) -> None:
     note_death(folder, 12, "", "no memory")
     os.utime(folder / "12", (0, 0))
-    assert lost_worker("") == ""
+    assert explain_lost_worker("") == ""
 
 
 def begin(folder: Path, text: str) -> subprocess.Popen[bytes]:
@@ -107,9 +107,9 @@ def begin(folder: Path, text: str) -> subprocess.Popen[bytes]:
 def test_where_another_worker_begins_nobody_is_lost(folder: Path) -> None:
     note_death(folder, 12, "reward", "no memory")
     with begin(folder, "import time; time.sleep(600)") as other:
-        until(lambda: lost_worker("reward") == "")
+        until(lambda: explain_lost_worker("reward") == "")
         other.kill()
-    assert "no memory" in lost_worker("reward")
+    assert "no memory" in explain_lost_worker("reward")
 
 
 def test_only_a_worker_that_has_not_registered_is_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.commands.run import _after_failure
+from rollflow.flows.commands.run import _suggest_next_step
 from rollflow.flows.keepalive.following import Following
 from rollflow.flows.views.console import print_summary
-from rollflow.flows.views.no_signal import count_without, describe, newest_without
+from rollflow.flows.views.no_signal import count_newest_without, count_without_signal, describe_no_signal
 from rollflow.flows.views.status import read_status
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.flows.views.summary import summarize
@@ -45,7 +45,7 @@ def version(number: int, share: float | None) -> PolicyVersion:
 )
 def test_versions_without_a_signal_are_counted(shares: list[float | None], newest: int, count: int) -> None:
     versions = [version(number, share) for number, share in enumerate(shares)]
-    assert (newest_without(versions), count_without(versions)) == (newest, count)
+    assert (count_newest_without(versions), count_without_signal(versions)) == (newest, count)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def writer_of(context: RunContext) -> StatusWriter:
 @pytest.mark.long
 def test_a_run_without_signal_says_so_and_may_stop(silent: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     """A supervisor that takes over, as after `resume`, knows it at its first look."""
-    writer, words = writer_of(silent), describe(4, 4)
+    writer, words = writer_of(silent), describe_no_signal(4, 4)
     supervisor: Any = SimpleNamespace(check=lambda: None)
     stages: Any = SimpleNamespace(paused=False)
     with pytest.raises(ConfigError) as stopped:
@@ -107,6 +107,6 @@ def test_a_run_with_signal_says_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_resume_is_named_only_where_it_can_help(reason: str, resumable: bool) -> None:
-    said = _after_failure(reason, "/a/run")
+    said = _suggest_next_step(reason, "/a/run")
     assert said.endswith("rollflow resume /a/run") is resumable
     assert resumable or "would fail again: change what that sentence names (rollflow resume /a/run --set" in said

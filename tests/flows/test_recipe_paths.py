@@ -11,7 +11,7 @@ import pytest
 from rollflow.flows import nightly
 from rollflow.flows.commands import OK, sweep
 from rollflow.flows.commands.cli import main
-from rollflow.flows.config import load_recipe, overridden
+from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.prepare import prepare
 from rollflow.flows.served_recipes import recipes_of
 from rollflow.flows.services.form import values
@@ -111,7 +111,7 @@ def test_set_is_relative_to_the_working_folder(lying: Path) -> None:
 
 def test_resumed_run_keeps_its_paths_and_takes_new_ones_from_here(lying: Path) -> None:
     recorded = load_recipe(lying / "lying.toml").model_dump(mode="json")
-    changed = overridden(recorded, ["tracking.uri=mlruns", "versions=9"])
+    changed = override_config(recorded, ["tracking.uri=mlruns", "versions=9"])
     assert places(changed) == [*beside(lying)[:3], str(Path.cwd() / "mlruns")]
 
 

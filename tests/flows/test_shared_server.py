@@ -13,7 +13,7 @@ import pytest
 
 from rollflow.flows.services import registering
 from rollflow.flows.services.prefect_api import OF_SESSION
-from rollflow.flows.services.registering import DEAD_SECONDS, check_unserved, of_home, withdraw
+from rollflow.flows.services.registering import DEAD_SECONDS, check_unserved, home_tag, withdraw
 from rollflow.storage.errors import ConfigError
 
 NAME = "run-1234"
@@ -37,7 +37,7 @@ class Server(SimpleNamespace):
 
     def add(self, home: Path, name: str = NAME, *, served: bool = True) -> Any:
         made = datetime.fromtimestamp(self.now, UTC)
-        tags = [OF_SESSION, of_home(home)]
+        tags = [OF_SESSION, home_tag(home)]
         one = SimpleNamespace(id=len(self.there), name=name, tags=tags, last_polled=made, created=made, served=served)
         self.there.append(one)
         return one

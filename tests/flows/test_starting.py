@@ -19,7 +19,7 @@ from rollflow.flows.commands import run as run_command
 from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive.following import Following
 from rollflow.flows.locations import find_run, home
-from rollflow.flows.services.run_lock import hold_run, holder
+from rollflow.flows.services.run_lock import find_holder, hold_run
 from rollflow.flows.views.seen import keep_seen, read_seen
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status, record_end
 from rollflow.flows.views.stopping import Ended, ask, requested, take_back
@@ -63,14 +63,14 @@ def test_a_second_resume_is_refused_by_name(
     with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"held\n"
-        assert holder(home(), run) == str(first.pid)
+        assert find_holder(home(), run) == str(first.pid)
         assert main(["resume", "one"]) == 2
         said = capsys.readouterr().err
         assert f"run one goes on already, by another command of {Path(run.uri).parents[2] / 'home'}" in said
         assert f"(process {first.pid})" in said
         assert driven == []
         first.send_signal(signal.SIGKILL)
-    assert holder(home(), run) is None
+    assert find_holder(home(), run) is None
     assert main(["resume", "one"]) == 0
     assert driven == [run.uri]
 

@@ -20,7 +20,7 @@ class World:
         self.now, self.used, self.share, self.lost = 0.0, 0.0, 0.0, ""
         self.state, self.gone = "ALIVE", False
 
-    def process_of(self, _: Any) -> Any:
+    def find_actor_process(self, _: Any) -> Any:
         world = self
 
         class Process(ActorProcess):
@@ -42,8 +42,8 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now))
-    monkeypatch.setattr(module, "process_of", made.process_of)
-    monkeypatch.setattr(module, "lost_actor", lambda _: made.lost)
+    monkeypatch.setattr(module, "find_actor_process", made.find_actor_process)
+    monkeypatch.setattr(module, "explain_lost_actor", lambda _: made.lost)
     return made
 
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.resume import change
-from rollflow.flows.config import key_values, overridden
+from rollflow.flows.commands.resume import record_change
+from rollflow.flows.config import key_values, override_config
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.configs import differences
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
 def verdict(context: RunContext, override: str) -> tuple[RunConfig | None, str]:
     """The config that the override makes, and why the run may not change to it; "" if it may."""
     try:
-        after = overridden(tree_of(context.config), [override])
+        after = override_config(tree_of(context.config), [override])
     except ConfigError as error:
         return None, str(error)
     try:
@@ -121,7 +121,7 @@ def test_every_key_changes_or_is_refused(run: RunContext, tmp_path: Path) -> Non
 def preflighted(context: RunContext, override: str) -> bool:
     """Change the run; false where this machine has not what the change asks for."""
     try:
-        change(context, [override])
+        record_change(context, [override])
     except ConfigError:
         return False
     return True
@@ -153,7 +153,7 @@ def test_command_refuses_with_exit_code_2(
 
 def test_changed_run_is_shown(run: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = copy_of(run, tmp_path / "runs" / "small")
-    change(copied, ["versions=9", "train.learning_rate=0.25"])
+    record_change(copied, ["versions=9", "train.learning_rate=0.25"])
     sentence = "config changed from version 3 on: train.learning_rate 0.001 -> 0.25, versions 4 -> 9"
     for verb in ("inspect", "log"):
         capsys.readouterr()
@@ -164,9 +164,9 @@ def test_changed_run_is_shown(run: RunContext, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_resume_of_a_run_under_way_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.flows.commands.resume.goes_on", lambda context: True)
+    monkeypatch.setattr("rollflow.flows.commands.resume.is_under_way", lambda context: True)
     with pytest.raises(
         ConfigError, match="is under way, and a change is for its next start; stop it first: rollflow stop"
     ):
-        change(RunContext(run.uri, run.cache), ["versions=7"])
+        record_change(RunContext(run.uri, run.cache), ["versions=7"])
     assert not of_kind(run.store, ConfigChanged)

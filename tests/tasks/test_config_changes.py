@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.replay import Outcome, replay
-from rollflow.flows.commands.resume import change
+from rollflow.flows.commands.resume import record_change
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import ConfigChanged, VersionPublished, entry_path
@@ -70,7 +70,7 @@ def test_finished_run_goes_on_under_another_config(tmp_path: Path, overrides: Se
     context = prepare_small(tmp_path, versions=3, train=ALL_ROLES, keep_every=1)
     train_small(context)
     before = context.config
-    change(again(context), overrides)
+    record_change(again(context), overrides)
     context = again(context)
     assert context.config_at(3) == before
     assert context.config_at(4) == context.config != before
@@ -84,9 +84,9 @@ def test_finished_run_goes_on_under_another_config(tmp_path: Path, overrides: Se
 def test_learning_rates_follow_the_config_of_each_version(tmp_path: Path) -> None:
     context = prepare_small(tmp_path, versions=2, train={"learning_rate": 1e-3})
     train_small(context)
-    change(again(context), ["versions=4", "train.learning_rate=0.002"])
+    record_change(again(context), ["versions=4", "train.learning_rate=0.002"])
     train_small(again(context))
-    change(again(context), ["versions=6", "train.schedule=linear"])
+    record_change(again(context), ["versions=6", "train.schedule=linear"])
     train_small(again(context))
     assert rates(context) == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3, 2e-3 * 2 / 6, 2e-3 / 6])
     assert all(not one.replayed.differences for one in replayed(context))
@@ -96,7 +96,7 @@ def test_restore_replays_versions_of_an_older_config(tmp_path: Path) -> None:
     """The base has the state; the versions behind it were trained under the config before."""
     context = prepare_small(tmp_path, versions=5, state_every=4, keep_last=9)
     train_small(context, until=3)
-    change(again(context), ["train.learning_rate=0.01"])
+    record_change(again(context), ["train.learning_rate=0.01"])
     learner = new_learner(again(context), blank=True)
     found = restore(context.policies, context.batches, learner, 3)
     assert (found.base, found.replayed, found.differed) == (0, 3, [])
@@ -109,7 +109,7 @@ def test_repeated_change_adds_no_entry(tmp_path: Path) -> None:
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     for _ in range(3):
-        change(again(context), ["versions=4"])
+        record_change(again(context), ["versions=4"])
         assert not change_config(again(context), again(context).config)
     [entry] = of_kind(context.store, ConfigChanged)
     assert isinstance(entry.body, ConfigChanged)
@@ -123,7 +123,7 @@ def test_old_learner_publishes_nothing_under_a_new_config(tmp_path: Path) -> Non
     old = LearnerActor(context, channel=feed)
     with pytest.raises(Halt):
         old.run()
-    change(again(context), ["train.learning_rate=0.003"])
+    record_change(again(context), ["train.learning_rate=0.003"])
     feed.until = 4
     old._train_next(2)
     with pytest.raises(Deposed, match="config was changed"):
@@ -158,7 +158,7 @@ def test_change_is_refused_in_one_sentence(tmp_path: Path, override: str) -> Non
     context = prepare_small(tmp_path, versions=4)
     train_small(context, until=2)
     with pytest.raises(ConfigError) as refused:
-        change(again(context), [override])
+        record_change(again(context), [override])
     assert REFUSED[override] in str(refused.value)
     assert not of_kind(context.store, ConfigChanged)
     assert context.log.state == Log(context.store).state
@@ -169,20 +169,20 @@ def test_longer_responses_are_refused(tmp_path: Path) -> None:
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     with pytest.raises(ConfigError, match=r"max_new_tokens = 16: .* leave room for 8 tokens .*; choose 8 or less"):
-        change(again(context), ["versions=3", "engine.max_new_tokens=16"])
+        record_change(again(context), ["versions=3", "engine.max_new_tokens=16"])
     before = [context.prompts().prompt(index) for index in range(8)]
-    change(again(context), ["versions=3", "engine.max_new_tokens=4"])
+    record_change(again(context), ["versions=3", "engine.max_new_tokens=4"])
     assert [again(context).prompts().prompt(index) for index in range(8)] == before
-    change(again(context), ["engine.max_new_tokens=8"])
+    record_change(again(context), ["engine.max_new_tokens=8"])
 
 
 def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
     """More evaluations ask for none of versions that are gone; the last one of before was evaluated."""
     context = prepare_small(tmp_path, versions=3)
     train_small(context)
-    change(again(context), ["versions=7", "evaluation.every=2"])
+    record_change(again(context), ["versions=7", "evaluation.every=2"])
     assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 4, 6, 7]
-    change(again(context), ["versions=5", "evaluation.every=0"])
+    record_change(again(context), ["versions=5", "evaluation.every=0"])
     assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 5]
 
 
@@ -223,7 +223,7 @@ def test_change_leaves_a_recorded_policy_as_it_is(tmp_path: Path, monkeypatch: p
 def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
-    change(again(context), ["versions=3", "group_size=6", "groups=3", "engine.temperature=0.5", "async_ratio=0"])
+    record_change(again(context), ["versions=3", "group_size=6", "groups=3", "engine.temperature=0.5", "async_ratio=0"])
     found: RunConfig = again(context).config
     assert (found.group_size, found.groups, found.engine.temperature, found.async_ratio) == (6, 3, 0.5, 0)
 
@@ -251,10 +251,10 @@ def test_killed_change_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "create", killed)
         with pytest.raises(Killed):
-            change(again(context), ["versions=4", "train.learning_rate=0.002"])
+            record_change(again(context), ["versions=4", "train.learning_rate=0.002"])
     assert len(of_kind(context.store, ConfigChanged)) == (entry == 1 and after)
     for _ in range(2):
-        change(again(context), ["versions=4", "train.learning_rate=0.002"])
+        record_change(again(context), ["versions=4", "train.learning_rate=0.002"])
     assert len(of_kind(context.store, ConfigChanged)) == 1
     train_small(again(context))
     assert audit(context.store, deep=True).clean
@@ -275,7 +275,7 @@ def test_lost_answer_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "create", unanswered)
-        change(again(context), ["versions=4"])
+        record_change(again(context), ["versions=4"])
     assert not lost
     assert [entry.n for entry in of_kind(context.store, ConfigChanged)] == [place]
 

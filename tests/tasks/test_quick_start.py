@@ -23,22 +23,22 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
 
 
 def test_the_two_sets_share_nothing(context: RunContext) -> None:
-    first, second = quick_start.sets(context)
+    first, second = quick_start.split_held_out(context)
     assert [q.text for q in first] == [prompt.text for prompt in context.prompts().held_out()]
     assert (len(first), len(second)) == (200, 200)
     assert len({q.answer for q in [*first, *second]}) == 400
-    assert quick_start.shared_keys(context, [*first, *second]) == 0
+    assert quick_start.count_shared_keys(context, [*first, *second]) == 0
 
 
 def test_a_leak_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = quick_start.sets(context)
+    first, second = quick_start.split_held_out(context)
     leaked, training = second[7], SortingSource.training
 
     def leak(self: SortingSource, position: int) -> Question:
         return question(leaked.text[9:4:-1]) if position == 300 else training(self, position)
 
     monkeypatch.setattr(SortingSource, "training", leak)
-    assert quick_start.shared_keys(context, [*first, *second]) == 1
+    assert quick_start.count_shared_keys(context, [*first, *second]) == 1
 
 
 def test_accuracy_is_that_of_greedy_answers(tmp_path: Path) -> None:
@@ -53,6 +53,6 @@ def test_accuracy_is_that_of_greedy_answers(tmp_path: Path) -> None:
         prompt = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         tokens = model.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
         said.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    assert quick_start.accuracy(folder, list(zip(asked, said, strict=True)), 4) == 1.0
+    assert quick_start.measure_accuracy(folder, list(zip(asked, said, strict=True)), 4) == 1.0
     wrong = [*zip(asked[:3], said[:3], strict=True), *((text, "no such answer") for text in asked[3:])]
-    assert quick_start.accuracy(folder, wrong, 4) == 0.5
+    assert quick_start.measure_accuracy(folder, wrong, 4) == 0.5

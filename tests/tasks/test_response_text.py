@@ -12,7 +12,7 @@ from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import END, PAD, build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.run_context import as_of_today
+from rollflow.tasks.run_context import complete_config
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import ExactReward
@@ -76,7 +76,7 @@ def test_recorded_runs_are_judged_as_they_were(recorded: dict[str, object]) -> N
     config = RunConfig().model_dump(mode="json")
     assert config["reward"].pop("special_tokens") is True
     config["reward"] |= recorded
-    assert RunConfig.model_validate(as_of_today(config)).reward.special_tokens is bool(recorded)
+    assert RunConfig.model_validate(complete_config(config)).reward.special_tokens is bool(recorded)
 
 
 @pytest.mark.parametrize("reference", ["", " ", "\n", "7"])

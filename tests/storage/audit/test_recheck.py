@@ -9,7 +9,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log import audits, recheck
-from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor, parse
+from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor, parse_anchor
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import encode, entry_path
 from rollflow.storage.log.log import Log
@@ -123,13 +123,13 @@ def test_a_log_that_was_cut_breaks_its_newest_anchor(store: MemoryStore) -> None
 
 def test_an_anchor_is_read_as_it_is_written() -> None:
     anchor = Anchor(12, "ab" * 32)
-    assert parse(str(anchor)) == anchor
+    assert parse_anchor(str(anchor)) == anchor
 
 
 @pytest.mark.parametrize("text", ["", "12", "12:", "12:abc", ":" + "ab" * 32, "-1:" + "ab" * 32, "12:" + "AB" * 32])
 def test_what_is_no_anchor_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="anchor"):
-        parse(text)
+        parse_anchor(text)
 
 
 def test_an_entry_is_what_its_anchor_is_of(store: MemoryStore) -> None:
