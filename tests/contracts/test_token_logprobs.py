@@ -186,7 +186,7 @@ def written_to(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
-def test_the_learner_computes_all_that_the_config_says(name: str, tmp_path: Path) -> None:
+def test_learner_computes_all_that_the_config_says(name: str, tmp_path: Path) -> None:
     """As transformers' own eager attention, which drops nothing; past windows and the length positions scale from."""
     folder, tokens = written_to(tmp_path, name), torch.tensor([tokens_of(48)])
     found = load_model(folder, "float32", trained=True)
@@ -198,7 +198,7 @@ def test_the_learner_computes_all_that_the_config_says(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
-def test_no_argument_of_attention_is_dropped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_drops_no_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A term that a later model hands to its attention must be known here before it is trained."""
     given: set[str] = set()
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -213,7 +213,7 @@ def test_no_argument_of_attention_is_dropped(name: str, tmp_path: Path, monkeypa
     assert given <= KNOWN, f"what scaled_dot_product_attention drops: {sorted(given - KNOWN)}"
 
 
-def test_the_default_attention_would_drop_a_softcap(tmp_path: Path) -> None:
+def test_default_attention_drops_a_softcap(tmp_path: Path) -> None:
     """The scaled weights above are large enough to show it; recorded runs keep that attention."""
     folder, tokens = written_to(tmp_path, "gemma2"), torch.tensor([tokens_of(48)])
     with torch.no_grad():

@@ -122,21 +122,21 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 
 
-def test_an_actor_that_is_busy_is_not_dead(tmp_path: Path) -> None:
+def test_busy_actor_is_not_dead(tmp_path: Path) -> None:
     """It answers nobody for several times as long as it may be silent: a library computes, and holds Python's lock."""
     context, result = keep(tmp_path, "busy", restarts=0, answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     assert RecoveryLog(context.store).read() == []
 
 
-def test_an_actor_that_is_silent_and_idle_is_stuck(tmp_path: Path) -> None:
+def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "deaf work", answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()
     assert recovery.reason.endswith("s for the status of worker, which does nothing")
 
 
-def test_an_actor_that_is_busy_for_long_makes_no_progress(tmp_path: Path) -> None:
+def test_actor_that_is_busy_for_long_makes_no_progress(tmp_path: Path) -> None:
     with pytest.raises(GaveUp, match="no progress for 8 s"):
         keep(tmp_path, "busy", restarts=0, answer=3.0, patience=8.0)
 

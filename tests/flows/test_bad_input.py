@@ -124,7 +124,7 @@ def test_unknown_key_with_the_name_of_a_kind_is_named(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("key", ["engine.temperature", "evaluation.temperature"])
 @pytest.mark.parametrize("value", ["0.005", "1e-6", "2.5"])
-def test_temperatures_that_vllm_changes_are_refused(
+def test_temperature_that_vllm_changes_is_refused(
     key: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """It would sample at 0.01, and the losses would be at what the recipe says. Recorded runs can be read."""
@@ -136,7 +136,7 @@ def test_temperatures_that_vllm_changes_are_refused(
     assert parse(tree).model_dump()[section][name] == float(value)
 
 
-def test_greedy_evaluation_is_no_temperature_to_refuse() -> None:
+def test_greedy_evaluation_is_accepted() -> None:
     assert main(["check", RECIPE, "--set", "evaluation.temperature=0"]) == 0
 
 
@@ -260,7 +260,7 @@ def test_policy_that_the_engine_cannot_run(
     assert 'set engine.kind = "vllm"' in sentence
 
 
-def test_heads_that_vllm_has_no_kernel_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_head_size_without_a_kernel_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Without a GPU its engines would die, one after the other."""
     folder = make_policy(tmp_path / "policy", hidden_size=48, num_attention_heads=2)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
@@ -269,7 +269,7 @@ def test_heads_that_vllm_has_no_kernel_for(capsys: pytest.CaptureFixture[str], t
     assert refused_alike(capsys, RECIPE, *cold).startswith("policy.cold_start.heads = 2: vLLM's CPU attention")
 
 
-def test_a_cache_without_room_for_one_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cache_without_room_for_a_request_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """4 layers of 4 heads of 32, keys and values in float32: 4,096 bytes a token. One block is vLLM's own."""
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
     folder = make_policy(tmp_path / "policy", max_position_embeddings=131072, **shape)
@@ -280,7 +280,7 @@ def test_a_cache_without_room_for_one_request(capsys: pytest.CaptureFixture[str]
     assert "has no weights as safetensors" in refused_alike(capsys, recipe)
 
 
-def test_gpus_that_this_machine_lacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.services.cluster.count_machine_gpus", lambda: 1.0)
     sentence = refused_alike(capsys, RECIPE, "--set", "train.ranks=2")
     assert sentence.startswith("train.ranks = 2: all are on one node, and the largest has 1 GPUs")
@@ -289,7 +289,7 @@ def test_gpus_that_this_machine_lacks(capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.parametrize(("library", "key"), [("vllm", "engine.kind"), ("deepspeed", "train.learner")])
-def test_libraries_that_are_not_installed(
+def test_missing_library_is_refused(
     library: str, key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.preflight.find_spec", lambda name: None)

@@ -38,7 +38,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_head_that_comes_back_is_attached_to(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
+def test_head_that_comes_back_is_attached_to(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
     """Refused at first, then half up, then up."""
     trouble, connected = ["nothing answers", "nothing answers", "no raylet yet"], list[str]()
 
@@ -52,7 +52,7 @@ def test_a_head_that_comes_back_is_attached_to(monkeypatch: pytest.MonkeyPatch, 
     assert (trouble, connected) == ([], ["127.0.0.1:1"])
 
 
-def test_a_head_that_stays_away_is_named(fast: list[float]) -> None:
+def test_head_that_stays_away_is_named(fast: list[float]) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(Unreachable, match=f"waited 60 s for a Ray head at {address}"):
         cluster.attach(address, "test", deadline_seconds=60)
@@ -60,7 +60,7 @@ def test_a_head_that_stays_away_is_named(fast: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_who_starts_while_the_head_is_away_waits_for_it(tmp_path: Path) -> None:
+def test_flow_that_starts_waits_for_an_absent_head(tmp_path: Path) -> None:
     with RayHead(tmp_path, cpus=1) as head:
         env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
         head.kill()

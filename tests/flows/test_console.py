@@ -223,7 +223,7 @@ def test_the_doctor_reports_no_secret_and_names_what_is_missing(
     assert "hidden" not in stream.getvalue()
 
 
-def test_the_doctor_names_variables_that_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_variables_that_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hidden@hub/x")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")

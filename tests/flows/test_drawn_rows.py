@@ -215,7 +215,7 @@ def test_check_and_run_refuse_rows_alike(content: bytes, place: Path, capsys: py
 
 @pytest.mark.soak
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
-def test_so_do_their_processes(content: bytes, place: Path) -> None:
+def test_processes_of_check_and_run_refuse_rows_alike(content: bytes, place: Path) -> None:
     (place / "rows.jsonl").write_bytes(content)
     said = []
     for verb in ("check", "run"):

@@ -96,7 +96,7 @@ def test_samples_of_mlflow_keep_hints_out_of_prompts(run: RunContext) -> None:
     assert set(_samples(run, run.policies.find(2))["prompt"]) == {PROMPT}
 
 
-def test_turns_of_a_single_turn_are_two(run: RunContext) -> None:
+def test_single_turn_has_two_parts(run: RunContext) -> None:
     prompt = run.prompts().prompt(0)
     one = small_run.trajectory(tuple(prompt.tokens), 0, 0, 0, Random(0))
     assert [part.author for part in split_turns(one)] == ["prompt", "policy"]

@@ -65,7 +65,7 @@ def writer_of(context: RunContext) -> StatusWriter:
 
 
 @pytest.mark.long
-def test_a_run_without_signal_says_so_and_may_stop(silent: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_signal_is_reported_or_stopped(silent: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     """A supervisor that takes over, as after `resume`, knows it at its first look."""
     writer, words = writer_of(silent), describe_no_signal(4, 4)
     supervisor: Any = SimpleNamespace(check=lambda: None)
@@ -84,7 +84,7 @@ def test_a_run_without_signal_says_so_and_may_stop(silent: RunContext, capsys: p
 
 
 @pytest.mark.long
-def test_a_run_with_signal_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_signal_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path, versions=4)
     train_small(context)

@@ -76,7 +76,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return made
 
 
-def test_pause_is_taken_out_of_every_speed(run: Run) -> None:
+def test_pause_counts_in_no_speed(run: Run) -> None:
     """Ten seconds a version: with an hour's pause and a night away the run is as fast as without."""
     run.now += 3600.0
     run.resume()
@@ -131,7 +131,7 @@ def test_stage_that_is_restarted_alone_makes_no_pause(run: Run) -> None:
     assert progress.training_seconds == pytest.approx(62.0)
 
 
-def test_supervisor_that_is_replaced_beside_its_stages_makes_no_pause(run: Run) -> None:
+def test_replaced_supervisor_makes_no_pause(run: Run) -> None:
     """The batch that is committed meanwhile shows that the stages were at work."""
     run.now += 1.0
     Log(run.store).claim("supervisor")

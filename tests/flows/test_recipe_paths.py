@@ -89,7 +89,7 @@ def test_deployments_have_absolute_paths(lying: Path) -> None:
     assert values(recipe.config)["prompts"][0]["path"] == str(lying / "questions.jsonl")
 
 
-def test_sweep_and_nightly_do_the_same(lying: Path, tmp_path: Path) -> None:
+def test_sweep_and_nightly_have_absolute_paths(lying: Path, tmp_path: Path) -> None:
     given = argparse.Namespace(recipe=Path("../a folder/lying.toml"), set=["versions=2,3"], seeds=1, study="s")
     assert [places(point.config) for point in sweep.points_of(given)] == [beside(lying)] * 2
     (tmp_path / "night.toml").write_text('name = "night"\nrecipes = ["a folder/lying.toml"]\n')
@@ -97,7 +97,7 @@ def test_sweep_and_nightly_do_the_same(lying: Path, tmp_path: Path) -> None:
     assert places(load_recipe(Path(recipe))) == beside(lying)
 
 
-def test_set_is_relative_to_the_working_folder(lying: Path) -> None:
+def test_override_is_relative_to_the_working_folder(lying: Path) -> None:
     here = Path.cwd()
     make_policy(here / "mine" / "tiny")
     sets = ["policy.path=mine/tiny", "prompts.0.path=q.jsonl", "store.uri=s", "tracking.uri=mlruns"]
@@ -109,7 +109,7 @@ def test_set_is_relative_to_the_working_folder(lying: Path) -> None:
     assert places(load_recipe(lying / "lying.toml", ["versions=3"])) == beside(lying)
 
 
-def test_resumed_run_keeps_its_paths_and_takes_new_ones_from_here(lying: Path) -> None:
+def test_resumed_run_keeps_its_paths(lying: Path) -> None:
     recorded = load_recipe(lying / "lying.toml").model_dump(mode="json")
     changed = override_config(recorded, ["tracking.uri=mlruns", "versions=9"])
     assert places(changed) == [*beside(lying)[:3], str(Path.cwd() / "mlruns")]
@@ -145,7 +145,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (config.policy.path, config.tracking.uri) == ("/home/me/policy", "file:///home/me/runs")
 
 
-def test_policy_of_the_working_folder_is_refused(lying: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_policy_in_the_working_folder_is_refused(lying: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder here with the name of a hub's policy is neither: another command would run another policy."""
     make_policy(Path("my/policy"))
     capsys.readouterr()
@@ -158,7 +158,7 @@ def test_policy_of_the_working_folder_is_refused(lying: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("tree", ["policy = 3", "prompts = 3", "prompts = [3]", "store = [1]", "[tracking]\nuri = 3"])
-def test_trees_of_other_shapes_are_refused_in_a_sentence(
+def test_misshapen_recipe_is_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tree: str
 ) -> None:
     (tmp_path / "one.toml").write_text(tree)

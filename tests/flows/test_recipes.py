@@ -337,12 +337,12 @@ def test_a_section_that_names_no_kind_has_the_default() -> None:
         ({"kind": "jsonl", "path": "x"}, {"reward": {"workers": 2}}, "exact"),
     ],
 )
-def test_the_default_verifier_fits_the_prompts(prompts: dict[str, Any], reward: dict[str, Any], kind: str) -> None:
+def test_default_verifier_fits_the_prompts(prompts: dict[str, Any], reward: dict[str, Any], kind: str) -> None:
     assert parse({"prompts": [prompts], **reward}).reward.kind == kind
 
 
 @pytest.mark.parametrize("kind", ["sorting", "column-sums"])
-def test_a_verifier_that_cannot_judge_is_refused(kind: str) -> None:
+def test_verifier_that_cannot_judge_is_refused(kind: str) -> None:
     words = (
         rf"reward\.kind = 'reasoning-gym': prompts of kind \"{kind}\" are of no family; set reward\.kind = \"exact\""
     )

@@ -62,26 +62,26 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return made
 
 
-def test_a_run_that_another_home_serves_is_refused(server: Server, tmp_path: Path) -> None:
+def test_run_that_another_home_serves_is_refused(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"{NAME} goes on already, by another command on this Prefect server"):
         check_unserved(NAME, tmp_path / "mine")
 
 
-def test_a_session_that_died_is_waited_out(server: Server, tmp_path: Path) -> None:
+def test_dead_session_is_waited_out(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other", served=False)
     check_unserved(NAME, tmp_path / "mine")
     assert server.now - 1000.0 == pytest.approx(DEAD_SECONDS, abs=2.0)
 
 
-def test_neither_its_own_home_nor_another_run_holds_it_up(server: Server, tmp_path: Path) -> None:
+def test_own_home_and_other_runs_do_not_block_a_session(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "mine")
     server.add(tmp_path / "other", "another-run")
     check_unserved(NAME, tmp_path / "mine")
     assert server.now == 1000.0
 
 
-def test_a_session_withdraws_what_its_own_home_serves(server: Server, tmp_path: Path) -> None:
+def test_session_withdraws_its_own_deployments(server: Server, tmp_path: Path) -> None:
     mine, other = server.add(tmp_path / "mine"), server.add(tmp_path / "other")
     before = server.add(tmp_path / "mine")
     before.tags = [OF_SESSION]  # by a version that did not say whose it is

@@ -54,7 +54,7 @@ def tell(context: RunContext, status: RunStatus) -> None:
     context.store.put(STATUS, status.to_json().encode())
 
 
-def test_a_second_resume_is_refused_by_name(
+def test_second_resume_is_refused_by_name(
     run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven: list[str] = []
@@ -75,7 +75,7 @@ def test_a_second_resume_is_refused_by_name(
     assert driven == [run.uri]
 
 
-def test_a_run_is_held_by_one_command_of_a_home(run: RunContext) -> None:
+def test_run_is_held_by_one_command_of_a_home(run: RunContext) -> None:
     with hold_run(home(), run), pytest.raises(ConfigError, match="goes on already"), hold_run(home(), run):
         pass
     with hold_run(home(), run):
@@ -88,7 +88,7 @@ def drive(run: RunContext, monkeypatch: pytest.MonkeyPatch, session: Any) -> int
     return run_command.drive(run)
 
 
-def test_a_stop_is_heard_while_the_services_start(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_is_heard_while_the_services_start(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked of the run before its start does not count; what is asked from then on does."""
     began: list[float] = []
     ask(run.store, "stop")
@@ -107,7 +107,7 @@ def test_a_stop_is_heard_while_the_services_start(run: RunContext, monkeypatch: 
 
 
 @pytest.mark.parametrize("how", ["stop", "cancel"])
-def test_a_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> None:
+def test_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> None:
     writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=3), messages=[])
     following = Following(SimpleNamespace(), writer, SimpleNamespace())  # type: ignore[arg-type]
     following.heed_before()
@@ -116,7 +116,7 @@ def test_a_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) ->
         following.heed_before()
 
 
-def test_a_run_whose_services_fail_is_said_to_have_failed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_whose_services_fail_has_failed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[str | None] = []
 
     def session(context: RunContext) -> Iterator[Any]:
@@ -134,7 +134,7 @@ def test_a_run_whose_services_fail_is_said_to_have_failed(run: RunContext, monke
     assert status.messages == ("the Prefect server does not start",)
 
 
-def test_no_stage_of_a_failed_run_is_said_to_run(
+def test_failed_run_shows_no_running_stage(
     run: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after a supervisor that could not tell its end: its command tells it."""
@@ -174,7 +174,7 @@ def status_of(home: Path, port: int, *options: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.long
-def test_status_answers_though_the_store_is_silent(tmp_path: Path, silent: int) -> None:
+def test_status_answers_if_the_store_is_silent(tmp_path: Path, silent: int) -> None:
     done = status_of(tmp_path, silent)
     assert done.returncode == 1
     assert "did not answer within 6 s; this machine has seen nothing of the run" in done.stderr
@@ -188,7 +188,7 @@ def test_status_answers_though_the_store_is_silent(tmp_path: Path, silent: int) 
     assert RunStatus.from_json(done.stdout).version == 4
 
 
-def test_the_newest_run_that_was_seen_is_shown_without_a_name(tmp_path: Path) -> None:
+def test_status_without_a_name_shows_the_newest_run(tmp_path: Path) -> None:
     assert read_seen(tmp_path, None) is None
     keep_seen(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
     os.utime(next((tmp_path / "seen").iterdir()), (0, 0))
@@ -210,7 +210,7 @@ def test_what_was_seen_is_as_old_as_the_status(run: RunContext) -> None:
 
 
 @pytest.mark.parametrize(("phase", "told"), [("training", True), ("failed", False), ("paused", False)])
-def test_status_says_that_a_run_was_not_heard_of(
+def test_status_reports_a_silent_run(
     run: RunContext, phase: Any, capsys: pytest.CaptureFixture[str], *, told: bool
 ) -> None:
     """As after a machine that lost power: nobody has written how it ended."""
@@ -222,7 +222,7 @@ def test_status_says_that_a_run_was_not_heard_of(
     assert ("nothing was heard of it" in capsys.readouterr().out) == told
 
 
-def test_an_end_that_is_told_is_not_told_again(run: RunContext) -> None:
+def test_recorded_end_is_not_replaced(run: RunContext) -> None:
     record_end(run, "failed", "later")
     status = read_status(run)
     assert status is not None

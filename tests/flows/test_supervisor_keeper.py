@@ -84,7 +84,7 @@ def test_a_supervisor_that_nobody_can_read_of_is_not_stuck(tmp_path: Path, monke
 
 @pytest.mark.parametrize("state", [Scheduled(), RUNNING], ids=["no runner takes it", "it runs"])
 @pytest.mark.parametrize("phase", ["starting", "cold start", "training", "evaluating", "ending"])
-def test_a_supervisor_without_progress_is_noticed_in_every_phase(
+def test_supervisor_without_progress_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Any, state: State
 ) -> None:
     config = RunConfig()
@@ -111,9 +111,7 @@ def test_a_supervisor_without_progress_is_noticed_in_every_phase(
     assert len(crashes) == 1
 
 
-def test_a_supervisor_that_ended_and_hangs_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_supervisor_that_hangs_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A person stopped the run, and its flow run does not come to its end."""
     config = RunConfig()
     describe(open_store(str(tmp_path)), "long", config)

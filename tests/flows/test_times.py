@@ -42,7 +42,7 @@ def test_times_are_utc() -> None:
     assert utc_minute(datetime.fromtimestamp(AT).astimezone()) == "2026-01-31 12:00Z"
 
 
-def test_run_ids_and_commands_tell_utc(
+def test_run_ids_and_commands_use_utc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
@@ -59,7 +59,7 @@ def test_run_ids_and_commands_tell_utc(
         assert "17:30" not in out
 
 
-def test_log_of_a_session_tells_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_of_a_session_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROLLFLOW_LOG_FORMAT", raising=False)
     assert settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"] == f"{UtcLines.__module__}.{UtcLines.__name__}"
     record = logging.LogRecord("prefect.flow_runs", logging.INFO, "", 0, "hello", (), None)

@@ -62,7 +62,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("PREFECT_API_URL", f"{DEAD}/api", ["does not answer", "unset PREFECT_API_URL"]),
     ],
 )
-def test_a_setting_that_breaks_services_is_refused(
+def test_setting_that_breaks_services_is_refused(
     name: str, value: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -74,7 +74,7 @@ def test_a_setting_that_breaks_services_is_refused(
 
 @pytest.mark.parametrize("command", ["run", "resume", "sweep"])
 @pytest.mark.parametrize("scheme", variables.SOCKS)
-def test_a_socks_proxy_without_its_package_is_refused(
+def test_socks_proxy_without_its_package_is_refused(
     command: str, scheme: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(variables, "find_spec", lambda name: None)
@@ -84,7 +84,7 @@ def test_a_socks_proxy_without_its_package_is_refused(
     assert "pip install socksio" in said
 
 
-def test_a_long_folder_for_temporary_files_is_refused(
+def test_long_folder_for_temporary_files_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / LONG).mkdir()
@@ -94,7 +94,7 @@ def test_a_long_folder_for_temporary_files_is_refused(
     assert "at most 70" in said
 
 
-def test_a_machine_without_temporary_files_is_refused(
+def test_machine_without_temporary_files_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def none() -> str:
@@ -110,7 +110,7 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch, capsys:
     assert refused(capsys, "run", RECIPE).startswith(f"ulimit -n = {few}: ")
 
 
-def test_open_files_are_raised_to_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
     for soft, hard in ((256, 4096), (256, resource.RLIM_INFINITY), (4096, 4096), (resource.RLIM_INFINITY,) * 2):
@@ -119,7 +119,7 @@ def test_open_files_are_raised_to_what_is_allowed(monkeypatch: pytest.MonkeyPatc
     assert raised == [(4096, 4096), (variables.WANTED_FILES, resource.RLIM_INFINITY)]
 
 
-def test_a_removed_working_directory_is_one_sentence(
+def test_removed_working_directory_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", "")
@@ -153,7 +153,7 @@ CLIENTS: dict[str, Callable[[str], int]] = {
 
 @pytest.mark.parametrize("given", ["", "example.org", "fd00::/8, [::1],10.0.0.0/8", "*", "127.0.0.1"])
 @pytest.mark.parametrize("name", PROXIES)
-def test_loopback_goes_through_no_proxy(name: str, given: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_bypasses_proxies(name: str, given: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, DEAD)
     monkeypatch.setenv("NO_PROXY", given)
     bypass_proxies(os.environ)
@@ -162,7 +162,7 @@ def test_loopback_goes_through_no_proxy(name: str, given: str, server: str, monk
     assert ("example.org" in os.environ["NO_PROXY"]) == (given == "example.org")
 
 
-def test_a_proxy_still_serves_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_still_serves_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", DEAD)
     bypass_proxies(os.environ)
     assert botocore.utils.get_environ_proxies("https://bucket.s3.amazonaws.com")["https"] == DEAD
@@ -188,7 +188,7 @@ def test_settings_of_other_services_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("LC_ALL", "C"), ("LC_CTYPE", "POSIX")])
-def test_a_locale_without_all_letters_is_refused(name: str, value: str) -> None:
+def test_locale_without_all_letters_is_refused(name: str, value: str) -> None:
     """Python reads the locale before the first line of a command: so this one is a process."""
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", RECIPE]
     given = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG"))}
@@ -221,7 +221,7 @@ def test_sockets_fit_under_a_long_home_and_tmpdir(tmp_path: Path, monkeypatch: p
     assert len(os.fsencode(short)) + ray_head.RAY_SUFFIX_BYTES <= variables.SOCKET_PATH_BYTES
 
 
-def test_a_user_without_a_home_gets_the_run_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home_gets_the_run_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(uid: int) -> pwd.struct_passwd:
         raise KeyError(uid)
 
@@ -236,14 +236,14 @@ def test_a_user_without_a_home_gets_the_run_home(tmp_path: Path, monkeypatch: py
     assert Path.home() == tmp_path
 
 
-def test_the_runner_works_in_the_run_home(tmp_path: Path) -> None:
+def test_runner_works_in_the_run_home(tmp_path: Path) -> None:
     """Not in a folder of the machine, which belongs to its first user."""
     one, other = build_runner(None), build_runner(None)
     assert one._tmp_dir.is_relative_to(tmp_path / "home")
     assert one._tmp_dir != other._tmp_dir
 
 
-def test_a_policy_that_the_user_may_not_read_is_refused(
+def test_policy_that_the_user_may_not_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Root may read everything, so the question is answered here as the system answers other users."""
@@ -258,13 +258,13 @@ def test_a_policy_that_the_user_may_not_read_is_refused(
     assert f"may not read '{folder}'" in refused(capsys, "check", RECIPE, *arguments)
 
 
-def test_a_folder_of_no_user_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_no_user_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
     given = "policy={path = '~nobody-of-this-name/policy'}"
     assert "there is no such folder" in refused(capsys, "check", RECIPE, "--set", given)
 
 
 @pytest.mark.long
-def test_a_setting_that_prefect_refuses_is_one_sentence() -> None:
+def test_setting_that_prefect_refuses_is_named() -> None:
     """Prefect reads its settings while it is imported: so this one is a process."""
     code = """
 from unittest import mock
@@ -283,6 +283,6 @@ except ConfigError as error:
 
 
 @pytest.mark.parametrize(("command", "code"), [("keys", 0), ("check no-such.toml", 2)])
-def test_a_command_works_with_its_streams_closed(command: str, code: int) -> None:
+def test_command_works_with_its_streams_closed(command: str, code: int) -> None:
     line = f"exec {sys.executable} -m rollflow.flows.commands.cli {command} 0<&- 1>&- 2>&-"
     assert subprocess.run(["bash", "-c", line], check=False).returncode == code

@@ -52,32 +52,32 @@ def vitals(world: World) -> Vitals:
     return Vitals("learner", SimpleNamespace(_actor_id=None), 30.0)
 
 
-def test_an_actor_that_computes_is_not_dead(world: World, vitals: Vitals) -> None:
+def test_actor_that_computes_is_not_dead(world: World, vitals: Vitals) -> None:
     """On a machine where thirty others want the processors, too."""
     world.share = 0.03
     assert world.starting(vitals, 3600.0) == {False}
 
 
-def test_an_actor_that_does_nothing_is_stuck(world: World, vitals: Vitals) -> None:
+def test_actor_that_does_nothing_is_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.used = 0.005, 100.0  # what idle threads use; it had worked before
     with pytest.raises(Unreachable, match="the status of learner, which does nothing"):
         world.starting(vitals, 3600.0)
     assert 30.0 <= world.now <= 35.0
 
 
-def test_an_actor_that_answers_has_its_time_again(world: World, vitals: Vitals) -> None:
+def test_answer_restarts_the_time_of_an_actor(world: World, vitals: Vitals) -> None:
     for _ in range(10):
         assert world.starting(vitals, 25.0) == {False}
         vitals.answered()
 
 
-def test_an_actor_whose_process_is_gone_is_stuck(world: World, vitals: Vitals) -> None:
+def test_actor_whose_process_is_gone_is_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.gone = 1.0, True
     with pytest.raises(Unreachable, match="does nothing"):
         world.starting(vitals, 3600.0)
 
 
-def test_an_actor_may_take_long_to_be_created(world: World, vitals: Vitals) -> None:
+def test_actor_may_take_long_to_be_created(world: World, vitals: Vitals) -> None:
     """It imports, behind four others on two cores."""
     world.state = "PENDING_CREATION"
     assert world.starting(vitals, START_SECONDS) == {True}
@@ -85,7 +85,7 @@ def test_an_actor_may_take_long_to_be_created(world: World, vitals: Vitals) -> N
         world.starting(vitals, 10.0)
 
 
-def test_an_actor_whose_worker_died_is_named(world: World, vitals: Vitals) -> None:
+def test_actor_whose_worker_died_is_named(world: World, vitals: Vitals) -> None:
     world.state = "PENDING_CREATION"
     assert world.starting(vitals, 10.0) == {True}
     world.lost = "a Ray worker (process 12) died before it registered: no memory"

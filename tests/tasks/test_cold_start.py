@@ -66,14 +66,14 @@ def tiny(seed: int, target: float, **cold: object) -> RunConfig:
     ("seed", "target"),
     [(0, 0.3), (1, 0.3), *(pytest.param(seed, 0.15 * part, marks=MORE) for seed in range(4) for part in (1, 2, 3))],
 )
-def test_it_ends_near_the_target(tmp_path: Path, seed: int, target: float) -> None:
+def test_cold_start_ends_near_the_target(tmp_path: Path, seed: int, target: float) -> None:
     started = Started(tmp_path, tiny(seed, target))
     assert 0 <= started.accuracy - target <= NEAR
     assert started.said == started.accuracy
 
 
 @pytest.mark.long
-def test_a_look_far_above_the_target_is_gone_back_from(tmp_path: Path) -> None:
+def test_cold_start_goes_back_to_the_target(tmp_path: Path) -> None:
     """One look only, long after the target: the first weights are the other end of the line."""
     started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
     step, first = started.seen[0]
@@ -84,14 +84,14 @@ def test_a_look_far_above_the_target_is_gone_back_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_coarse_measure_never_ends_below_the_target(tmp_path: Path) -> None:
+def test_cold_start_never_ends_below_the_target(tmp_path: Path) -> None:
     """Of four questions one is right, or none."""
     config = tiny(0, 0.01)
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"prompts": 4})})
     assert Started(tmp_path, few).accuracy >= 0.25
 
 
-def test_a_target_that_is_not_reached_is_refused(tmp_path: Path) -> None:
+def test_target_out_of_reach_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.cold_start\.target_accuracy = 0\.9: reached 0\.\d\d in 10 steps"):
         Started(tmp_path, tiny(0, 0.9, max_steps=10, evaluate_every=5))
 
@@ -100,7 +100,7 @@ def test_a_target_that_is_not_reached_is_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("recipe", ["sorting", "reasoning"])
-def test_the_recipes_begin_near_their_targets(tmp_path: Path, recipe: str, seed: int) -> None:
+def test_recipes_begin_near_their_targets(tmp_path: Path, recipe: str, seed: int) -> None:
     config = load_recipe(Path(f"flows/recipes/{recipe}.toml"), [f"seed={seed}"])
     assert config.policy.cold_start is not None
     started = Started(tmp_path, config)

@@ -112,7 +112,7 @@ def test_another_number_of_ranks_changes_nothing_else(train: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_the_same_or_far(odd: float) -> None:
+def test_nonfinite_numbers_are_equal_or_far(odd: float) -> None:
     """Beside a sound tensor of its kind, before and behind it; in what was made, what was published, and in both."""
     parent, sound = torch.zeros(4), torch.full((4,), 0.1)
     spoilt = sound.clone()

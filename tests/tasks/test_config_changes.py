@@ -186,7 +186,7 @@ def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
     assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 5]
 
 
-def test_run_of_before_some_keys_is_changed(tmp_path: Path) -> None:
+def test_run_that_is_older_than_a_key_is_changed(tmp_path: Path) -> None:
     """Its config lacks keys, and has one where it stood then; both stay so, and mean what they meant."""
     tree = RunConfig().model_dump(mode="json")
     for key in ("fused_adamw", "share_prompts", "objective"):
@@ -280,7 +280,7 @@ def test_lost_answer_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [entry.n for entry in of_kind(context.store, ConfigChanged)] == [place]
 
 
-def test_two_of_one_change_add_one_entry(tmp_path: Path) -> None:
+def test_two_equal_changes_add_one_entry(tmp_path: Path) -> None:
     """Another command records the same between the look and the append."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)

@@ -36,18 +36,18 @@ def scaled(kind: str, **more: object) -> dict[str, Any]:
         ({"max_position_embeddings": 64, "rope_parameters": {"full": {"rope_type": "linear", "factor": 2}}}, 128),
     ],
 )
-def test_the_context_is_what_learner_and_engines_share(config: dict[str, Any], length: int) -> None:
+def test_context_is_what_learner_and_engines_share(config: dict[str, Any], length: int) -> None:
     assert context_length(config) == length
 
 
 @pytest.mark.parametrize("config", [{}, {"max_position_embeddings": None}, {"text_config": {"hidden_size": 8}}])
-def test_a_config_without_a_context_is_refused(config: dict[str, Any]) -> None:
+def test_config_without_a_context_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"names no context length .*; write max_position_embeddings there"):
         context_length(config)
 
 
 @pytest.mark.parametrize("value", [0, -5, 1, "128", 1.5, True, [128]])
-def test_a_context_that_is_no_length_is_refused(value: object) -> None:
+def test_context_that_is_no_length_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"max_position_embeddings = .*; write a whole number"):
         context_length({"max_position_embeddings": value})
 
@@ -66,5 +66,5 @@ def test_a_context_that_is_no_length_is_refused(value: object) -> None:
         ({"text_config": LONG | {"sliding_window": 512}}, 512 + PROBE),
     ],
 )
-def test_the_probe_sees_windows_and_scaled_positions(config: dict[str, Any], length: int) -> None:
+def test_probe_covers_windows_and_scaled_positions(config: dict[str, Any], length: int) -> None:
     assert probe_length(config) == length

@@ -247,7 +247,7 @@ def try_folder(kind: str, folders: Mapping[str, Path], data: st.DataObject, faul
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("faults", [tensor_faults, config_faults, tokenizer_faults], ids=lambda one: one.__name__)
-def test_a_drawn_fault_is_refused_or_changes_nothing(
+def test_drawn_fault_is_refused_or_changes_nothing(
     kind: str, faults: Any, folders: Mapping[str, Path], tmp_path: Path
 ) -> None:
     @settings(max_examples=examples(120), **DRAWN)
@@ -259,7 +259,7 @@ def test_a_drawn_fault_is_refused_or_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sound_folder_is_trained_as_it_is(kind: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_sound_folder_is_trained_as_it_is(kind: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders[kind], tmp_path / "policy")
     found = checked(tmp_path / "policy", chat=True, system="Be kind.")
     assert found is not None
@@ -294,7 +294,7 @@ def test_check_and_run_refuse_in_the_same_sentence(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_the_processes_end_with_exit_code_2(command: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_processes_end_with_exit_code_2(command: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
     for fault, change in FAULTS.items():
         folder = tmp_path / fault
         shutil.copytree(folders["llama"], folder)

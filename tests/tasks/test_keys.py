@@ -129,13 +129,13 @@ def test_other_questions_have_other_keys(one: str, other: str) -> None:
     assert normalise(one) != normalise(other)
 
 
-def test_orders_of_a_line_have_one_key_and_lines_keep_theirs() -> None:
+def test_orders_of_a_line_have_one_key() -> None:
     assert unordered_key("3 + 5 + 1 =", "9") == unordered_key("1 + 3 + 5 =", "9")
     assert unordered_key("5 - 3", "2") != unordered_key("3 - 5", "-2")
     assert unordered_key("0 1\n1 1", "yes") != unordered_key("1 1\n0 1", "yes")
 
 
-def test_a_sum_has_one_key_in_every_sentence() -> None:
+def test_sum_has_one_key_in_every_sentence() -> None:
     options = {**SUMS, "operators": ["+"], "allow_parentheses": False, "allow_negation": False}
     plain, natural = (
         RunPrompts(
@@ -173,14 +173,14 @@ RECORDED: list[tuple[str, list[PromptConfig], str]] = [
 
 
 @pytest.mark.parametrize(("configs", "recorded"), [case[1:] for case in RECORDED], ids=[case[0] for case in RECORDED])
-def test_the_split_by_text_is_that_of_recorded_runs(configs: list[PromptConfig], recorded: str) -> None:
+def test_split_by_text_is_that_of_recorded_runs(configs: list[PromptConfig], recorded: str) -> None:
     made = RunPrompts(configs, 3, 60, encode, 200, lambda config: LINES, "text")
     asked = [made.prompt(i).text for i in range(600)] + [made.demonstration(i)[0].text for i in range(300)]
     asked += [prompt.text for prompt in made.held_out()]
     assert hashlib.sha256(json.dumps(asked).encode()).hexdigest() == recorded
 
 
-def test_the_old_split_leaves_twins_in_training() -> None:
+def test_split_by_text_leaves_twins_in_training() -> None:
     """What keys are for: most held-out sums had a twin."""
     made = RunPrompts([SOURCES[0]], 0, 256, encode, 200, read, "text")
     source = made.sources[0]
@@ -215,11 +215,11 @@ def test_near_duplicates_are_counted() -> None:
     assert twice.sentence().startswith(f"{twice.found} of 20 held-out prompts have a near duplicate among ")
 
 
-def test_words_of_a_template_are_no_near_duplicates() -> None:
+def test_template_words_make_no_near_duplicates() -> None:
     assert count(words((f"What is the best price of the item called {i}, please?", i) for i in range(80))).found == 0
 
 
-def test_a_large_file_is_looked_at_for_a_bounded_time() -> None:
+def test_large_file_is_compared_in_bounded_time() -> None:
     content = words((story(i, i), i) for i in range(3000))
     assert count(content, seconds=0.0).looked_at == 0
     assert count(content, trained=7).looked_at == 7

@@ -182,7 +182,7 @@ def test_the_learner_refuses_a_stale_batch_whatever_was_committed() -> None:
         actor._check_fresh(3, some_batch())
 
 
-def test_batch_that_m2po_masks_whole_leaves_fresh_weights(folder: Path) -> None:
+def test_batch_without_tokens_leaves_fresh_weights(folder: Path) -> None:
     """Made-up log-probs are nats away from the policy's: all squares are above, and there is no momentum yet."""
     made = learner(folder, objective={"kind": "m2po"})
     before = [weight.detach().clone() for weight in made.model.parameters()]

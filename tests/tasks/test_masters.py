@@ -122,7 +122,7 @@ def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
     assert not any("master" in name for name in made.policy.tensors())
 
 
-def test_a_recorded_run_keeps_its_attention_and_advantages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_run_keeps_attention_and_advantages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other attention or longer sums would give other bits when it is replayed."""
     config = RunConfig().model_dump(mode="json")
     assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")

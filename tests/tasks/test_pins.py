@@ -326,7 +326,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     return context
 
 
-def test_a_recorded_run_keeps_its_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_run_keeps_its_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = recorded(tmp_path, monkeypatch)
     prompts, config = attach_run(context.uri).prompts(), context.config
     by_text = open_prompts(config, context.tokenizer, read_file, "text")
@@ -340,7 +340,7 @@ def test_a_recorded_run_keeps_its_split(tmp_path: Path, monkeypatch: pytest.Monk
     assert audit(context.store, deep=True).clean
 
 
-def test_a_new_run_says_that_it_is_split_by_keys(tmp_path: Path) -> None:
+def test_new_run_is_split_by_keys(tmp_path: Path) -> None:
     context, _ = prepared(tmp_path)
     assert [pin["split"] for pin in context.created.prompts] == ["key"]
     assert context.prompts().split == "key"

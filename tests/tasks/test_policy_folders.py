@@ -85,7 +85,7 @@ def test_tensors_that_are_not_the_models_are_refused(
     assert words in refusal(folder)
 
 
-def test_a_value_beyond_the_trained_type_is_refused(tmp_path: Path) -> None:
+def test_value_beyond_the_trained_type_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_tensors(folder, lambda w: {**w, DOWN: torch.full_like(w[DOWN], 1e39, dtype=torch.float64)})
     with pytest.raises(ConfigError, match=f"NaN or infinite values in {DOWN}"):
@@ -109,7 +109,7 @@ def write_index(folder: Path, index: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_an_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_index_that_is_wrong_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     index = split(folder)
     check_tensors(folder, "float32")
@@ -143,7 +143,7 @@ def test_weights_in_another_tools_format_are_left_out(tmp_path: Path) -> None:
     assert "consolidated.safetensors" not in weight_files(str(folder))
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     whole = (folder / "model.safetensors").read_bytes()
     for size in (len(whole) - 1, 100, 0):
@@ -211,7 +211,7 @@ def first_version(config: Any) -> RunContext:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_version_0_is_the_folder_tensor_by_tensor(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_version_0_equals_the_folder(tmp_path: Path, kind: str, dtype: str) -> None:
     folder = make_folder(tmp_path / "policy", kind)
     config = recipe_of(folder)
     context = first_version(config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})}))
@@ -224,20 +224,20 @@ def test_version_0_is_the_folder_tensor_by_tensor(tmp_path: Path, kind: str, dty
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
-def test_a_token_without_a_row_is_refused(tmp_path: Path) -> None:
+def test_token_without_a_row_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     rows = make_tokenizer(folder, plain=["What is"]) - 1
     assert f"its tokenizer has the token 'What is' ({rows}), its model {rows} rows" in refusal(folder)
 
 
-def test_an_end_token_without_a_row_is_refused(tmp_path: Path) -> None:
+def test_end_token_without_a_row_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "generation_config.json", eos_token_id=[END, 5000])
     assert "its end token 5000 is none of the model's" in refusal(folder)
 
 
 @pytest.mark.parametrize("value", [-1, "x", 1.5, True, [END, None]])
-def test_an_end_token_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
+def test_end_token_that_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "generation_config.json", eos_token_id=value)
     assert "policy.path: its eos_token_id" in refusal(folder)
@@ -254,7 +254,7 @@ def test_end_tokens_are_the_union_of_all_places(tmp_path: Path) -> None:
     assert context.tokenizer.stop_tokens == (END, 9, START, OVER)
 
 
-def test_no_end_token_anywhere_is_refused(tmp_path: Path) -> None:
+def test_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"end": None}, eos_token_id=None)
     assert "no end-of-sequence token" in refusal(folder)
 
@@ -270,7 +270,7 @@ def test_prompts_have_one_start_and_no_end(tmp_path: Path, around: str, starts: 
     assert recorded.count(END) == ("<|end|>" in around)  # runs that were recorded keep the tokens they had
 
 
-def test_a_template_with_a_start_token_does_not_double_it(tmp_path: Path) -> None:
+def test_start_token_of_a_template_is_not_doubled(tmp_path: Path) -> None:
     made = {"template": "<|start|>" + CHAT, "start": "<|start|>", "around": "<|start|> $A"}
     folder = make_folder(tmp_path / "policy", tokenizer=made, bos_token_id=START)
     found = PolicyTokenizer(folder).encode("Say 7.", chat=True)
@@ -280,7 +280,7 @@ def test_a_template_with_a_start_token_does_not_double_it(tmp_path: Path) -> Non
     preflight(recipe_of(folder, chat=True))
 
 
-def test_a_prompt_that_ends_or_starts_twice_is_refused(tmp_path: Path) -> None:
+def test_prompt_with_an_end_or_two_starts_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"around": "<|start|> $A", "start": "<|start|>"})
     for question, words in (("Say 7.<|end|>", "ends with the end token <|end|> (1)"), ("<|start|><|start|>x", "two")):
         with pytest.raises(ConfigError, match=words.replace("|", r"\|").replace("(", r"\(").replace(")", r"\)")):
@@ -292,7 +292,7 @@ def test_a_prompt_that_ends_or_starts_twice_is_refused(tmp_path: Path) -> None:
 # --- context ------------------------------------------------------------------------------------------------
 
 
-def test_the_context_is_found_under_every_name(tmp_path: Path) -> None:
+def test_context_is_found_under_every_name(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", "gpt2")
     assert PolicyTokenizer(folder).context == CONTEXT
     assert "the transformers engine cannot run a gpt2" in refusal(folder)
@@ -328,12 +328,12 @@ def test_templates_that_lose_words_are_refused(tmp_path: Path, template: str, wo
     assert words in refusal(folder, chat=True, system="Be kind.")
 
 
-def test_a_system_message_without_chat_is_refused(tmp_path: Path) -> None:
+def test_system_message_without_chat_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"template": CHAT})
     assert "prompts.0.system = 'Be kind.': no prompt has it without chat = true" in refusal(folder, system="Be kind.")
 
 
-def test_the_templates_clock_stands_at_the_runs_start(tmp_path: Path) -> None:
+def test_clock_of_a_template_shows_the_runs_start(tmp_path: Path) -> None:
     clock = "It is {{ strftime_now('%Y-%m-%d %H:%M:%S') }}.\n"
     folder = make_folder(tmp_path / "policy", tokenizer={"template": clock + CHAT})
     context = prepare(recipe_of(folder, chat=True), "clock")
@@ -349,7 +349,7 @@ def test_the_templates_clock_stands_at_the_runs_start(tmp_path: Path) -> None:
 # --- attention ----------------------------------------------------------------------------------------------
 
 
-def test_a_softcap_of_attention_is_honoured(tmp_path: Path) -> None:
+def test_softcap_of_attention_is_honoured(tmp_path: Path) -> None:
     """By training, whose default attention drops it, and by the transformers engine."""
     folder = make_folder(tmp_path / "policy", "gemma2", scale=3.0)
     tokens = torch.arange(5, 40)[None]

@@ -72,7 +72,7 @@ GOOD = b'{"question": "1 + 1", "answer": "2"}\n'
         (b'{"question": "1", "answer": ' + b"9" * 5000 + b"}", "it is no JSON (Exceeds the limit"),
     ],
 )
-def test_a_row_that_is_wrong_is_refused_by_its_line(row: bytes, sentence: str, tmp_path: Path) -> None:
+def test_wrong_row_is_refused_by_its_line(row: bytes, sentence: str, tmp_path: Path) -> None:
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD + b"\n" + row + b"\n" + GOOD)
     with pytest.raises(ConfigError) as refused:
         read_files(config_of(file), read_file)
@@ -80,7 +80,7 @@ def test_a_row_that_is_wrong_is_refused_by_its_line(row: bytes, sentence: str, t
     assert "\n" not in str(refused.value)
 
 
-def test_rows_that_are_wrong_are_counted(tmp_path: Path) -> None:
+def test_wrong_rows_are_counted(tmp_path: Path) -> None:
     rows = [b'{"question": "1", "answer": [%d]}\n' % n for n in range(3)]
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD + b"".join(rows) + b'{"question": "1", "answer": null}\n{}\n')
     with pytest.raises(ConfigError, match=r"line 2: answer is a list \(\[0\]\); .* \(3 such lines, 2 with other"):
@@ -104,14 +104,14 @@ def test_rows_that_can_be_judged_are_read(content: bytes, answers: list[str], tm
     assert [row.reference["answer"] for row in rows] == answers
 
 
-def test_a_tag_in_an_answer_is_refused_where_tags_are_judged(tmp_path: Path) -> None:
+def test_tag_in_an_answer_is_refused_under_tags(tmp_path: Path) -> None:
     (file := tmp_path / "rows.jsonl").write_text('{"question": "1", "answer": "a</answer>b"}\n')
     read_files(config_of(file), read_file)
     with pytest.raises(ConfigError, match="line 1: answer holds a tag"):
         read_files(config_of(file, {"kind": "exact", "answer": "tag"}), read_file)
 
 
-def test_rows_without_a_family_are_refused_by_its_scorer(tmp_path: Path) -> None:
+def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
     """It would fail on every response, and each would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
     with pytest.raises(ConfigError, match=r"line 1: it is of no family that .* set reward.kind = \"exact\""):
@@ -123,7 +123,7 @@ def test_rows_without_a_family_are_refused_by_its_scorer(tmp_path: Path) -> None
 WORKED = [{"question": f"{n} + 1?", "answer": f"{n} and 1.\n#### {n + 1}"} for n in range(30)]
 
 
-def test_worked_solutions_are_judged_by_what_follows_a_mark(tmp_path: Path) -> None:
+def test_worked_solutions_are_judged_behind_their_mark(tmp_path: Path) -> None:
     file = written(tmp_path, WORKED)
     with pytest.raises(ConfigError, match=r"every answer holds '####'.* set prompts\.answer_after"):
         read_files(config_of(file), read_file)
@@ -150,7 +150,7 @@ def fitted(config: RunConfig, tokenizer: PolicyTokenizer) -> tuple[RunPrompts, l
     return open_prompts(config, tokenizer, read), notes
 
 
-def test_prompts_that_are_too_long_are_refused_and_counted(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_long_prompts_are_refused_and_counted(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(40, 50)))
     with pytest.raises(ConfigError) as refused:
         fitted(config, tokenizer)
@@ -158,7 +158,7 @@ def test_prompts_that_are_too_long_are_refused_and_counted(tmp_path: Path, token
     assert str(refused.value).endswith('or set prompts.too_long = "drop" (2 such lines)')
 
 
-def test_prompts_that_are_too_long_are_dropped(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_long_prompts_are_dropped(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(40, 50)), too_long="drop")
     prompts, notes = fitted(config, tokenizer)
     assert notes == [f"prompts.path = {str(tmp_path / 'rows.jsonl')!r}: 2 of 60 lines are too long, and dropped"]
@@ -166,7 +166,7 @@ def test_prompts_that_are_too_long_are_dropped(tmp_path: Path, tokenizer: Policy
     assert asked == {row["question"] for row in sums(40, 50) if len(row["question"]) < 100}
 
 
-def test_a_chat_template_counts_for_the_length(tmp_path: Path) -> None:
+def test_chat_template_counts_in_the_length(tmp_path: Path) -> None:
     for name, data in build_cold_folder(ColdStart(context=128), ["What is 1 + 1?"] * 10).items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "chat_template.jinja").write_text("z" * 110 + "{{ messages[-1]['content'] }}")
@@ -177,7 +177,7 @@ def test_a_chat_template_counts_for_the_length(tmp_path: Path) -> None:
         fitted(config_of(file, chat=True), PolicyTokenizer(tmp_path))
 
 
-def test_a_file_of_long_prompts_alone_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_file_of_long_prompts_alone_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(*range(30), count=30)), too_long="drop")
     with pytest.raises(ConfigError, match=r"line 1: its prompt is too long .* \(30 such lines\)"):
         fitted(config, tokenizer)
@@ -192,7 +192,7 @@ def test_answers_that_no_response_equals_are_named(tmp_path: Path, tokenizer: Po
         fitted(config_of(written(tmp_path, rows[-1:] * 2)), tokenizer)
 
 
-def test_a_long_prompt_of_a_run_is_replaced(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_long_prompt_of_a_run_is_replaced(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     """A run whose file was not read whole, as runs were before, goes on: in every process by the same prompt."""
     config = config_of(written(tmp_path, sums(40)), held_out=0.0)
     opened = [open_prompts(config, tokenizer, read_file) for _ in range(2)]

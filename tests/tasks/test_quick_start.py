@@ -22,7 +22,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     return prepare(load_recipe(Path("flows/recipes/sorting.toml"), ["versions=10"]), "quick")
 
 
-def test_the_two_sets_share_nothing(context: RunContext) -> None:
+def test_held_out_sets_share_nothing(context: RunContext) -> None:
     first, second = quick_start.split_held_out(context)
     assert [q.text for q in first] == [prompt.text for prompt in context.prompts().held_out()]
     assert (len(first), len(second)) == (200, 200)
@@ -30,7 +30,7 @@ def test_the_two_sets_share_nothing(context: RunContext) -> None:
     assert quick_start.count_shared_keys(context, [*first, *second]) == 0
 
 
-def test_a_leak_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leak_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = quick_start.split_held_out(context)
     leaked, training = second[7], SortingSource.training
 

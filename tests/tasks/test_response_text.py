@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", ""),
     ],
 )
-def test_a_response_keeps_all_but_its_final_stop_token(folder: Path, response: str, text: str) -> None:
+def test_response_keeps_all_but_its_final_stop_token(folder: Path, response: str, text: str) -> None:
     tokenizer = PolicyTokenizer(folder)
     assert tokenizer.decode_response(tokenizer.encode_response(response)) == text
     assert tokenizer.decode(tokenizer.encode_response(response)) == response
@@ -59,7 +59,7 @@ def test_special_tokens_can_be_left_out(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("special", "reward"), [(True, 1.0), (False, 0.0)])
-async def test_a_worker_judges_tags_that_are_tokens(folder: Path, special: bool, reward: float) -> None:
+async def test_worker_judges_tags_that_are_tokens(folder: Path, special: bool, reward: float) -> None:
     tokens = PolicyTokenizer(folder).encode_response(f"<answer>7</answer>{END}")
     pool = RewardPool(ExactReward(answer="tag", special_tokens=special), folder)
     await pool.start()
@@ -81,6 +81,6 @@ def test_recorded_runs_are_judged_as_they_were(recorded: dict[str, object]) -> N
 
 @pytest.mark.parametrize("reference", ["", " ", "\n", "7"])
 @pytest.mark.parametrize(("where", "response"), [("tag", "7"), ("tag", "<answer></answer>"), ("all", " "), ("all", "")])
-def test_a_missing_answer_equals_nothing(where: str, response: str, reference: str) -> None:
+def test_missing_answer_equals_nothing(where: str, response: str, reference: str) -> None:
     score = judge(build_verifier(ExactReward()), where, response, {"answer": reference})
     assert (score.reward, score.reason) == (0.0, "no answer")

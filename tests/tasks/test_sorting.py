@@ -30,12 +30,12 @@ def digits(asked: Question) -> str:
 
 
 @pytest.mark.parametrize(("given", "answer"), [("31415", "11345"), ("90000", "00009"), ("12345", "12345")])
-def test_answers_by_hand(given: str, answer: str) -> None:
+def test_answers_are_those_worked_by_hand(given: str, answer: str) -> None:
     asked = question(given)
     assert (asked.text, asked.answer, asked.reference["answer"]) == (f"Sort {given}.", answer, answer)
 
 
-def test_the_split_is_of_multisets() -> None:
+def test_split_is_of_multisets() -> None:
     made = source(3)
     held = Counter("".join(sorted(digits(q))) for q in made.held_out(10_000))
     assert (len(held), set(held.values())) == (400, {1})
@@ -55,7 +55,7 @@ def test_every_multiset_is_asked_as_often() -> None:
     assert 60 < min(count.values()) < max(count.values()) < 140
 
 
-def test_another_seed_splits_otherwise() -> None:
+def test_split_depends_on_the_seed() -> None:
     assert {q.answer for q in source(0).held_out(400)} != {q.answer for q in source(1).held_out(400)}
 
 
@@ -64,7 +64,7 @@ def recipe() -> RunConfig:
     return load_recipe(Path("flows/recipes/sorting.toml"))
 
 
-def test_a_right_answer_is_judged_right_and_a_wrong_one_wrong(recipe: RunConfig) -> None:
+def test_answer_is_judged_right_or_wrong(recipe: RunConfig) -> None:
     verify = build_verifier(recipe.reward)
     for asked in map(source().training, range(50)):
         assert judge(verify, recipe.reward.answer, asked.answer, asked.reference).reward == 1.0
@@ -73,7 +73,7 @@ def test_a_right_answer_is_judged_right_and_a_wrong_one_wrong(recipe: RunConfig)
             assert judge(verify, recipe.reward.answer, wrong, asked.reference).reward == float(right)
 
 
-def test_the_objective_is_plain_grpo(recipe: RunConfig) -> None:
+def test_objective_is_plain_grpo(recipe: RunConfig) -> None:
     """As docs and README say: no key of the preset is changed."""
     assert (
         recipe.train.objective == RunConfig.model_validate({"train": {"objective": {"kind": "grpo"}}}).train.objective

@@ -71,7 +71,7 @@ def audited(context: RunContext) -> AuditReport:
     return audit(fresh.store, deep=True, expected=expected_of(fresh))
 
 
-def test_the_run_itself_is_clean(finished: Finished) -> None:
+def test_unaltered_run_is_clean(finished: Finished) -> None:
     report = audited(finished.context)
     assert (report.violations, report.unchecked, report.overdue) == ([], "", [])
     assert report.fates == {"trained": 24, "discarded: stale": 1, "in flight": 1}
@@ -79,7 +79,7 @@ def test_the_run_itself_is_clean(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize("one", ALTERATIONS, ids=[f"{one.part}: {one.what}" for one in ALTERATIONS])
-def test_an_alteration_is_found_by_whom_the_table_says(one: Alteration, forger: Forger, finished: Finished) -> None:
+def test_alteration_is_found_as_the_table_says(one: Alteration, forger: Forger, finished: Finished) -> None:
     before = {path: forger.store.get(path) for path in forger.store.list()}
     one.forge(forger)
     assert {path: forger.store.get(path) for path in forger.store.list()} != before, "nothing was altered"
@@ -91,7 +91,7 @@ def test_an_alteration_is_found_by_whom_the_table_says(one: Alteration, forger: 
 
 
 @pytest.mark.parametrize("one", UNSEEN)
-def test_a_replay_finds_what_the_table_says(one: Alteration, forger: Forger) -> None:
+def test_replay_finds_what_the_table_says(one: Alteration, forger: Forger) -> None:
     """Of what the audit does not find. A run that a replay cannot read is found, too."""
     one.forge(forger)
     forget(forger.store)
@@ -103,10 +103,10 @@ def test_a_replay_finds_what_the_table_says(one: Alteration, forger: Forger) -> 
     assert right is ("replay" not in one.by)
 
 
-def test_at_least_as_many_are_planted_as_were() -> None:
+def test_number_of_alterations_does_not_shrink() -> None:
     assert len({(one.part, one.what) for one in ALTERATIONS}) == len(ALTERATIONS) >= 73
 
 
-def test_the_documentation_has_the_table() -> None:
+def test_documentation_has_the_table() -> None:
     """See `alterations_of_log`: `python -m tests.support.alterations_of_log` prints it."""
     assert table() in PAGE.read_text()

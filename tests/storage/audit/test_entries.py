@@ -94,7 +94,7 @@ def test_several_missing_entries_are_one_gap(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("end", [9, 10])
-def test_a_long_hole_on_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+def test_long_hole_in_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
     """A plain audit lists the log, too: stray entries lie behind a hole that other readers take for the log's end."""
     monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
     store = LocalStore(tmp_path)

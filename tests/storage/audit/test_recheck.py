@@ -36,7 +36,7 @@ def whole(body: object, alpha: float) -> object:
     return replace(other, config_sha256=sha256_of(other.config))
 
 
-def test_another_alpha_in_entry_0_is_seen(audited: MemoryStore) -> None:
+def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
     """Sealed and hashed; the chain is as it was."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     report = audit(audited)
@@ -44,7 +44,7 @@ def test_another_alpha_in_entry_0_is_seen(audited: MemoryStore) -> None:
     assert ("altered", entry_path(0)) in {(v.kind, v.where) for v in report.violations}
 
 
-def test_another_alpha_is_seen_although_the_audit_vouches_for_it(audited: MemoryStore) -> None:
+def test_altered_alpha_is_found_despite_an_altered_audit(audited: MemoryStore) -> None:
     """Its word is forged, too: entry 1 still follows the other entry, and the state goes by the other alpha."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     found, _ = audits.newest(audited)
@@ -58,7 +58,7 @@ def test_another_alpha_is_seen_although_the_audit_vouches_for_it(audited: Memory
 
 @pytest.mark.parametrize("back", range(1, recheck.NEWEST))
 @pytest.mark.parametrize("how", ["altered", "gone", "damaged"])
-def test_the_newest_entries_are_looked_at_again(audited: MemoryStore, back: int, how: str) -> None:
+def test_newest_entries_are_checked_again(audited: MemoryStore, back: int, how: str) -> None:
     n = len(read(audited)) - 1 - back
     if how == "altered":
         resealed(audited, n, at=1.0)
@@ -70,19 +70,19 @@ def test_the_newest_entries_are_looked_at_again(audited: MemoryStore, back: int,
     assert (kind, entry_path(n)) in {(v.kind, v.where) for v in audit(audited).violations}
 
 
-def test_a_sound_log_is_looked_at_again_for_nothing(audited: MemoryStore) -> None:
+def test_recheck_of_a_sound_log_finds_nothing(audited: MemoryStore) -> None:
     before = list(audited.list("audits"))
     assert audit(audited).clean
     assert list(audited.list("audits")) == before
 
 
-def test_a_short_log_is_looked_at_again(store: MemoryStore) -> None:
+def test_short_log_is_checked_again(store: MemoryStore) -> None:
     Actors.begin(store)
     assert audit(store).clean
     assert audit(store).clean
 
 
-def test_a_plain_audit_sees_a_stray_entry(tmp_path: Path) -> None:
+def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
     """Far behind the end of a log in a folder, where readers look at the next numbers only."""
     store = LocalStore(tmp_path)
     Actors.begin(store).train(2)
@@ -95,7 +95,7 @@ def test_a_plain_audit_sees_a_stray_entry(tmp_path: Path) -> None:
 # --- anchors -------------------------------------------------------------------------------------------------------
 
 
-def test_anchors_hold_however_far_the_run_goes_on(store: MemoryStore) -> None:
+def test_anchors_hold_as_the_run_goes_on(store: MemoryStore) -> None:
     """Those of a run that was killed between two, too."""
     actors = Actors.begin(store).train(1)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
@@ -104,7 +104,7 @@ def test_anchors_hold_however_far_the_run_goes_on(store: MemoryStore) -> None:
     assert check_anchors(store, [*anchors, newest_anchor(Log(store).state)]) == []
 
 
-def test_a_log_that_was_written_anew_breaks_its_anchors(store: MemoryStore) -> None:
+def test_rewritten_log_breaks_its_anchors(store: MemoryStore) -> None:
     Actors.begin(store).train(2)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
     changed(store, 0, lambda body: whole(body, 1.0))
@@ -114,24 +114,24 @@ def test_a_log_that_was_written_anew_breaks_its_anchors(store: MemoryStore) -> N
     ]
 
 
-def test_a_log_that_was_cut_breaks_its_newest_anchor(store: MemoryStore) -> None:
+def test_truncated_log_breaks_its_newest_anchor(store: MemoryStore) -> None:
     Actors.begin(store).train(2)
     anchor = newest_anchor(Log(store).state)
     store.delete(entry_path(anchor.n))
     assert [(v.kind, v.where) for v in check_anchors(store, [anchor])] == [("gap", entry_path(anchor.n))]
 
 
-def test_an_anchor_is_read_as_it_is_written() -> None:
+def test_anchor_is_parsed_as_it_is_printed() -> None:
     anchor = Anchor(12, "ab" * 32)
     assert parse_anchor(str(anchor)) == anchor
 
 
 @pytest.mark.parametrize("text", ["", "12", "12:", "12:abc", ":" + "ab" * 32, "-1:" + "ab" * 32, "12:" + "AB" * 32])
-def test_what_is_no_anchor_is_refused(text: str) -> None:
+def test_malformed_anchor_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="anchor"):
         parse_anchor(text)
 
 
-def test_an_entry_is_what_its_anchor_is_of(store: MemoryStore) -> None:
+def test_anchor_is_the_hash_of_its_entry(store: MemoryStore) -> None:
     Actors.begin(store)
     assert first_anchor(store).sha256 == encode(read(store)[0]).sha256
