@@ -98,6 +98,6 @@ def test_samples_of_mlflow_keep_hints_out_of_prompts(run: RunContext) -> None:
 
 def test_single_turn_has_two_parts(run: RunContext) -> None:
     prompt = run.prompts().prompt(0)
-    one = small_run.trajectory(tuple(prompt.tokens), 0, 0, 0, Random(0))
+    one = small_run.trajectory(tuple(prompt.tokens), 0, 0, 0, Random(0), stop=3)
     assert [part.author for part in split_turns(one)] == ["prompt", "policy"]
     assert [token for part in split_turns(one) for token in part.tokens] == list(one.tokens)
