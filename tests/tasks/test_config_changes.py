@@ -213,11 +213,11 @@ def test_change_leaves_a_recorded_policy_as_it_is(tmp_path: Path, monkeypatch: p
             patch.setattr(f"rollflow.flows.preflight.{check}", lambda *given: None)
         context = prepare_small(tmp_path, versions=2, prompts=[{**SUMS, "system": "Be kind."}])
     ends = again(context).tokenizer.stop_tokens
-    change(again(context), ["versions=3"])
+    record_change(again(context), ["versions=3"])
     assert (again(context).config.versions, again(context).tokenizer.stop_tokens) == (3, ends)
     assert audit(context.store, deep=True).violations == []
     with pytest.raises(ConfigError, match=r"engine\.temperature = 0\.001"):
-        change(again(context), ["engine.kind=vllm", "engine.temperature=0.001"])
+        record_change(again(context), ["engine.kind=vllm", "engine.temperature=0.001"])
 
 
 def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
