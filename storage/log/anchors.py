@@ -69,5 +69,5 @@ def check_anchors(run: ObjectStore, anchors: Sequence[Anchor]) -> list[Violation
         else:
             if sha256 != anchor.sha256:
                 what = f"its sha256 is {sha256[:12]}, its anchor is {anchor.sha256[:12]}"
-                found.append(Violation("altered", path, f"{what}: the log was written anew, or repaired"))
+                found.append(Violation("altered", path, f"{what}: the log was rewritten, or repaired"))
     return found

@@ -368,7 +368,7 @@ def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFix
     changed(copy.store, 0, lambda body: replace(body, config=config, config_sha256=sha256_of(config)))
     assert "clean" in shown(capsys, "audit", copy.uri, "--deep")
     said = shown(capsys, "audit", copy.uri, "--deep", *given, code=1)
-    assert said.count("the log was written anew, or repaired") == 2
+    assert said.count("the log was rewritten, or repaired") == 2
     refused = shown(capsys, "audit", copy.uri, "--anchor", "7", code=2)
     assert "anchor '7': give the number of an entry and its sha256" in refused
 

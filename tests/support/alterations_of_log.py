@@ -66,7 +66,11 @@ def _gone(kind: str) -> Callable[[Forger], None]:
 
 VERSIONS = (
     ("the objects of another version", AUDIT, lambda f: _named(f, V - 1)),
-    ("the weights of another version, as its own", REPLAY, lambda f: f.weights(V, lambda _: _weights_of(V - 1)(f))),
+    (
+        "the weights of another version, as its own",
+        REPLAY,
+        lambda f: f.weights(V, lambda _: _weights_of(V - 1)(f)),
+    ),
     ("one weight", REPLAY, lambda f: f.weights(V, _patched(b"\0\0\0\x3f"))),
     ("a weight that is NaN", AUDIT, lambda f: f.weights(V, _patched(b"\0\0\xc0\x7f"))),
     ("a weight that is infinite", AUDIT, lambda f: f.weights(V, _patched(b"\0\0\x80\xff"))),
@@ -74,8 +78,8 @@ VERSIONS = (
     ("the learner's state", REPLAY, lambda f: f.weights(12, _patched(b"\0\0\0\x3f"), "state")),
     ("an entry without learner's state", AUDIT, lambda f: f.version(V, lambda body: replace(body, state=()))),
     ("an entry without weights", AUDIT, lambda f: f.version(V, lambda body: replace(body, weights=()))),
-    ("learner's state that is gone", ("audit",), _gone("state")),
-    ("weights that are gone", ("audit",), _gone("weights")),
+    ("missing learner's state", ("audit",), _gone("state")),
+    ("missing weights", ("audit",), _gone("weights")),
     ("the batch that a version was trained on", AUDIT, _trained_on_another),
     ("the number of a version", AUDIT, lambda f: f.version(V, lambda body: replace(body, number=V + 1))),
     (
@@ -93,7 +97,7 @@ VERSIONS = (
         ANCHOR,
         lambda f: f.version(V, lambda body: replace(body, metrics={**body.metrics, "reward": 0.99})),
     ),
-    ("the code's version", ANCHOR, lambda f: f.version(V, lambda body: replace(body, code_version="9.9"))),
+    ("the version of the code", ANCHOR, lambda f: f.version(V, lambda body: replace(body, code_version="9.9"))),
 )
 
 # --- the run's beginning -------------------------------------------------------------------------------------------
@@ -135,32 +139,32 @@ def _stop(f: Forger) -> None:
 
 
 BEGINNING = (
-    ("alpha, far above what it was, with a stale discard on record", AUDIT, _alpha(99.0)),
-    ("alpha, a little above what it was", ANCHOR, _alpha(1.5)),
-    ("alpha, below what it was", AUDIT, _alpha(0.0)),
+    ("alpha, far above the true value, with a stale discard on record", AUDIT, _alpha(99.0)),
+    ("alpha, a little above the true value", ANCHOR, _alpha(1.5)),
+    ("alpha, below the true value", AUDIT, _alpha(0.0)),
     ("the seed, with generated prompts", SAYS, lambda f: f.config({"seed": 1})),
     ("`groups`", AUDIT, lambda f: f.config({"groups": 4})),
     ("`group_size`", AUDIT, lambda f: f.config({"group_size": 8})),
-    ("`max_new_tokens`, below what it was", AUDIT, _longest(6)),
-    ("`max_new_tokens`, above what it was, with a response that was cut", AUDIT, _longest(16)),
-    ("the vocabulary, below what it was", AUDIT, _vocabulary(-200)),
-    ("the vocabulary, above what it was", REPLAY, _vocabulary(200)),
-    ("a filter that would have removed what was trained on", AUDIT, lambda f: _filter(f, 0.6)),
-    ("extra groups, with which nothing is stale", AUDIT, lambda f: f.config({"rollout": {"extra_groups": 2}})),
+    ("`max_new_tokens`, below the true value", AUDIT, _longest(6)),
+    ("`max_new_tokens`, above the true value, with a response that was cut", AUDIT, _longest(16)),
+    ("the vocabulary, below the true size", AUDIT, _vocabulary(-200)),
+    ("the vocabulary, above the true size", REPLAY, _vocabulary(200)),
+    ("a filter that would have removed groups that were trained on", AUDIT, lambda f: _filter(f, 0.6)),
+    ("extra groups, which allow no stale discard", AUDIT, lambda f: f.config({"rollout": {"extra_groups": 2}})),
     (
-        "the age of a response: from its oldest token",
+        "the start of a response: its oldest token",
         ANCHOR,
         lambda f: f.config({"rollout": {"staleness": "oldest-token"}}),
     ),
     ("the learning rate", REPLAY, lambda f: f.config({"train": {"learning_rate": 0.5}})),
     ("the temperature", REPLAY, lambda f: f.config({"engine": {"temperature": 0.5}})),
-    ("how many versions were to be trained", ANCHOR, lambda f: f.config({"versions": 13})),
+    ("the number of versions to train", ANCHOR, lambda f: f.config({"versions": 13})),
     (
-        "a config without the hash that it has",
+        "a config that does not match its hash",
         AUDIT,
         lambda f: f.creation(lambda body: replace(body, config={**body.config, "seed": 1})),
     ),
-    ("a config that no run can have", (*SAYS, "replay"), lambda f: f.config({"engine": {"kind": "none"}})),
+    ("an invalid config", (*SAYS, "replay"), lambda f: f.config({"engine": {"kind": "none"}})),
     ("which versions keep their objects", AUDIT, lambda f: f.config({"store": {"keep_last": 12}})),
     ("the run's id", ANCHOR, lambda f: f.creation(lambda body: replace(body, run_id="other"))),
     ("the number of sources", AUDIT, lambda f: f.creation(lambda body: replace(body, sources=3))),
@@ -173,7 +177,7 @@ BEGINNING = (
     ("the stop token of the policy", AUDIT, _stop),
     ("the weights that the run began with", ANCHOR, _first_weights),
     (
-        "the hashes of a user's own code",
+        "the hashes of user-defined code",
         ANCHOR,
         lambda f: f.creation(lambda body: replace(body, own_code={"own.py": "0" * 64})),
     ),
@@ -230,7 +234,7 @@ def _without(n: Callable[[Forger], int]) -> Callable[[Forger], None]:
 
 
 LOG = (
-    ("who claimed a role", ANCHOR, _claims(lambda body: replace(body, host="elsewhere", process=1))),
+    ("the claimant of a role", ANCHOR, _claims(lambda body: replace(body, host="elsewhere", process=1))),
     ("the cluster of one claim", AUDIT, _claims(lambda body: replace(body, cluster="other") if body.under else body)),
     ("a claim left out", AUDIT, _without(lambda f: next(e.n for e in read(f.store) if isinstance(e.body, Claimed)))),
     ("an entry under another claim", AUDIT, _batch_entry(claim=1)),
@@ -241,16 +245,16 @@ LOG = (
     ("the next batch that an entry names", AUDIT, _batch_entry(batch=99)),
     ("an entry left out", AUDIT, _without(lambda f: committed(f.store, B).n)),
     ("two entries swapped", AUDIT, lambda f: f.log(_swapped)),
-    ("the end of the log cut off, from before objects were pruned", AUDIT, _cut),
+    ("the end of the log cut off, from before a pruning", AUDIT, _cut),
     ("the newest entry cut off", ANCHOR, _cut_by_one),
-    ("a stray entry behind a long hole", ("audit",), _stray),
+    ("a stray entry behind a long gap", ("audit",), _stray),
     (
         "a void of a batch that was trained on",
         APPENDED,
         _inserted(lambda f: BatchVoided(B, committed(f.store, B).n, "so")),
     ),
     ("a pruning of what is needed", APPENDED, _inserted(lambda f: Pruned(((12, "weights"),)))),
-    ("a version that is published twice", APPENDED, _inserted(lambda f: published(f.store, 12).body)),
+    ("a version published twice", APPENDED, _inserted(lambda f: published(f.store, 12).body)),
     ("a version without a batch", APPENDED, _inserted(lambda f: _made(f))),
 )
 
@@ -279,7 +283,7 @@ BESIDE = (
     ("a recovery", NOBODY, lambda f: f.store.put("recoveries/00000000.json", b"{}")),
     ("seconds of a weight update", NOBODY, lambda f: f.store.put("updates/00000003.json", b"{}")),
     ("CPU seconds", NOBODY, lambda f: f.store.put("usage/other.json", b"{}")),
-    ("the status that people are shown", NOBODY, lambda f: f.store.put("status.json", b"{}")),
+    ("the status", NOBODY, lambda f: f.store.put("status.json", b"{}")),
     ("the summary", NOBODY, lambda f: f.store.put("summary.json", b"{}")),
 )
 
