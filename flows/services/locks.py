@@ -21,7 +21,7 @@ def take(file: Path, *, shared: bool = False) -> int | None:
     """Take the lock without waiting: the open file that holds it, or None where another has it.
 
     Raises:
-        ConfigError: the file cannot be made.
+        ConfigError: the file cannot be made, or cannot be locked.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +35,11 @@ def take(file: Path, *, shared: bool = False) -> int | None:
     except BlockingIOError:
         os.close(held)
         return None
+    except OSError as error:  # a network folder without locks, for example
+        os.close(held)
+        raise ConfigError(
+            f"{str(file)!r} cannot be locked ({error.strerror}); set ROLLFLOW_HOME to a folder of this machine"
+        ) from error
     return held
 
 

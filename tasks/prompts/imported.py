@@ -29,9 +29,8 @@ class ImportedSource:
         self._config, self._excluded = config, excluded
         contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
         self._own = imported_object(KEY, config, contract, seed=seed, held_out=count)
-        self._held = HeldOut(excluded.split)
-        for question in self.held_out(count):
-            self._held.add(question)
+        self._held = {question.text: question for question in self.held_out(count)}
+        for question in self._held.values():
             excluded.add(question)
 
     def training(self, position: int) -> Question:
@@ -52,15 +51,15 @@ class ImportedSource:
         return found
 
     def _outside(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
-        """Return the question at `position`, or at a later one if another source of the run holds it out."""
+        """Return the question at `position`, or at a later one if the run holds it out in another form or source."""
         for place in range(position, position + TRIES * STEP, STEP):
             call, question = f"{stream}({place})", made(KEY, self._config, partial(ask, place))
             self._check(call, question)
-            if question in self._held:
+            if question.text in self._held:
                 raise self._refused(call, "asks a question that is held out; leave those out of what is trained on")
             if question not in self._excluded:
                 return question
-        raise self._refused(f"{stream}({position})", "asks what other sources hold out; leave one of them out")
+        raise self._refused(f"{stream}({position})", "asks what is held out; leave that out of what is trained on")
 
     def _check(self, call: str, question: object) -> None:
         if not isinstance(question, Question):

@@ -150,6 +150,8 @@ class Own(QuestionSource):
             return self._question(" ")
         if self._wrong == "half":
             return self._question("\ud83d")
+        if self._wrong == "late" and position == 5:
+            return self._question(" H1!")
         return self._question({"leak": "h1", "spelled": " H1!", "keyed": "t"}.get(self._wrong, f"t{position}"))
 
     def demonstration(self, position: int) -> Question:
@@ -179,7 +181,7 @@ def own(wrong: str) -> ImportPrompts:
         ("error", "failed with LookupError: no more words"),
         ("string", "training(0) gave a str; give rollflow's Question"),
         ("leak", "training(0) asks a question that is held out"),
-        ("spelled", "training(0) asks a question that is held out"),
+        ("spelled", "training(0) asks what is held out"),
         ("no key", "has the key 1; give a str that UTF-8 can say"),
         ("twice", "asks a question twice; hold out distinct ones"),
         ("set", "has a reference that is no JSON"),
@@ -196,6 +198,12 @@ def test_what_a_source_does_wrong_is_said_before_a_run_begins(wrong: str, words:
         check_own_parts(config)
     assert words in str(refused.value)
     assert str(refused.value).startswith("prompts.")
+
+
+def test_another_form_of_what_is_held_out_ends_no_run() -> None:
+    """It comes up in the middle of a run, and no position before it tells."""
+    source = opened(own("late")).sources[0]
+    assert [source.training(position).text for position in (4, 5)] == ["t4", "t1000008"]
 
 
 def test_a_demonstration_that_is_held_out_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -197,6 +198,16 @@ def test_status_without_a_name_shows_the_newest_run(tmp_path: Path) -> None:
     assert newest is not None
     assert one is not None
     assert (newest.status.run_id, one.status.run_id) == ("two", "one")
+
+
+def test_a_home_without_locks_is_refused_in_one_sentence(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("rollflow.flows.services.locks.fcntl.flock", without)
+    words = r"cannot be locked \(No locks available\); set ROLLFLOW_HOME"
+    with pytest.raises(ConfigError, match=words), hold_run(home(), run):
+        pass
 
 
 def test_what_was_seen_is_as_old_as_the_status(run: RunContext) -> None:
