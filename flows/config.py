@@ -116,7 +116,7 @@ def _faults(config: RunConfig) -> Iterator[str]:
     for which, source in enumerate(config.prompts):
         if source.system is not None and not source.chat:
             yield (
-                f"prompts.{which}.system = {source.system!r}: no prompt has it without chat = true; set that, "
+                f"prompts.{which}.system = {source.system!r}: it is not used without chat = true; set that, "
                 "or remove it"
             )
 

@@ -34,8 +34,8 @@ class StoreConfig(Section):
     """Where runs are stored, and for how long a version keeps its weights and learner state."""
 
     fixed: ClassVar[Mapping[str, str]] = {
-        "uri": "the run lies there",
-        "keep_every": "versions were kept and pruned by it",
+        "uri": "the run is stored there",
+        "keep_every": "versions were kept or pruned by it",
         "state_every": "versions were published with the learner's state, or without it, by it",
         "keep_prompts_bytes": "files of prompts were kept, or not, when the run began",
     }
@@ -84,7 +84,7 @@ class ClusterConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was made below it"}
+    fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below it"}
 
     uri: str | None = Field(
         None, description="an MLflow tracking URI; files are relative to the recipe; default: SQLite in the run home"
@@ -106,9 +106,9 @@ class RunConfig(Section):
     """A run: what one recipe says."""
 
     fixed: ClassVar[Mapping[str, str]] = {
-        "name": "the run is called by it",
+        "name": "the run is named after it",
         "seed": "the prompts and draws of earlier versions follow from it",
-        "policy": "version 0 was made of it",
+        "policy": "version 0 was made from it",
         "prompts": "the log names prompts by their places in these sources",
     }
 

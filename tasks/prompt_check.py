@@ -92,7 +92,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
             what = f"of its first {len(asked)} prompts, {len(long)} are too long ({_tokens(max(long), room)})"
             if source.too_long == "refuse":
                 raise ConfigError(f"prompts.{which}: {what}; {CURE}")
-            notes.append(f"prompts.{which}: {what}; others take their places")
+            notes.append(f"prompts.{which}: {what}; others replace them")
     return notes
 
 
@@ -136,7 +136,7 @@ def _family_fault(family: str) -> str | None:
     if has_scorer(family):
         return None
     cure = 'name one of reasoning-gym as its "family", or set reward.kind = "exact"'
-    return f'it is of no family that reward.kind = "reasoning-gym" judges ({family}); {cure}'
+    return f'it has no family that reward.kind = "reasoning-gym" judges ({family}); {cure}'
 
 
 def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:

@@ -172,7 +172,7 @@ class RunContext:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             where = f"{self.uri}/{entry_path(recorded.entry)}"
-            raise Corrupt(f"{where} has a config that is none: {key}: {first['msg']}") from None
+            raise Corrupt(f"{where} has an invalid config: {key}: {first['msg']}") from None
 
     @property
     def probe_tokens(self) -> list[int]:

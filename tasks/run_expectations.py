@@ -40,7 +40,7 @@ def _limits(recorded: Mapping[str, Any]) -> Limits:
         return limits_of(RunConfig.model_validate(complete_config(recorded)))
     except ValidationError as error:
         first = error.errors()[0]
-        raise Corrupt(f"a config is none: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise Corrupt(f"a config is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def limits_of(config: RunConfig) -> Limits:

@@ -106,7 +106,7 @@ def _run(context: RunContext, console: Console) -> None:
     )
     table.add_row("log", f"{state.n + 1} entries")
     for recorded in list_changes(context):
-        when = f"{utc_time(recorded.at)}, entry {recorded.entry}, by {recorded.who or 'nobody named'}"
+        when = f"{utc_time(recorded.at)}, entry {recorded.entry}, by {recorded.who or 'unknown'}"
         table.add_row("changed", f"{change_sentence(recorded)} ({when})")
     table.add_row("batches", _batches(state))
     groups, tokens = (counts["trained"] for counts in (state.totals.groups, state.totals.tokens))

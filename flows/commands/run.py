@@ -73,7 +73,7 @@ def _suggest_next_step(reason: str, uri: str) -> str:
     """Say what the user can do after a failure; an unchanged run fails again if its config was the reason."""
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
-        return f"as it is it would fail again: change what that sentence names ({change}), or start a new run"
+        return f"unchanged, it would fail again: change what the error names ({change}), or start a new run"
     return f"go on with: rollflow resume {uri}"
 
 

@@ -48,7 +48,7 @@ def command(options: argparse.Namespace) -> int:
         Console().print(render(status))
         if found.age > SILENT_SECONDS and not status.ended and status.phase != "paused":
             print(
-                f"nothing was heard of it for {duration(found.age)}; "
+                f"it wrote no status for {duration(found.age)}; "
                 f"if its processes are gone, go on with: rollflow resume {found.context.uri}"
             )
     return OK
@@ -68,7 +68,7 @@ def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
     if seen is None:
         print(f"rollflow: {why}; this machine has seen nothing of the run", file=sys.stderr)
         return FAILED
-    print(f"{why}; {duration(seen.age)} ago it stood like this:", file=sys.stderr, flush=True)
+    print(f"{why}; {duration(seen.age)} ago its state was:", file=sys.stderr, flush=True)
     if options.json:
         print(seen.status.to_json())
     else:

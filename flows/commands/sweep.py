@@ -116,7 +116,7 @@ def _check_values(sets: Sequence[str]) -> None:
         if key in keys:
             raise ConfigError(f"--set {override!r}: {key} is given twice; put its values into one --set, with commas")
         if twice := next((one for one in values if values.count(one) > 1), None):
-            raise ConfigError(f"--set {override!r}: the value {twice} is there twice; --seeds repeats a value")
+            raise ConfigError(f"--set {override!r}: the value {twice} is given twice; use --seeds to repeat a value")
         keys.add(key)
 
 

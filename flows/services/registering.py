@@ -163,7 +163,7 @@ def check_unserved(name: str, home: Path) -> None:
     while others := _list_other_homes(name, home_tag(home)):
         if time.monotonic() > limit:
             raise ConfigError(
-                f"{name} goes on already, by another command on this Prefect server "
+                f"{name} is already under way, by another command on this Prefect server "
                 f"({others[0].removeprefix(HOME)}); end that one, or wait for it"
             )
         time.sleep(POLL_SECONDS)

@@ -28,7 +28,7 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
     held = take_within(file, PROBE_SECONDS)
     if held is None:
         raise ConfigError(
-            f"run {context.run_id} goes on already, by another command of {home} (process {_read_holder(file)}); "
+            f"run {context.run_id} is already under way, by another command of {home} (process {_read_holder(file)}); "
             f"look at it with `rollflow status {context.uri}`, end it with `rollflow stop {context.uri}`"
         )
     try:

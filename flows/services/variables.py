@@ -165,5 +165,5 @@ def _check_warnings() -> None:
     actions = (item.strip().partition(":")[0] for item in given.split(","))
     if any(action and "error".startswith(action) for action in actions):
         raise ConfigError(
-            f"PYTHONWARNINGS = {given!r} makes failures of the warnings of Prefect, Ray and torch; unset PYTHONWARNINGS"
+            f"PYTHONWARNINGS = {given!r} turns warnings of Prefect, Ray and torch into errors; unset PYTHONWARNINGS"
         )

@@ -124,7 +124,7 @@ def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState
 def deposed(state: RunState, role: Role) -> Deposed:
     """What a writer is told whose claim is not the newest."""
     if role not in state.claims and len(state.configs) > 1:
-        return Deposed(f"the run's config was changed; this {role} has the one before, and stops")
+        return Deposed(f"the run's config was changed; this {role} has the previous one, and stops")
     return Deposed(f"this run has another {role} now ({_who(state, role)}); this one stops")
 
 

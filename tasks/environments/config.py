@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rollflow.tasks.sections import Imported, Section
 
-EPISODES = {"kind": "the log's trajectories are episodes of it"}
+EPISODES = {"kind": "the trajectories in the log are its episodes"}
 
 
 class SingleTurnEnvironment(Section):

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
 from rollflow.tasks.sections import Section, refuse, with_kinds
 
-STORED = "the learner's stored state is of it"
+STORED = "the learner's stored state depends on it"
 
 
 class Critic(Section):
@@ -59,9 +59,9 @@ class TrainBase(Section):
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW: decay of the gradient's mean and square")
     no_signal: Literal["report", "stop"] = Field(
-        "report", description="what is done when no row of several versions in a row has an advantage"
+        "report", description="reaction when no row of no_signal_versions versions in a row has an advantage"
     )
-    no_signal_versions: int = Field(3, gt=0, description="how many versions in a row that are")
+    no_signal_versions: int = Field(3, gt=0, description="versions in a row without an advantage")
     max_grad_norm: float = Field(1.0, gt=0, description="a longer gradient is scaled down to this length")
     master_dtype: Literal["float32", "policy"] = Field(
         "float32",
@@ -86,7 +86,7 @@ class TrainBase(Section):
         "attention scores; default: the one that transformers chooses",
     )
     advantage_dtype: Literal["float64", "float32"] = Field(
-        "float64", description="type in which rewards become advantages"
+        "float64", description="type in which advantages are computed from rewards"
     )
     micro_tokens: int = Field(4096, gt=0, description="padded tokens in one forward and backward pass")
     not_finite: Literal["stop", "next"] = Field(

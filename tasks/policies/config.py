@@ -19,7 +19,7 @@ class ColdStart(Section):
     vocabulary: int = Field(320, ge=260, description="size of the byte-level BPE vocabulary")
     learning_rate: float = Field(2e-3, gt=0, description="of the supervised steps, after a warm-up")
     batch: int = Field(48, gt=0, description="demonstrations per supervised step")
-    target_accuracy: float = Field(0.3, gt=0, lt=1, description="held-out accuracy at which supervision ends")
+    target_accuracy: float = Field(0.3, gt=0, lt=1, description="held-out accuracy at which the cold start ends")
     max_steps: int = Field(2000, gt=0, description="supervised steps before the run fails: the target is too far")
     evaluate_every: int = Field(10, gt=0, description="supervised steps between two looks at the accuracy")
 

@@ -19,7 +19,7 @@ class PromptBase(Section):
     chat: bool = Field(False, description="put the question through the tokenizer's chat template")
     system: str | None = Field(None, description="system message, with chat = true")
     too_long: Literal["refuse", "drop"] = Field(
-        "refuse", description="what is done with prompts that leave no room for engine.max_new_tokens in the context"
+        "refuse", description="treatment of prompts that leave no room for engine.max_new_tokens in the context"
     )
 
 
@@ -45,7 +45,7 @@ class JsonlPrompts(PromptBase):
     answer_after: str | None = Field(
         None,
         min_length=1,
-        description='what stands before the answer in a worked solution, e.g. "####"',
+        description='mark before the answer in a worked solution, e.g. "####"',
     )
 
     @property
@@ -81,8 +81,8 @@ class SortingPrompts(PromptBase):
     """Digits to sort, as one word. The verifier is `exact`."""
 
     kind: Literal["sorting"] = Field("sorting", description="digits to sort")
-    digits: int = Field(5, ge=2, le=8, description="digits of a question")
-    held_out: float = Field(0.2, gt=0, lt=1, description="part of the multisets of digits that is kept for evaluation")
+    digits: int = Field(5, ge=2, le=8, description="number of digits in a question")
+    held_out: float = Field(0.2, gt=0, lt=1, description="share of the multisets of digits that is kept for evaluation")
 
     @property
     def domain(self) -> str:

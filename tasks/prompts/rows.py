@@ -94,7 +94,7 @@ def _read_row(config: JsonlPrompts, number: int, line: str) -> Row | str:
     if not isinstance(row, dict):
         return "it is no JSON object; write {" + '"question": ..., "answer": ...}'
     if twice:
-        return f"a key stands in it twice ({twice[0]}); keep one"
+        return f"a key is repeated ({twice[0]}); keep one"
     if wrong := _text_fault(row, "question") or _answer_fault(row):
         return wrong
     try:
@@ -122,7 +122,7 @@ def _text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str |
     try:
         value.encode()
     except UnicodeEncodeError:
-        return f"{key} holds half of a surrogate pair ({shorten(value)}), which no text has; remove it"
+        return f"{key} holds half of a surrogate pair ({shorten(value)}), which is not text; remove it"
     if key == "question" and not value.strip():
         return "question is empty; ask something"
     return None

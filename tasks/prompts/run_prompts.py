@@ -167,7 +167,7 @@ class RunPrompts:
         """Warn once for each source; the warning appears among the run's other warnings."""
         if which not in self._replaced:
             self._replaced.add(which)
-            log.warning("prompts.%d: a prompt is too long for the policy's context; another takes its place", which)
+            log.warning("prompts.%d: a prompt is too long for the policy's context; another one replaces it", which)
 
     def _fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.tokens) <= self._longest

@@ -43,7 +43,7 @@ class RewardBase(Section):
     )
     special_tokens: bool = Field(
         True,
-        description="judge special tokens, too, e.g. tags that are tokens; never the final stop token",
+        description="judge special tokens, too, e.g. answer tags; never the final stop token",
     )
     format: Format | None = None
     workers: int = Field(1, gt=0, description="processes that judge, one response at a time each")

@@ -109,4 +109,4 @@ def test_run_with_signal_is_not_reported(tmp_path: Path, monkeypatch: pytest.Mon
 def test_resume_is_named_only_where_it_can_help(reason: str, resumable: bool) -> None:
     said = _suggest_next_step(reason, "/a/run")
     assert said.endswith("rollflow resume /a/run") is resumable
-    assert resumable or "would fail again: change what that sentence names (rollflow resume /a/run --set" in said
+    assert resumable or "would fail again: change what the error names (rollflow resume /a/run --set" in said

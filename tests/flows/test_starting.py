@@ -67,7 +67,7 @@ def test_second_resume_is_refused_by_name(
         assert find_holder(home(), run) == str(first.pid)
         assert main(["resume", "one"]) == 2
         said = capsys.readouterr().err
-        assert f"run one goes on already, by another command of {Path(run.uri).parents[2] / 'home'}" in said
+        assert f"run one is already under way, by another command of {Path(run.uri).parents[2] / 'home'}" in said
         assert f"(process {first.pid})" in said
         assert driven == []
         first.send_signal(signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_second_resume_is_refused_by_name(
 
 
 def test_run_is_held_by_one_command_of_a_home(run: RunContext) -> None:
-    with hold_run(home(), run), pytest.raises(ConfigError, match="goes on already"), hold_run(home(), run):
+    with hold_run(home(), run), pytest.raises(ConfigError, match="is already under way"), hold_run(home(), run):
         pass
     with hold_run(home(), run):
         pass
@@ -183,7 +183,7 @@ def test_status_answers_if_the_store_is_silent(tmp_path: Path, silent: int) -> N
     done = status_of(tmp_path, silent)
     assert done.returncode == 0
     assert "did not answer within 6 s" in done.stderr
-    assert "ago it stood like this" in done.stderr
+    assert "ago its state was" in done.stderr
     assert "4 / 9" in done.stdout
     done = status_of(tmp_path, silent, "--json")
     assert RunStatus.from_json(done.stdout).version == 4
@@ -227,10 +227,10 @@ def test_status_reports_a_silent_run(
     """As after a machine that lost power: nobody has written how it ended."""
     tell(run, RunStatus("one", phase, 4, 9))
     assert main(["status", "one"]) == 0
-    assert "nothing was heard of it" not in capsys.readouterr().out
+    assert "it wrote no status" not in capsys.readouterr().out
     os.utime(Path(run.uri) / STATUS, (0, 0))
     assert main(["status", "one"]) == 0
-    assert ("nothing was heard of it" in capsys.readouterr().out) == told
+    assert ("it wrote no status" in capsys.readouterr().out) == told
 
 
 def test_recorded_end_is_not_replaced(run: RunContext) -> None:

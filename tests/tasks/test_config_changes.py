@@ -135,10 +135,10 @@ def test_old_learner_publishes_nothing_under_a_new_config(tmp_path: Path) -> Non
 REFUSED = {
     "seed=1": "seed = 1: it cannot change",
     "name=other": "name = 'other': it cannot change",
-    "policy.dtype=bfloat16": "policy.dtype = 'bfloat16': it cannot change, as version 0 was made of it",
+    "policy.dtype=bfloat16": "policy.dtype = 'bfloat16': it cannot change, as version 0 was made from it",
     "prompts.0.share=2": "prompts = [...]: it cannot change, as the log names prompts",
     "evaluation.prompts=8": "evaluation.prompts = 8: it cannot change, as which prompts are held out follows from it",
-    "store.uri=/elsewhere": "store.uri = '/elsewhere': it cannot change, as the run lies there",
+    "store.uri=/elsewhere": "store.uri = '/elsewhere': it cannot change, as the run is stored there",
     "store.state_every=3": "store.state_every = 3: it cannot change",
     "reward.kind=exact": "reward.kind = 'exact': it cannot change",
     "train.lora.rank=4": "train.lora = ",

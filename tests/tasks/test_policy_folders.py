@@ -330,7 +330,7 @@ def test_templates_that_lose_words_are_refused(tmp_path: Path, template: str, wo
 
 def test_system_message_without_chat_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"template": CHAT})
-    assert "prompts.0.system = 'Be kind.': no prompt has it without chat = true" in refusal(folder, system="Be kind.")
+    assert "prompts.0.system = 'Be kind.': it is not used without chat = true" in refusal(folder, system="Be kind.")
 
 
 def test_clock_of_a_template_shows_the_runs_start(tmp_path: Path) -> None:

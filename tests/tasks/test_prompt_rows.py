@@ -59,8 +59,8 @@ GOOD = b'{"question": "1 + 1", "answer": "2"}\n'
         (b'{"question": "1", "answer": " "}', "answer is empty, and nothing equals it"),
         (b'{"question": "1", "answer": "\\ud800"}', "answer holds half of a surrogate pair"),
         (b'{"question": "\\udc00", "answer": "1"}', "question holds half of a surrogate pair"),
-        (b'{"question": "1", "answer": "2", "answer": "3"}', "a key stands in it twice (answer); keep one"),
-        (b'{"question": "1", "answer": "2", "m": {"a": 1, "a": 2}}', "a key stands in it twice (a); keep one"),
+        (b'{"question": "1", "answer": "2", "answer": "3"}', "a key is repeated (answer); keep one"),
+        (b'{"question": "1", "answer": "2", "m": {"a": 1, "a": 2}}', "a key is repeated (a); keep one"),
         (b'["1", "2"]', "it is no JSON object"),
         (b'{"question": "1", "answer": "2"', "it is no JSON (Expecting"),
         (b'{"question": "a\x00b", "answer": "2"}', "it is no JSON (Invalid control character"),
@@ -114,7 +114,7 @@ def test_tag_in_an_answer_is_refused_under_tags(tmp_path: Path) -> None:
 def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
     """It would fail on every response, and each would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
-    with pytest.raises(ConfigError, match=r"line 1: it is of no family that .* set reward.kind = \"exact\""):
+    with pytest.raises(ConfigError, match=r"line 1: it has no family that .* set reward.kind = \"exact\""):
         read_files(config_of(file, {"kind": "reasoning-gym"}), read_file)
     file.write_text('{"question": "1 + 1", "answer": "2", "family": "chain_sum", "metadata": {}}\n')
     read_files(config_of(file, {"kind": "reasoning-gym"}), read_file)
@@ -216,7 +216,7 @@ def test_long_prompts_of_a_family_are_counted(too_long: str, tokenizer: PolicyTo
             probe_sources(config, prompts, tokenizer)
         return
     [note] = probe_sources(config, prompts, tokenizer)
-    assert note.endswith("others take their places")
+    assert note.endswith("others replace them")
     found = [prompts.prompt(index) for index in range(300)]
     assert max(len(prompt.tokens) for prompt in found) <= 80
     assert 0 < len(prompts.held_out()) < 64
