@@ -17,6 +17,7 @@ from rollflow.storage.records import DiscardReason, Prompt
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.own_parts import changed_code
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.rollout.config import FilterConfig
@@ -82,6 +83,7 @@ def _without_rounding(rules: FilterConfig | None) -> FilterConfig | None:
 def _prompts(context: RunContext) -> Prompts:
     prompts = context.prompts()
     _check_clock(context)
+    _check_own_sources(context)
 
     def ask(index: int) -> tuple[Prompt, bool]:
         prompt, question = prompts.asked(index)
@@ -102,3 +104,13 @@ def _check_clock(context: RunContext) -> None:
     for source in context.all_configs[0].prompts:
         if source.chat and context.tokenizer.template.reads_clock(source.system):
             raise ConfigError("the chat template shows the time, and this run did not record which")
+
+
+def _check_own_sources(context: RunContext) -> None:
+    """Raise `ConfigError` if a source of the user's own has changed: it may ask other questions than earlier batches.
+
+    A run may go on with the changed source, as long as its first questions are the same.
+    """
+    for key in changed_code(context.all_configs[0], context.created.own_code):
+        if key.startswith("prompts."):
+            raise ConfigError(f"{key}.path: its file is not what it was when the run began")

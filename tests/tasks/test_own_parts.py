@@ -42,6 +42,7 @@ from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run_expectations import expected_of
 from rollflow.tasks.verifiers.base import Score, judge
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 from tests.support.own_parts import FOLDER, put_in_reach
@@ -212,6 +213,16 @@ def test_a_run_whose_source_asks_something_else_is_refused(tmp_path: Path, monke
     monkeypatch.setattr(own.LetterCounts, "_drawn", lambda self, *place: own.Question(str(place), "1", {"answer": "1"}))
     with pytest.raises(ConfigError, match=r"prompts\.path = .* it asks other questions than when the run began"):
         context.prompts()
+
+
+def test_prompts_of_a_changed_source_are_not_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first questions are the same, so the run may go on with it; earlier batches may have other ones."""
+    context = prepare(parse(small(tmp_path)), "letters")
+    assert expected_of(context).is_thorough
+    monkeypatch.setattr("rollflow.tasks.own_parts.code_of", lambda key, part: "another file")
+    expected = expected_of(context)
+    assert "prompts.0.path: its file is not what it was when the run began" in expected.unchecked
+    assert expected.prompts is None
 
 
 @pytest.mark.parametrize(
