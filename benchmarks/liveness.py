@@ -1,16 +1,15 @@
-"""Whole runs under what makes others hang: two commands at once, a Ray head that is away, a busy machine, a stop.
+"""Whole runs under conditions that make others hang: two commands at once, a Ray head away, a busy machine, a stop.
 
-`python -m benchmarks.liveness` plays so many rounds of each (`--resumes`, `--heads`, `--busy`, `--stops`), and prints a
-table: rounds, rounds that went right, seconds of a round (median, longest).
+`python -m benchmarks.liveness` plays a number of rounds of each (`--resumes`, `--heads`, `--busy`, `--stops`), and
+prints a table: rounds, rounds that went right, seconds of a round (median, longest).
 
 - **two resumes**: everything of a run is killed, then two `rollflow resume` start at the same moment. Right: one is
   refused (exit code 2, with the sentence that names the other), and the run publishes two versions more after the
   refused one has ended.
 - **head away**: GCS, raylet and runner of a run are killed at once, and the head stays away for `--away` seconds.
   Right: two versions more, by the same command.
-- **busy machine**: a run starts beside four processes that do nothing but compute. Right: version 2 is published, and
-  no restart is on record.
-
+- **busy machine**: a run starts beside four processes that only compute. Right: version 2 is published, and no restart
+  is on record.
 - **stop while it starts**: `rollflow stop` as soon as the status of a run says "starting". Right: both commands end in
   order, with exit codes 0 and 130.
 
@@ -52,7 +51,7 @@ SPIN = "while True: pass"
 
 @dataclass
 class Rounds:
-    """What came of one row: the seconds of each round that went right, and why others did not."""
+    """The result of one row: the seconds of each round that went right, and why others did not."""
 
     what: str
     seconds: list[float] = field(default_factory=list)
@@ -71,28 +70,28 @@ class Rounds:
             print(f"  {self.what}: {self.seconds[-1]:.1f} s", flush=True)
 
     def audited(self, victim: Victim) -> None:
-        """Take note of what the audit of the run finds."""
+        """Record the findings of the run's audit."""
         self.wrong += [f"{one.kind}: {one.where}: {one.what}" for one in audit(victim.store, deep=True).violations]
 
 
 def recipe(seed: int = 1) -> str:
-    """Chaos's run on the timed engine, with the default budget of restarts."""
+    """Return chaos's recipe on the timed engine, with the default budget of restarts."""
     text = RECIPE.format(seed=seed, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     return text.partition("[recovery]")[0]
 
 
 class Early(Victim):
-    """A run that is looked at from its first second."""
+    """A run that is watched from its first second."""
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Another command of its home."""
+        """Start another command in the run's home."""
         return self._start(*arguments)
 
     def await_status(self, phase: str) -> None:
-        """Wait until the run is said to be so.
+        """Wait until the run has this status.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: the run does not get it.
         """
         limit = time.monotonic() + ROUND_SECONDS
         while time.monotonic() < limit and self.process.poll() is None:
@@ -107,7 +106,7 @@ class TwoResumes(Victim):
     """A run that two commands resume at once."""
 
     def play(self) -> None:
-        """One round; the winner is the run's process from then on.
+        """Play one round; the winner is the run's process from then on.
 
         Raises:
             RuntimeError: not exactly one was refused, or the other does not go on.
@@ -126,10 +125,10 @@ class TwoResumes(Victim):
 
 
 class OnItsCluster(Victim):
-    """A run on a Ray cluster that somebody else holds."""
+    """A run on a Ray cluster that another process holds."""
 
     def play(self, head: RayHead, away: float) -> None:
-        """One round: the head is killed with the runner, and comes back after `away` seconds.
+        """Play one round: the head is killed with the runner, and comes back after `away` seconds.
 
         Raises:
             RuntimeError: the run does not go on.
@@ -213,7 +212,7 @@ def _restarts(home: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _home() -> Iterator[Path]:
-    """A run home, and the end of everything in it."""
+    """Give a run home, and end everything in it afterwards."""
     with tempfile.TemporaryDirectory(prefix="liveness-") as place:
         home = Path(place) / "home"
         try:

@@ -1,11 +1,11 @@
-"""The quick start's claim, from the exported folder: a run a seed, judged by plain transformers on two held-out sets.
+"""Accuracy of the quick start, measured on exported folders: a run for each seed, judged by plain transformers.
 
     python -m benchmarks.quick_start [--seeds 0 1 2] [--home FOLDER] [--json FILE]
 
-The first set is the one that the run evaluates itself on. The second is what its source holds out besides; nothing was
-chosen on it. No key of either is asked or demonstrated in training: that is counted over all positions that the run
-may have used. Version 0 and the last version are exported with `rollflow export`, opened by `AutoModelForCausalLM` and
-`AutoTokenizer`, and asked greedily. Runs are kept in `--home`; one that is there is not made again.
+There are two held-out sets. The run evaluates itself on the first. The second is the rest of what its source holds out;
+nothing was chosen on it. No key of either is asked or demonstrated in training: the benchmark counts such keys over all
+positions that the run may have used. Version 0 and the last version are exported with `rollflow export`, opened by
+`AutoModelForCausalLM` and `AutoTokenizer`, and asked greedily. Runs are kept in `--home`; an existing run is reused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def rows(seed: int, home: Path, recipe: Path, changes: Sequence[str]) -> Iterator[Row]:
-    """All figures of one seed."""
+    """Return all figures of one seed."""
     case, summary = f"seed {seed}", run(home, recipe, changes)
     context = attach_run(summary["storage"])
     first, second = split_held_out(context)
@@ -68,7 +68,7 @@ def rows(seed: int, home: Path, recipe: Path, changes: Sequence[str]) -> Iterato
 
 
 def run(home: Path, recipe: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """The summary of the run in `home`, which is made if it is not there, with the minutes of the whole command."""
+    """Return the summary of the run in `home`, made now if need be, with the minutes of the whole command."""
     kept = home / "quick_start.json"
     if not kept.exists():
         options = [word for change in changes for word in ("--set", change)]
@@ -82,7 +82,7 @@ def run(home: Path, recipe: Path, changes: Sequence[str]) -> dict[str, Any]:
 
 
 def rollflow(home: Path, *arguments: str) -> None:
-    """Run the command with a home of its own; its output is kept there."""
+    """Run the command with a home of its own, and keep its output there."""
     home.mkdir(parents=True, exist_ok=True)
     with open(home / "output.txt", "a") as output:
         command, environment = [str(ROLLFLOW), *arguments], {**os.environ, "ROLLFLOW_HOME": str(home)}
@@ -90,7 +90,7 @@ def rollflow(home: Path, *arguments: str) -> None:
 
 
 def export_version(home: Path, version: int) -> Path:
-    """A folder with a version of the run."""
+    """Export a version of the run to a folder, and return it."""
     folder = home / f"version-{version}"
     if not folder.exists():
         rollflow(home, "export", "run", str(version), str(folder))
@@ -98,14 +98,14 @@ def export_version(home: Path, version: int) -> Path:
 
 
 def split_held_out(context: RunContext) -> tuple[list[Question], list[Question]]:
-    """What the run evaluates itself on, and what its source holds out besides."""
+    """Return the questions that the run evaluates itself on, and the others that its source holds out."""
     [source] = context.prompts().sources
     held, count = source.held_out(ALL), context.config.evaluation.prompts
     return held[:count], held[count:]
 
 
 def count_shared_keys(context: RunContext, held: Sequence[Question]) -> int:
-    """How many held-out keys are asked at any position that training or cold start may have used."""
+    """Count the held-out keys that are asked at any position that training or the cold start may have used."""
     [source], config = context.prompts().sources, context.config
     ahead = config.capacity + 1  # batches that are in flight when the last version is published
     asked = {source.training(place).canonical_key for place in range((config.versions + ahead) * config.groups)}
@@ -115,7 +115,7 @@ def count_shared_keys(context: RunContext, held: Sequence[Question]) -> int:
 
 @torch.no_grad()
 def measure_accuracy(folder: Path, asked: Asked, longest: int) -> float:
-    """The share of questions that the model in `folder` answers right, greedily. Only transformers reads the folder."""
+    """Return the share of questions that the model in `folder` answers right greedily, read by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

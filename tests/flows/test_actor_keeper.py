@@ -123,7 +123,7 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
 
 
 def test_busy_actor_is_not_dead(tmp_path: Path) -> None:
-    """It answers nobody for several times as long as it may be silent: a library computes, and holds Python's lock."""
+    """It answers nobody for several times the allowed silence: a library computes, and holds Python's lock."""
     context, result = keep(tmp_path, "busy", restarts=0, answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     assert RecoveryLog(context.store).read() == []

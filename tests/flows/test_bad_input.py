@@ -127,7 +127,7 @@ def test_unknown_key_with_the_name_of_a_kind_is_named(capsys: pytest.CaptureFixt
 def test_temperature_that_vllm_changes_is_refused(
     key: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It would sample at 0.01, and the losses would be at what the recipe says. Recorded runs can be read."""
+    """vLLM would sample at 0.01, but the losses would use the recipe's temperature. Recorded runs can be read."""
     sentence = refused_alike(capsys, RECIPE, "--set", f"{key}={value}")
     assert sentence.startswith(f"{key} = {float(value)}: vLLM samples at 0.01 to 2; choose")
     assert main(["check", RECIPE, "--set", f"{key}={value}", "--set", "engine.kind=transformers"]) == 0
@@ -301,7 +301,7 @@ def test_missing_library_is_refused(
 
 
 def test_check_says_what_it_could_not_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """It downloads nothing, and asks no service that it is not to ask."""
+    """The check downloads nothing, and asks no service that `--offline` rules out."""
     (recipe := tmp_path / "recipe.toml").write_text('[policy]\npath = "nobody-here/no-such-policy"\n')
     assert main(["check", str(recipe)]) == 0
     assert "'nobody-here/no-such-policy' is not in the hub's cache of this machine" in capsys.readouterr().out

@@ -26,7 +26,7 @@ with cluster.attached(sys.argv[1], "test", deadline_seconds=150):
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that goes on by a second at each look at it."""
+    """Install a clock that advances by a second each time it is read."""
     now = [0.0]
 
     def tick() -> float:

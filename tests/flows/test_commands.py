@@ -360,7 +360,7 @@ assert not heavy, heavy
 
 
 def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the run as it was hold until somebody writes its log anew, with another bound of staleness."""
+    """The anchors hold until somebody rewrites the log with another bound of staleness."""
     kept = [str(first_anchor(copy.store)), str(newest_anchor(copy.log.state))]
     given = [word for anchor in kept for word in ("--anchor", anchor)]
     assert "clean" in shown(capsys, "audit", copy.uri, "--deep", *given)
@@ -374,7 +374,7 @@ def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFix
 
 
 def test_audit_says_what_it_could_not_check(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """The package that made the prompts is another one now: no violation, and the next audit does not go on from it."""
+    """The package that made the prompts has changed: no violation, but the next audit does not go on from this one."""
     pins = [{**pin, "version": "0.0.1"} for pin in copy.created.prompts]
     changed(copy.store, 0, lambda body: replace(body, prompts=tuple(pins)))
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Drawn files of prompts and prompt options: each is refused in one sentence, or all of it can be asked and judged.
 
-The oracle reads the file by itself, line by line, and says only what must hold of a run that is begun: every prompt
+The oracle reads the file by itself, line by line. It states only what must hold once a run begins: every prompt
 encodes, fits, and is judged right by its own reference answer. A refusal is one sentence with its key, and it is the
 same for `check` as for `run`.
 """
@@ -45,14 +45,14 @@ SUM = st.integers(0, 999).map(lambda n: (f"{n} + 1?", str(n + 1)))
 
 @st.composite
 def good_line(draw: st.DrawFn) -> bytes:
-    """A row as a person would write it."""
+    """Draw a row as a user would write it."""
     question, answer = draw(SUM)
     return json.dumps({"question": question, "answer": draw(st.sampled_from([answer, int(answer)]))}).encode()
 
 
 @st.composite
 def odd_line(draw: st.DrawFn) -> bytes:
-    """A row that is wrong in some way, or strange."""
+    """Draw a row that is wrong in some way, or unusual."""
     question, answer = draw(SUM)
     row: dict[str, Any] = {"question": question, "answer": answer}
     kind = draw(st.sampled_from(["type", "key", "text", "long", "deep", "twice", "raw", "tag", "other", "blank"]))
@@ -83,7 +83,7 @@ def odd_line(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
-    """A file of mostly good rows, with line ends and a mark of some editor."""
+    """Draw a file of mostly good rows, with an editor's line ends and byte order mark."""
     lines = draw(st.lists(good_line(), min_size=draw(st.sampled_from([0, 8, 8, 8])), max_size=20))
     lines = draw(st.permutations(lines + draw(st.lists(odd_line(), max_size=2))))
     if draw(st.booleans()):
@@ -128,7 +128,7 @@ def _home(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe over `rows.jsonl`, for a small policy that a cold start makes; the home is in it."""
+    """Make a folder with a recipe over `rows.jsonl` for a small policy with a cold start; it is also the run home."""
     folder = tmp_path_factory.mktemp("drawn")
     (folder / "recipe.toml").write_text(
         f'[policy.cold_start]\ncontext = {CONTEXT}\n[[prompts]]\nkind = "jsonl"\npath = "{folder}/rows.jsonl"\n'
@@ -139,7 +139,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged_right(config: RunConfig, found: Preflight, folder: Path) -> None:
-    """Every prompt of a run that is begun encodes, fits, and its own answer is right."""
+    """Check that every prompt of a run encodes and fits, and that its own answer is judged right."""
     for name, data in found.files.items():
         (folder / name).write_bytes(data)
     tokenizer, where = PolicyTokenizer(folder), config.reward.answer
@@ -156,7 +156,7 @@ def judged_right(config: RunConfig, found: Preflight, folder: Path) -> None:
 
 
 def outcome(recipe: Path, options: dict[str, str]) -> tuple[str | None, RunConfig | None, Preflight | None]:
-    """The sentence that a recipe is refused with, or its config and what a run of it begins with."""
+    """Return the sentence that a recipe is refused with, or its config and what its run begins with."""
     try:
         config = load_recipe(recipe, [f"{key}={value}" for key, value in options.items()])
         return None, config, preflight(config)
@@ -182,7 +182,7 @@ def test_drawn_rows_are_refused_or_can_be_judged(
 
 
 def assert_one_sentence(sentence: str) -> None:
-    """It names its key; of several keys each has a line."""
+    """Check that a refusal names its key; several keys have a line each."""
     first, *others = sentence.split("\n")
     assert not others or first.endswith("keys must change:")
     for line in others or [first]:

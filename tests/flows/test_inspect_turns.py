@@ -1,4 +1,4 @@
-"""`rollflow inspect` of a trajectory with several turns: each part, by whom, under which versions."""
+"""`rollflow inspect` of a trajectory with several turns: author and versions of each part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT, FIRST, HINT, SECOND = "How many?", "five", "Look again.", "six"
 
 
 def two_turns(context: RunContext, of: Trajectory) -> Trajectory:
-    """A trajectory of two turns: the first one by two versions, then the environment's hint, then the second one."""
+    """Make a trajectory of two turns: the first by two versions, then the environment's hint, then the second."""
     asked, said, hint, then = (context.tokenizer.encode(text) for text in (PROMPT, FIRST, HINT, SECOND))
     versions = [0] * (len(said) - 1) + [1]
     quiet = len(asked)
@@ -43,7 +43,7 @@ def two_turns(context: RunContext, of: Trajectory) -> Trajectory:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """A run of two versions; each trajectory of the second batch has two turns."""
+    """Make a run of two versions; each trajectory of the second batch has two turns."""
     home = tmp_path_factory.mktemp("home")
     made = small_run.batch
 

@@ -1,4 +1,4 @@
-"""A Ray worker that dies before it registers is named to whoever waits for its actor."""
+"""A Ray worker that dies before it registers is reported to whoever waits for its actor."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_old_death_is_not_reported(folder: Path) -> None:
 
 
 def begin(folder: Path, text: str) -> subprocess.Popen[bytes]:
-    """A process as a worker of kind "reward" that begins."""
+    """Start a process that looks like a starting worker of kind "reward"."""
     env = {**os.environ, KIND: "reward", FOLDER: str(folder)}
     return subprocess.Popen([sys.executable, "-c", text, str(WORKER)], env=env)
 

@@ -1,4 +1,4 @@
-"""A run that learns nothing says so, from what its storage holds."""
+"""A run that learns nothing reports it, from the data in its storage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_versions_without_a_signal_are_counted(shares: list[float | None], newes
 
 @pytest.fixture
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """A run of four versions, all of whose rewards are 0."""
+    """Make a run of four versions, all of whose rewards are 0."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     given = small_run.trajectory
     monkeypatch.setattr(small_run, "trajectory", lambda *asked: replace(given(*asked), reward=0.0))
@@ -66,7 +66,7 @@ def writer_of(context: RunContext) -> StatusWriter:
 
 @pytest.mark.long
 def test_run_without_signal_is_reported_or_stopped(silent: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
-    """A supervisor that takes over, as after `resume`, knows it at its first look."""
+    """A supervisor that takes over, as after `resume`, notices at its first look."""
     writer, words = writer_of(silent), describe_no_signal(4, 4)
     supervisor: Any = SimpleNamespace(check=lambda: None)
     stages: Any = SimpleNamespace(paused=False)

@@ -1,4 +1,4 @@
-"""A pause, a stop or an outage does not count as time in which tokens were made: worked by hand on a log's clock."""
+"""Speeds exclude pauses, stops and outages: worked by hand on a log with its own clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METRICS = {
 
 
 class Run:
-    """A run whose batches take 6 seconds and whose versions take 4 more, by a clock that the test holds."""
+    """A run whose batches take 6 seconds and whose versions take 4 more, by a clock that the test sets."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -43,7 +43,7 @@ class Run:
         self.context = RunContext(str(folder), folder / "cache")
 
     def start_stages(self) -> None:
-        """Both roles are claimed anew, the learner's 2 seconds after the scheduler's."""
+        """Claim both roles again, the learner's 2 seconds after the scheduler's."""
         self.batches, self.scheduler = scheduling(self.store)
         self.now += 2
         self.policies, self.learner = learning(self.store)
@@ -77,7 +77,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_pause_counts_in_no_speed(run: Run) -> None:
-    """Ten seconds a version: with an hour's pause and a night away the run is as fast as without."""
+    """Ten seconds a version: with an hour's pause and a night away the speed is the same as without."""
     run.now += 3600.0
     run.resume()
     run.train(2)
@@ -121,7 +121,7 @@ def test_block_of_versions_has_no_pause(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_stage_that_is_restarted_alone_makes_no_pause(run: Run) -> None:
-    """Its seconds are the run's own: a recovery is paid for."""
+    """Its seconds count as the run's own time."""
     run.now += 30.0
     run.start_stages()
     run.train(1)
@@ -132,7 +132,7 @@ def test_stage_that_is_restarted_alone_makes_no_pause(run: Run) -> None:
 
 
 def test_replaced_supervisor_makes_no_pause(run: Run) -> None:
-    """The batch that is committed meanwhile shows that the stages were at work."""
+    """The batch that is committed meanwhile shows that the stages were working."""
     run.now += 1.0
     Log(run.store).claim("supervisor")
     run.train(1)

@@ -1,4 +1,4 @@
-"""Two homes that serve one run on one Prefect server: the second is refused, and no end deletes the other's work."""
+"""Two homes that serve one run on one Prefect server: the second is refused, and neither deletes the other's work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "run-1234"
 
 
 class Server(SimpleNamespace):
-    """Deployments and a clock; whoever waits lets a second pass."""
+    """Deployments and a clock; a wait advances it by a second."""
 
     now = 1000.0
 

@@ -1,4 +1,4 @@
-"""From its first second to its last, a run has one command that sees to it, hears a stop, and has a true status."""
+"""From its first second to its last, a run has one command in charge, hears a stop, and has a true status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with hold_run(home(), find_run("one")):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """A run that was stopped at version 3 of 9."""
+    """Make a run that was stopped at version 3 of 9."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ROLLFLOW_STORE", str(tmp_path / "store"))
     describe(open_store(f"{tmp_path}/store/runs/one"), "one")
@@ -90,7 +90,7 @@ def drive(run: RunContext, monkeypatch: pytest.MonkeyPatch, session: Any) -> int
 
 
 def test_stop_is_heard_while_the_services_start(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked of the run before its start does not count; what is asked from then on does."""
+    """A request from before the run's start does not count; a later one does."""
     began: list[float] = []
     ask(run.store, "stop")
 
@@ -138,7 +138,7 @@ def test_run_whose_services_fail_has_failed(run: RunContext, monkeypatch: pytest
 def test_failed_run_shows_no_running_stage(
     run: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As after a supervisor that could not tell its end: its command tells it."""
+    """If a supervisor could not record its end, its command does."""
     stages = {"rollout": StageStatus("Running", "version 3"), "reward": StageStatus("Completed")}
 
     def session(context: RunContext) -> Iterator[Any]:
@@ -157,7 +157,7 @@ def test_failed_run_shows_no_running_stage(
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """The port of a service that accepts connections and says nothing."""
+    """Return the port of a service that accepts connections and answers nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -224,7 +224,7 @@ def test_what_was_seen_is_as_old_as_the_status(run: RunContext) -> None:
 def test_status_reports_a_silent_run(
     run: RunContext, phase: Any, capsys: pytest.CaptureFixture[str], *, told: bool
 ) -> None:
-    """As after a machine that lost power: nobody has written how it ended."""
+    """This is a machine that lost power: nobody has written how the run ended."""
     tell(run, RunStatus("one", phase, 4, 9))
     assert main(["status", "one"]) == 0
     assert "it wrote no status" not in capsys.readouterr().out

@@ -63,7 +63,7 @@ def test_the_phase_is_what_the_learner_is_at_whatever_it_calls_it(
 
 
 def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By that its session tells it from one that hangs."""
+    """By this its session tells a busy supervisor from one that hangs."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
     writer = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)

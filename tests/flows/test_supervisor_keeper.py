@@ -112,7 +112,7 @@ def test_supervisor_without_progress_is_noticed(
 
 
 def test_ended_supervisor_that_hangs_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A person stopped the run, and its flow run does not come to its end."""
+    """The user stopped the run, but its flow run does not end."""
     config = RunConfig()
     describe(open_store(str(tmp_path)), "long", config)
     clock = Clock()

@@ -1,4 +1,4 @@
-"""Every time that a person reads, or that stands in a name, is UTC, whatever zone the machine is in."""
+"""Every time that a person reads, and every time in a name, is UTC, whatever the machine's zone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AT = 1_769_860_800.0  # 2026-01-31 12:00 UTC, 17:30 in India
 
 @pytest.fixture(autouse=True)
 def india(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine five and a half hours ahead, at one moment."""
+    """Set the machine's zone to five and a half hours ahead, at one moment."""
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
     monkeypatch.setattr(time, "time", lambda: AT)
@@ -68,7 +68,7 @@ def test_log_of_a_session_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nights_are_named_in_utc() -> None:
-    """The schedule means the zone of the file, the names do not: an hour that clocks repeat is no hour twice."""
+    """The schedule uses the file's zone, the names do not: an hour that clocks repeat gives two names."""
     plan = nightly.Nightly(name="night", recipes=("x.toml",), timezone="Europe/Berlin")
     when = datetime.fromtimestamp(AT, UTC)
     assert nightly.page(plan, when, []).startswith("# night, 2026-01-31 12:00Z\n")

@@ -99,7 +99,7 @@ def test_a_resumed_run_is_the_same_mlflow_run_and_logs_no_point_twice(
 
 @pytest.mark.slow
 def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
-    """Neither by the tracker that wrote them nor by one of a later supervisor; other keys have others."""
+    """Neither the tracker that wrote them replaces them, nor that of a later supervisor; other keys have their own."""
     first = Tracker(place, "run-anchored", PARAMETERS, key="anchored-1")
     first.log_anchor(Anchor(0, "a" * 64))
     first.log_anchor(Anchor(7, "b" * 64))
@@ -197,7 +197,7 @@ def test_each_metric_says_whose_it_is(place: TrackingPlace) -> None:
 
 @pytest.mark.slow
 def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
-    """Such a metric is a straight line on MLflow's page; what was logged is known by the steps of the others."""
+    """Such a metric is a straight line on MLflow's page; the steps of the others say what was logged."""
     for first in (1, 3):
         tracker = Tracker(place, "run-5", {})
         for version in range(1, first + 2):
@@ -215,7 +215,7 @@ def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
 
 @pytest.mark.slow
 def test_experiment_has_a_view_of_what_matters(place: TrackingPlace) -> None:
-    """As MLflow 3.17 saves one; what a person made of it stands."""
+    """The view has the format of MLflow 3.17; what the user changes stays."""
     from mlflow import MlflowClient
 
     client, tag = MlflowClient(tracking_uri=place.uri), "mlflow.sharedViewState.rollflow"

@@ -1,6 +1,6 @@
 """Under each setting of the environment a run works, or one sentence names the variable (exit code 2).
 
-Here are the refusals, and what keeps the other settings harmless; whole runs under those are in `tests/e2e`.
+These tests cover the refusals, and what keeps the other settings harmless; whole runs under those are in `tests/e2e`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_removed_working_directory_is_refused(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of something on loopback that answers."""
+    """Return the address of a loopback server that answers."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{serving.server_port}/"
@@ -189,7 +189,7 @@ def test_settings_of_other_services_are_dropped() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("LC_ALL", "C"), ("LC_CTYPE", "POSIX")])
 def test_locale_without_all_letters_is_refused(name: str, value: str) -> None:
-    """Python reads the locale before the first line of a command: so this one is a process."""
+    """Python reads the locale before a command's first line, so this test starts a process."""
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", RECIPE]
     given = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG"))}
     given |= {name: value, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -237,7 +237,7 @@ def test_user_without_a_home_gets_the_run_home(tmp_path: Path, monkeypatch: pyte
 
 
 def test_runner_works_in_the_run_home(tmp_path: Path) -> None:
-    """Not in a folder of the machine, which belongs to its first user."""
+    """Prefect's own folder belongs to the machine's first user."""
     one, other = build_runner(None), build_runner(None)
     assert one._tmp_dir.is_relative_to(tmp_path / "home")
     assert one._tmp_dir != other._tmp_dir
@@ -265,7 +265,7 @@ def test_folder_of_no_user_is_no_policy(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.long
 def test_setting_that_prefect_refuses_is_named() -> None:
-    """Prefect reads its settings while it is imported: so this one is a process."""
+    """Prefect reads its settings while it is imported, so this test starts a process."""
     code = """
 from unittest import mock
 from rollflow.flows import session

@@ -1,4 +1,4 @@
-"""An actor that does not answer is busy while its process computes, and stuck where it does nothing."""
+"""An actor that does not answer is busy while its process computes, and stuck once the process is idle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class World:
         return Process(self.state, 7, "node", "LearnerActor")
 
     def starting(self, vitals: Vitals, seconds: float) -> set[bool]:
-        """What is said at looks for so long."""
+        """Return what each look reports over this time."""
         until, said = self.now + seconds, set[bool]()
         while self.now < until:
             self.now, self.used = self.now + 0.5, self.used + 0.5 * self.share
@@ -53,7 +53,7 @@ def vitals(world: World) -> Vitals:
 
 
 def test_actor_that_computes_is_not_dead(world: World, vitals: Vitals) -> None:
-    """On a machine where thirty others want the processors, too."""
+    """This is a machine where thirty other processes want the CPUs, too."""
     world.share = 0.03
     assert world.starting(vitals, 3600.0) == {False}
 
@@ -78,7 +78,7 @@ def test_actor_whose_process_is_gone_is_stuck(world: World, vitals: Vitals) -> N
 
 
 def test_actor_may_take_long_to_be_created(world: World, vitals: Vitals) -> None:
-    """It imports, behind four others on two cores."""
+    """The actor imports behind four others on two cores."""
     world.state = "PENDING_CREATION"
     assert world.starting(vitals, START_SECONDS) == {True}
     with pytest.raises(Unreachable, match=f"waited {START_SECONDS:g} s for learner to start"):

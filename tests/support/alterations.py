@@ -1,6 +1,6 @@
-"""Alterations of a finished run, each with who could find it: the table of `docs/audit.md`.
+"""Alterations of a finished run, and what finds each: the table of `docs/audit.md`.
 
-The run is the one of `tests/storage/audit/test_alterations.py`: 12 versions, alpha 1, two sources of prompts, batches
+The run is that of `tests/storage/audit/test_alterations.py`: 12 versions, alpha 1, two sources of prompts, batches
 of 2 groups of 4 rows; dispatch 4.0 was discarded as stale with batch 2, and prompt 4 was trained on as 4.1.
 """
 
@@ -25,7 +25,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Alteration:
-    """What is altered, who could find it, and how it is done."""
+    """What is altered, what finds it, and how it is made."""
 
     part: str
     what: str
@@ -34,7 +34,7 @@ class Alteration:
 
 
 def alterations_of_batches() -> Iterator[Alteration]:
-    """Of rows and of what is said of dispatches."""
+    """Yield the alterations of rows and dispatches."""
     for part, table in (("prompts", PROMPTS), ("responses", RESPONSES), ("dispatches", DISPATCHES)):
         for what, by, forge in table:
             yield Alteration(part, what, by, forge)
@@ -61,7 +61,7 @@ def _swapped_keys(groups: Groups) -> Groups:
 
 
 def _swapped_responses(groups: Groups) -> Groups:
-    """Each group has the responses of the other behind its own prompt."""
+    """Swap the responses of two groups behind their own prompts."""
     one, other = groups
     prompts = [list(group.trajectories[0].tokens)[: given(group.trajectories[0])] for group in groups]
     return [
@@ -148,7 +148,7 @@ def _too_long(f: Forger) -> None:
 
 
 def _versions(row: Trajectory, versions: tuple[int, ...]) -> Trajectory:
-    """The row with other versions of its first tokens, and the last of them for all others."""
+    """Return the row with other versions of its first tokens, and the last of them for all others."""
     own = given(row)
     count = len(row.tokens) - own
     made = [versions[min(place, len(versions) - 1)] for place in range(count)]
@@ -249,7 +249,7 @@ LOST = Discard(GroupKey(4, 0), DiscardReason.STALE, 0, 21)  # with batch 2
 
 
 def _hidden(f: Forger) -> None:
-    """The discard never was: what was trained on was the first dispatch."""
+    """Remove the discard, as if the first dispatch had been trained on."""
     f.rows(2, lambda groups: [replace(groups[0], key=GroupKey(4, 0)), *groups[1:]])
     f.batch(2, lambda body: replace(body, discards=()))
 
@@ -263,7 +263,7 @@ def _moved(to: int) -> Callable[[Forger], None]:
 
 
 def _invented(reason: DiscardReason, started: int = 0) -> Callable[[Forger], None]:
-    """A discard of the prompt that is in flight at the end, with the last batch."""
+    """Add a discard of the prompt that is in flight at the end, with the last batch."""
 
     def forge(f: Forger) -> None:
         [prompt] = f.context.log.state.open
@@ -273,12 +273,12 @@ def _invented(reason: DiscardReason, started: int = 0) -> Callable[[Forger], Non
 
 
 def _issued(f: Forger) -> None:
-    """One prompt more of a source was issued with batch 1: the trained ones come an issue later."""
+    """Issue one more prompt of a source with batch 1: the trained ones come an issue later."""
     f.batch(1, lambda body: replace(body, issued=(*body.issued, max(body.issued) + 1)))
 
 
 def _never_ended(f: Forger) -> None:
-    """A prompt was issued with the first batch, and nothing is said of it after: the others have the next indices."""
+    """Issue a prompt with the first batch that never ends: the others have the next indices."""
     f.batch(0, lambda body: replace(body, issued=(*body.issued, 25)))
 
 

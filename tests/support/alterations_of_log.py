@@ -1,4 +1,4 @@
-"""The rest of the table of `alterations`: versions, the run's beginning, the log itself, what lies beside it."""
+"""The rest of the table of `alterations`: versions, the run's beginning, the log itself, and files beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ V = 6  # the version that is altered
 
 
 def all_alterations() -> list[Alteration]:
-    """The table."""
+    """Return the whole table."""
     return [*alterations_of_batches(), *_others()]
 
 
@@ -31,7 +31,7 @@ def _others() -> Iterator[Alteration]:
 
 
 def _floats(data: bytes) -> int:
-    """Where the numbers of a safetensors file begin."""
+    """Return where the numbers of a safetensors file begin."""
     return 8 + int.from_bytes(data[:8], "little")
 
 
@@ -120,7 +120,7 @@ def _vocabulary(by: int) -> Callable[[Forger], None]:
 
 
 def _tokenizer(f: Forger) -> None:
-    """Two tokens of the prompts exchanged."""
+    """Swap two tokens of the prompts."""
     tree = json.loads(f.store.get("policy/tokenizer.json"))
     vocabulary = tree["model"]["vocab"]
     one, other = (name for name, number in sorted(vocabulary.items(), key=lambda one: one[1]) if name in ("0", "1"))
@@ -203,7 +203,7 @@ def _batch_entry(**change: Any) -> Callable[[Forger], None]:
 
 
 def _inserted(body: Callable[[Forger], Any], role: str = "learner") -> Callable[[Forger], None]:
-    """One more entry at the log's end, by the newest learner."""
+    """Append one more entry by the newest learner."""
 
     def forge(f: Forger) -> None:
         last = published(f.store, 12)
@@ -217,7 +217,7 @@ def _cut(f: Forger) -> None:
 
 
 def _cut_by_one(f: Forger) -> None:
-    """The newest entry, which prunes."""
+    """Cut off the newest entry, which prunes."""
     f.log(lambda entries: entries[:-1])
 
 
@@ -289,7 +289,7 @@ BESIDE = (
 
 
 def table() -> str:
-    """The rows of the table in the documentation."""
+    """Return the rows of the table in the documentation."""
     lines, part = [], ""
     for one in all_alterations():
         first = f"**{one.part}**" if one.part != part else ""

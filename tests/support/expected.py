@@ -1,4 +1,4 @@
-"""What an audit may expect of a made-up run: limits as a scheduler has them, and the pipeline's prompts."""
+"""What an audit expects of a made-up run: limits as a scheduler has them, and the pipeline's prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.pipeline import Pipeline
 
 
 def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> Limits:
-    """By the words of the docs: who filters may discard as filtered; what is left behind has one name."""
+    """Return the limits of a scheduler: it discards late dispatches as stale or redundant, and others by its filter."""
     left = DiscardReason.REDUNDANT if limits.extra_groups else DiscardReason.STALE
     return Limits(
         sources=len(limits.shares),
@@ -29,7 +29,7 @@ def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> Limits:
 
 
 def expected_of(pipeline: Pipeline, *, single_turn: bool = True) -> Expected:
-    """Of a pipeline that has run."""
+    """Return what an audit expects of a pipeline that has run."""
 
     def limits(config: Mapping[str, Any]) -> Limits:
         return limits_for(pipeline.scheduler.limits, single_turn=single_turn)

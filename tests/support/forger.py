@@ -1,4 +1,4 @@
-"""An attacker who can write to a run's storage: alters anything, and hashes and chains anew all that names it."""
+"""An attacker who can write to a run's storage: alters anything, and recomputes all hashes and chains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Groups = list[TrajectoryGroup]
 
 @dataclass(frozen=True)
 class Forger:
-    """One run, altered. See the module's docstring."""
+    """One altered run. See the module's docstring."""
 
     context: RunContext
 
@@ -30,27 +30,27 @@ class Forger:
     # --- entries ------------------------------------------------------------------------------------------------
 
     def log(self, change: Callable[[list[Entry]], list[Entry]]) -> None:
-        """Another log, numbered and chained."""
+        """Replace the log, numbered and chained anew."""
         rewritten(self.store, change(read(self.store)))
 
     def entry(self, n: int, change: Callable[[Entry], Entry]) -> None:
-        """Another entry `n`."""
+        """Replace entry `n`."""
         self.log(lambda entries: [change(one) if one.n == n else one for one in entries])
 
     def batch(self, number: int, change: Callable[[BatchCommitted], BatchCommitted]) -> None:
-        """Another commit of batch `number`."""
+        """Replace the commit of batch `number`."""
         self.entry(committed(self.store, number).n, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
 
     def version(self, number: int, change: Callable[[VersionPublished], VersionPublished]) -> None:
-        """Another entry of version `number`."""
+        """Replace the entry of version `number`."""
         self.entry(published(self.store, number).n, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
 
     def creation(self, change: Callable[[RunCreated], RunCreated]) -> None:
-        """Another entry 0."""
+        """Replace entry 0."""
         self.entry(0, lambda one: replace(one, body=change(one.body)))  # type: ignore[arg-type]
 
     def config(self, change: Mapping[str, Any]) -> None:
-        """Another config, with the hash that it has; of a section, only the keys that are given."""
+        """Replace the config and its hash; of a section, only the given keys."""
 
         def changed(body: RunCreated) -> RunCreated:
             config = dict(body.config)
@@ -61,7 +61,7 @@ class Forger:
         self.creation(changed)
 
     def discard(self, number: int, **change: Any) -> None:
-        """Another first discard of batch `number`."""
+        """Replace the first discard of batch `number`."""
 
         def changed(discards: tuple[Discard, ...]) -> tuple[Discard, ...]:
             return (discards[0]._replace(**change), *discards[1:])
@@ -71,22 +71,22 @@ class Forger:
     # --- objects ------------------------------------------------------------------------------------------------
 
     def put(self, path: str, data: bytes) -> StoredObject:
-        """Other bytes at a path."""
+        """Write other bytes to a path."""
         return StoredObject(path, len(data), self.store.put(path, data))
 
     def begun_with(self, path: str, data: bytes) -> None:
-        """Another file of the policy that the run began with."""
+        """Replace a file of the policy that the run began with."""
         stored = self.put(path, data)
         files = lambda body: tuple(stored if one.path == path else one for one in body.policy)  # noqa: E731
         self.creation(lambda body: replace(body, policy=files(body)))
 
     def policy(self, name: str, **change: Any) -> None:
-        """Another JSON file of the policy, with these keys changed."""
+        """Change keys of a JSON file of the policy."""
         path = f"policy/{name}"
         self.begun_with(path, json.dumps({**json.loads(self.store.get(path)), **change}).encode())
 
     def pin(self, which: int, **change: Any) -> None:
-        """Another pin of a source of prompts."""
+        """Replace the pin of a source of prompts."""
 
         def changed(body: RunCreated) -> RunCreated:
             pins = [{**pin, **change} if place == which else pin for place, pin in enumerate(body.prompts)]
@@ -95,13 +95,13 @@ class Forger:
         self.creation(changed)
 
     def file_of_prompts(self, change: Callable[[bytes], bytes]) -> None:
-        """Another file of prompts that the run keeps, pinned by its own hash."""
+        """Replace a file of prompts that the run keeps, and pin it by its own hash."""
         pin = self.context.created.prompts[0]
         stored = self.put(pin["kept"], change(self.store.get(pin["kept"])))
         self.pin(0, sha256=stored.sha256, size=stored.size)
 
     def weights(self, number: int, change: Callable[[bytes], bytes], kind: str = "weights") -> None:
-        """Other weights (or learner state) of a version, under their own name."""
+        """Replace weights (or learner state) of a version, under their own name."""
         [stored, *others] = getattr(published(self.store, number).body, kind)
         other = self.put(stored.path, change(self.store.get(stored.path)))
         self.version(number, lambda body: replace(body, **{kind: (other, *others)}))
@@ -109,13 +109,13 @@ class Forger:
     # --- rows ---------------------------------------------------------------------------------------------------
 
     def groups(self, number: int) -> Groups:
-        """The groups of batch `number`."""
+        """Return the groups of batch `number`."""
         body = committed(self.store, number).body
         assert isinstance(body, BatchCommitted)
         return TrajectoryBatch.from_bytes(self.store.get(body.file.path)).groups()
 
     def rows(self, number: int, change: Callable[[Groups], Groups], *, counts: bool = True) -> None:
-        """Other rows of batch `number`; its entry says of them what is so, unless its `counts` stay."""
+        """Replace rows of batch `number`; its entry describes them correctly, unless its `counts` stay."""
         groups = change(self.groups(number))
         data = TrajectoryBatch.from_groups(groups).to_bytes().to_pybytes()
 
@@ -129,7 +129,7 @@ class Forger:
         self.batch(number, changed)
 
     def row(self, number: int, change: Callable[[Trajectory], Trajectory], *, ending: str = "") -> None:
-        """Another first row of batch `number`, or the first with this ending."""
+        """Replace the first row of batch `number`, or the first with this ending."""
 
         def changed(groups: Groups) -> Groups:
             rows = [one for group in groups for one in group.trajectories]
@@ -142,7 +142,7 @@ class Forger:
         self.rows(number, changed)
 
     def batch_with(self, ending: str) -> int:
-        """The first batch that has a row with this ending."""
+        """Return the first batch that has a row with this ending."""
         return next(
             number
             for number in range(1, 12)
@@ -151,19 +151,19 @@ class Forger:
 
 
 def given(row: Trajectory) -> int:
-    """Tokens of a row's prompt."""
+    """Count the tokens of a row's prompt."""
     return list(row.loss_mask).index(True)
 
 
 def put(values: Sequence[Any], place: int, value: Any) -> tuple[Any, ...]:
-    """The values with another one at a place."""
+    """Return the values with another value at one place."""
     changed = list(values)
     changed[place] = value
     return tuple(changed)
 
 
 def asked(row: Trajectory, prompt: Sequence[int]) -> Trajectory:
-    """The row's response behind another prompt."""
+    """Return the row's response behind another prompt."""
     own, more = given(row), len(prompt)
     return replace(
         row,
@@ -175,7 +175,7 @@ def asked(row: Trajectory, prompt: Sequence[int]) -> Trajectory:
 
 
 def longer(row: Trajectory, more: int) -> Trajectory:
-    """The row with so many tokens more, before its last one."""
+    """Return the row with more tokens before its last one."""
     return replace(
         row,
         tokens=(*row.tokens[:-1], *[5] * more, row.tokens[-1]),
@@ -186,5 +186,5 @@ def longer(row: Trajectory, more: int) -> Trajectory:
 
 
 def of_all(group: TrajectoryGroup, change: Callable[[Trajectory], Trajectory]) -> TrajectoryGroup:
-    """The group with all its rows changed."""
+    """Return the group with all its rows changed."""
     return replace(group, trajectories=tuple(map(change, group.trajectories)))

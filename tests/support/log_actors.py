@@ -85,7 +85,7 @@ class Supervisor:
         self.writer = self.log.claim("supervisor", who="a supervisor")
 
     def change(self, **given: Any) -> Entry:
-        """Another config from here on; a section that is given stands in the place of the one before."""
+        """Change the config from here on; a section that is given replaces the one before."""
 
         def body(state: RunState, _: object) -> Body:
             before = recorded_configs(self.log)[-1].config

@@ -85,7 +85,7 @@ def changes(model: Model) -> Iterator[Json]:
 
 
 def changed_config(model: Model, given: Json) -> Json:
-    """The change to another config, as JSON."""
+    """Return the change to another config, as JSON."""
     config = {**model.config, **given}
     listed = [[key, model.config.get(key), value] for key, value in given.items()]
     told = {"version": model.latest + 1, "config": config, "config_sha256": "", "changes": listed}

@@ -42,7 +42,7 @@ def need(holds: bool, why: str) -> None:
 
 
 def _at(config: Json, key: tuple[str, ...]) -> object:
-    """What stands under a key and its section."""
+    """Return the value of a key, and its section."""
     return config.get(key[0], {}).get(key[1]) if len(key) > 1 else config.get(key[0])
 
 
@@ -72,7 +72,7 @@ class Model:
 
     @property
     def configs(self) -> list[Json]:
-        """All that the run has had."""
+        """Return all configs that the run has had."""
         return [one["body"]["config"] for one in self.entries if "config" in one["body"]]
 
     @property
@@ -301,7 +301,7 @@ class Model:
             assert state.newest_claim(role) == (self.claims[role]["n"] if role in self.claims else -1)
 
     def _compare_configs(self, state: RunState) -> None:
-        """Which config each version and each entry has, found by going through all entries."""
+        """Compare the config of each version and entry with the one found by reading all entries."""
         newest, version = 0, -1
         for n, entry in enumerate(self.entries):
             newest = n if "config" in entry["body"] else newest

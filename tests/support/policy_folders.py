@@ -80,7 +80,7 @@ def make_tokenizer(
     plain: Sequence[str] = (),
     around: str | None = None,
 ) -> int:
-    """Save a tokenizer; returns how many tokens it has. `around`: what it adds to a text, e.g. "<|start|> $A"."""
+    """Save a tokenizer and return its number of tokens. `around` is what it adds to a text, e.g. "<|start|> $A"."""
     made = Tokenizer.from_str(_trained())
     made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
     if around:
@@ -103,7 +103,7 @@ def make_folder(
     scale: float = 1.0,
     **changes: object,
 ) -> Path:
-    """A policy folder with random weights, times `scale`; `changes` are of its config."""
+    """Make a policy folder with random weights, times `scale`; `changes` are made to its config."""
     torch.manual_seed(0)
     size = make_tokenizer(folder, **(tokenizer or {}))
     config = AutoConfig.for_model(kind, **{"vocab_size": size, **KINDS[kind], **changes})
@@ -116,7 +116,7 @@ def make_folder(
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Write the folder's tensors again as `change` gives them."""
+    """Write the folder's tensors again as `change` returns them."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
@@ -128,7 +128,7 @@ def change_json(file: Path, **changes: object) -> None:
 
 
 def recipe_of(folder: Path, **prompts: object) -> RunConfig:
-    """A run of that policy, by the transformers engine, on questions of the same folder."""
+    """Return a recipe of that policy with the transformers engine, on questions of the same folder."""
     file = folder / "say.jsonl"
     if not file.exists():
         file.write_text("".join(f'{{"question": "Say {i} ({i * i}).", "answer": "{i}"}}\n' for i in range(40)))

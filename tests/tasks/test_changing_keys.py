@@ -1,6 +1,6 @@
-"""Every key of a run's config: a change of it is recorded and holds for the resumed run, or is refused in one sentence.
+"""Every key of a run's config: a change is recorded and holds for the resumed run, or is refused in one sentence.
 
-Keys and values are drawn from the config's own schema, so that a key that is added later is asked, too.
+Keys and values are drawn from the config's own schema, so a key that is added later is tested, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VALUES = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """A run of two versions, with a batch that waits."""
+    """Make a run of two versions, with a batch that waits."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
 
 
 def verdict(context: RunContext, override: str) -> tuple[RunConfig | None, str]:
-    """The config that the override makes, and why the run may not change to it; "" if it may."""
+    """Return the config that the override makes, and why the run may not change to it; "" if it may."""
     try:
         after = override_config(tree_of(context.config), [override])
     except ConfigError as error:
@@ -119,7 +119,7 @@ def test_every_key_changes_or_is_refused(run: RunContext, tmp_path: Path) -> Non
 
 
 def preflighted(context: RunContext, override: str) -> bool:
-    """Change the run; false where this machine has not what the change asks for."""
+    """Change the run; returns false if this machine lacks what the change needs."""
     try:
         record_change(context, [override])
     except ConfigError:
@@ -128,7 +128,7 @@ def preflighted(context: RunContext, override: str) -> bool:
 
 
 def copy_of(run: RunContext, folder: Path) -> RunContext:
-    """Another run with the same objects."""
+    """Make another run with the same objects."""
     store = open_store(str(folder))
     for path in run.store.list(""):
         store.put(path, run.store.get(path))

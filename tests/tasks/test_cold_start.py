@@ -29,7 +29,7 @@ TINY = {
 
 
 class Started:
-    """A cold start: where it ended, what was seen on the way, and what the policy can do afterwards."""
+    """A cold start: where it ended, its evaluations, and what the policy can do afterwards."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         cold = config.policy.cold_start
@@ -74,7 +74,7 @@ def test_cold_start_ends_near_the_target(tmp_path: Path, seed: int, target: floa
 
 @pytest.mark.long
 def test_cold_start_goes_back_to_the_target(tmp_path: Path) -> None:
-    """One look only, long after the target: the first weights are the other end of the line."""
+    """There is one evaluation only, long after the target: the first weights are the other end of the line."""
     started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
     step, first = started.seen[0]
     assert step == 120
@@ -85,7 +85,7 @@ def test_cold_start_goes_back_to_the_target(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_cold_start_never_ends_below_the_target(tmp_path: Path) -> None:
-    """Of four questions one is right, or none."""
+    """Of four questions one is answered right, or none."""
     config = tiny(0, 0.01)
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"prompts": 4})})
     assert Started(tmp_path, few).accuracy >= 0.25

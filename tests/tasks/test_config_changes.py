@@ -35,19 +35,19 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def again(context: RunContext) -> RunContext:
-    """The run as another process sees it."""
+    """Open the run as another process does."""
     return RunContext(context.uri, context.cache)
 
 
 def replayed(context: RunContext) -> list[Outcome]:
-    """All versions, trained again."""
+    """Train all versions again."""
     found: list[Outcome] = []
     replay(again(context), None, True, print, found.append)
     return found
 
 
 def rates(context: RunContext) -> list[float]:
-    """The learning rate that each version says it was trained with."""
+    """Return the learning rate that each version was trained with."""
     return [one.body.metrics["learning_rate"] for one in published(context)[1:]]
 
 
@@ -117,7 +117,7 @@ def test_repeated_change_adds_no_entry(tmp_path: Path) -> None:
 
 
 def test_old_learner_publishes_nothing_under_a_new_config(tmp_path: Path) -> None:
-    """It has trained the next version already; whoever takes over trains it under the new config."""
+    """The old learner has already trained the next version; its successor trains it under the new config."""
     context = prepare_small(tmp_path, versions=4)
     feed = StoreFeed(context, until=2)
     old = LearnerActor(context, channel=feed)
@@ -165,7 +165,7 @@ def test_change_is_refused_in_one_sentence(tmp_path: Path, override: str) -> Non
 
 
 def test_longer_responses_are_refused(tmp_path: Path) -> None:
-    """By `max_new_tokens` it is decided which prompts fit: another prompt would stand behind an index."""
+    """`max_new_tokens` decides which prompts fit: another prompt would stand behind an index."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     with pytest.raises(ConfigError, match=r"max_new_tokens = 16: .* leave room for 8 tokens .*; choose 8 or less"):

@@ -1,7 +1,7 @@
-"""Alterations of a finished run by somebody who can write to its storage, and who could find each: `docs/audit.md`.
+"""Alterations of a finished run by an attacker who can write to its storage, and what finds each: `docs/audit.md`.
 
-All that names what is altered is hashed and chained anew, and what an earlier audit left is gone. The run is a real
-one: its prompts, its log, its learner; only its responses are made up.
+All hashes and chains that depend on the altered part are recomputed, and the results of earlier audits are removed.
+The run is a real one, with its prompts, its log and its learner; only its responses are made up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNSEEN = [  # a replay takes seconds
 
 @dataclass
 class Finished:
-    """A run that has ended, and the hashes of its log that somebody has kept."""
+    """A run that has ended, and two hashes of its log that are kept elsewhere."""
 
     context: RunContext
     anchors: tuple[Anchor, Anchor]
@@ -66,7 +66,7 @@ def forger(finished: Finished, tmp_path: Path) -> Forger:
 
 
 def audited(context: RunContext) -> AuditReport:
-    """What a deep audit says, of one who has read nothing of the run before."""
+    """Return the report of a deep audit that has read nothing of the run before."""
     fresh = RunContext(context.uri, context.cache)
     return audit(fresh.store, deep=True, expected=expected_of(fresh))
 
@@ -92,7 +92,7 @@ def test_alteration_is_found_as_the_table_says(one: Alteration, forger: Forger, 
 
 @pytest.mark.parametrize("one", UNSEEN)
 def test_replay_finds_what_the_table_says(one: Alteration, forger: Forger) -> None:
-    """Of what the audit does not find. A run that a replay cannot read is found, too."""
+    """Replay what the audit does not find; a run that a replay cannot read counts as found."""
     one.forge(forger)
     forget(forger.store)
     context = RunContext(forger.context.uri, forger.context.cache)

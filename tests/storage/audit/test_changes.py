@@ -23,7 +23,7 @@ from tests.support.log_runs import Actors, RealScheduler, changed, of_kind, read
 
 
 def changed_run(alpha: float = 2.0, count: int = 3, /, **given: Any) -> tuple[MemoryStore, Actors]:
-    """A run that goes on under another config for as many versions."""
+    """Make a run that goes on under another config for as many versions."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, alpha, versions=9)
     actors.train(count)
@@ -31,7 +31,7 @@ def changed_run(alpha: float = 2.0, count: int = 3, /, **given: Any) -> tuple[Me
 
 
 def resumed(store: MemoryStore, /, **given: Any) -> Actors:
-    """Another supervisor, which changes the config and starts the roles again."""
+    """Let another supervisor change the config and start the roles again."""
     supervisor = Supervisor(store)
     supervisor.change(**given)
     claim = supervisor.writer.claim
@@ -39,7 +39,7 @@ def resumed(store: MemoryStore, /, **given: Any) -> Actors:
 
 
 def found(store: MemoryStore) -> set[tuple[str, str]]:
-    """Kind and path of what an audit names."""
+    """Return kind and path of each violation."""
     return {(one.kind, one.where) for one in audit(store, deep=True).violations}
 
 
@@ -112,7 +112,7 @@ def test_forged_change_is_found(forge: Any, kinds: set[str]) -> None:
 
 
 def test_removed_change_is_found() -> None:
-    """Without it the roles that it ended would go on: the ones of after it claim, and nobody was deposed."""
+    """Without the change, the roles that it ended would go on, but new claims follow and nobody was deposed."""
     store, _ = changed_run(2.0, 2, async_ratio=0, rollout={"extra_responses": 2})
     entries = [entry for entry in read(store) if not isinstance(entry.body, ConfigChanged)]
     rewritten(store, entries)
@@ -150,7 +150,7 @@ def test_damaged_log_still_has_its_configs() -> None:
     )
 )
 def test_drawn_runs_audit_clean(steps: list[tuple[str, int]]) -> None:
-    """Whatever is trained, changed and restarted: clean, and each version has the config it was trained under."""
+    """Whatever is trained, changed and restarted, the audit is clean and each version has its own config."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 2.0, versions=99)
     trained = {0: recorded_configs(Log(store))[-1].sha256}

@@ -1,4 +1,4 @@
-"""What a plain audit looks at again although an earlier one found it whole: entry 0, the newest entries, strays."""
+"""What a plain audit checks again although an earlier one found it clean: entry 0, the newest entries, strays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whole(body: object, alpha: float) -> object:
 
 
 def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
-    """Sealed and hashed; the chain is as it was."""
+    """The forged entry has valid hashes; the rest of the chain is unchanged."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     report = audit(audited)
     assert report.since == len(read(audited))
@@ -45,7 +45,7 @@ def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
 
 
 def test_altered_alpha_is_found_despite_an_altered_audit(audited: MemoryStore) -> None:
-    """Its word is forged, too: entry 1 still follows the other entry, and the state goes by the other alpha."""
+    """The audit's state has the other alpha, too, but entry 1 still follows the original entry 0."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     found, _ = audits.newest(audited)
     first = first_anchor(audited).sha256
@@ -83,7 +83,7 @@ def test_short_log_is_checked_again(store: MemoryStore) -> None:
 
 
 def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
-    """Far behind the end of a log in a folder, where readers look at the next numbers only."""
+    """The entry lies far behind the end of a log in a folder, where readers look only at the next numbers."""
     store = LocalStore(tmp_path)
     Actors.begin(store).train(2)
     assert audit(store).clean
@@ -96,7 +96,7 @@ def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
 
 
 def test_anchors_hold_as_the_run_goes_on(store: MemoryStore) -> None:
-    """Those of a run that was killed between two, too."""
+    """So do those of a run that was killed between two anchors."""
     actors = Actors.begin(store).train(1)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
     assert check_anchors(store, anchors) == []

@@ -1,7 +1,8 @@
-"""An audit accuses no sound run: control paths on a virtual clock, with the shipping scheduler and the real log.
+"""A sound run has no violation: control paths on a virtual clock, with the shipping scheduler and the real log.
 
-Engines and verifier are timed, so a run takes part of a second. No violation are: the death of an engine, voids,
-restarts under a newer version, what alpha, filters, extra groups and responses, sources and environments do.
+Engines and verifier are timed, so a run takes a fraction of a second. None of these is a violation: the death of an
+engine, voids, restarts under a newer version, and the effects of alpha, filters, extra groups and responses, sources
+and environments.
 """
 
 from __future__ import annotations
