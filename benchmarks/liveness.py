@@ -69,7 +69,7 @@ class Rounds:
             self.seconds.append(time.monotonic() - began)
             print(f"  {self.what}: {self.seconds[-1]:.1f} s", flush=True)
 
-    def audited(self, victim: Victim) -> None:
+    def record_audit(self, victim: Victim) -> None:
         """Record the findings of the run's audit."""
         self.wrong += [f"{one.kind}: {one.where}: {one.what}" for one in audit(victim.store, deep=True).violations]
 
@@ -151,7 +151,7 @@ def two_resumes(rounds: int) -> Rounds:
         for _ in range(rounds):
             found.play(victim.play)
         kill_everything(home)
-        found.audited(victim)
+        found.record_audit(victim)
     return found
 
 
@@ -166,7 +166,7 @@ def head_away(rounds: int, away: float) -> Rounds:
         for _ in range(rounds):
             found.play(lambda: victim.play(head, away))
         kill_everything(home)
-        found.audited(victim)
+        found.record_audit(victim)
     return found
 
 

@@ -139,7 +139,7 @@ def _end(following: Following, stages: Stages, writer: StatusWriter) -> None:
 
 def _audit(writer: StatusWriter) -> AuditReport:
     """Audit the run; the status shows the progress."""
-    expected, further = expected_of(writer.context), functools.partial(writer.came_further, "ending")
+    expected, further = expected_of(writer.context), functools.partial(writer.note_progress, "ending")
     return audit(writer.context.store, progress=lambda _: further(), expected=expected)
 
 
@@ -149,7 +149,7 @@ def _accuracies(found: list[float]) -> str:
 
 def _evaluate(writer: StatusWriter) -> list[float]:
     """Held-out accuracy of the first and the last version, as the run stored it or made now."""
-    context, note = writer.context, functools.partial(writer.came_further, "evaluating")
+    context, note = writer.context, functools.partial(writer.note_progress, "evaluating")
     left_out = {one.version for one in skipped(context.store)}  # no reason to fail a run at its end
     ends = [version for version in (0, context.config.versions) if version not in left_out]
     return [evaluate_version(context, version, note).accuracy for version in ends]

@@ -96,11 +96,11 @@ class ActorKeeper(Generic[Status]):
         """Return the actor's status; if it does not answer, wait for as long as it starts or computes."""
         asked = actor.status.remote()
         while not cluster.done(asked, POLL_SECONDS):
-            if vitals.starting():
+            if vitals.is_starting():
                 self._changed = time.monotonic()
             self._check_progress()
         status: Status = cluster.call(asked, self._answer, f"the status of {self.watched.name}")
-        vitals.answered()
+        vitals.note_answer()
         return status
 
     def _check_progress(self) -> None:

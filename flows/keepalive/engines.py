@@ -150,7 +150,7 @@ class Engines:
         elif time.monotonic() - engine.asked > self._patience:
             raise EngineFailed(f"{engine.name} did not answer for {self._patience:g} s")
         elif engine.vitals:
-            engine.vitals.starting()
+            engine.vitals.is_starting()
 
     def _again(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
         """Start it again when its pause is over: `within` its actor, or in a new one once the old one has ended."""

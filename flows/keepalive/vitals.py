@@ -28,11 +28,11 @@ class Vitals:
         self._began = time.monotonic()
         self._window: tuple[float, float] | None = None  # time of a look at its process, and the CPU time until then
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """Record that the actor answered just now."""
         self._began, self._window = time.monotonic(), None
 
-    def starting(self) -> bool:
+    def is_starting(self) -> bool:
         """Look at an actor that does not answer; returns whether it is still to be created.
 
         Raises:

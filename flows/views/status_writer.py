@@ -88,7 +88,7 @@ class StatusWriter:
         self._told = time.monotonic()
         self.context.store.put(STATUS, told.to_json().encode())
 
-    def came_further(self, phase: Phase) -> None:
+    def note_progress(self, phase: Phase) -> None:
         """Record that a step of the supervisor itself made progress; the status is written at most once a second."""
         if time.monotonic() - self._told > TELL_SECONDS:
             with contextlib.suppress(Unreachable, OSError):

@@ -110,7 +110,7 @@ class _Audit:
         self.report = replace(begun.report, since=self.begun_at + 1)
         self.expecting = Expecting(expected, self.report)
         if self.begun_at >= 0:
-            self.expecting.go_on(store, begun.state)
+            self.expecting.resume_config(store, begun.state)
             self.report.violations += recheck(store, begun)
         self.first, self.opened = begun.first, OpenSince(begun.opened)
         self.fold = Refold(store, begun.state, self.report.add)
@@ -132,7 +132,7 @@ class _Audit:
         self.fold.close()
         self._hear_the_others()
         self.report.close(self.fold.state)
-        self.report.overdue = [] if self.fold.missed else self.opened.overdue(self.fold.state)
+        self.report.overdue = [] if self.fold.missed else self.opened.list_overdue(self.fold.state)
         self._leave_word()
         return self.report
 
@@ -210,7 +210,7 @@ class _Audit:
 
     def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
         """Check batches against this config from entry `n` on."""
-        self.expecting.take(body.config)
+        self.expecting.take_config(body.config)
         self.responses = self.fold.state.group_size + self._extra_responses(body.config, n)
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
             self.report.add("altered", entry_path(n), "the config is not the one whose hash stands beside it")
@@ -287,7 +287,7 @@ class _Audit:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
         if named.rules is None:  # otherwise the rules are those of its entry, and it is checked again
             state = self.fold.state
-            rules = Rules(state.alpha, state.group_size, self.responses, self.expecting.asked(named.batch))
+            rules = Rules(state.alpha, state.group_size, self.responses, self.expecting.expect_rows(named.batch))
             named = replace(named, rules=rules)
         looking.add(named)
 

@@ -34,7 +34,7 @@ class Expecting:
         """True if both limits and prompts are compared."""
         return self._limits_of is not None and self._prompts is not None
 
-    def take(self, config: Mapping[str, Any]) -> None:
+    def take_config(self, config: Mapping[str, Any]) -> None:
         """Use a recorded config from here on."""
         try:
             self.limits = self._limits_of(config) if self._limits_of else None
@@ -42,15 +42,15 @@ class Expecting:
             self._give_up(f"prompts and limits are not checked, because {error}")
             self.limits = None
 
-    def go_on(self, run: ObjectStore, state: RunState) -> None:
+    def resume_config(self, run: ObjectStore, state: RunState) -> None:
         """Use the config that was in force when an earlier audit ended with this state."""
         n = state.configs[-1].entry
         try:
-            self.take(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
+            self.take_config(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
         except (Missing, Corrupt) as error:
             self._give_up(f"prompts and limits are not checked, because {error}")
 
-    def asked(self, body: BatchCommitted | None) -> Asked:
+    def expect_rows(self, body: BatchCommitted | None) -> Asked:
         """Return what an object (a batch's, with its `body`) is compared with.
 
         The prompts are made here, in the audit's own thread, since only one thread may use a source of prompts.
@@ -87,7 +87,7 @@ class OpenSince:
         """Record dispatches that may have begun."""
         self.batches |= {prompt: after.next_batch for prompt in after.open if prompt not in self.batches}
 
-    def overdue(self, state: RunState) -> list[str]:
+    def list_overdue(self, state: RunState) -> list[str]:
         """List the prompts that are open for longer than alpha explains, the oldest first."""
         limit = LONG * (int(state.alpha) + 1)
         ages = {prompt: state.next_batch - since for prompt, since in self.batches.items() if prompt in state.open}

@@ -160,10 +160,10 @@ class RunPrompts:
             prompt = self._prompt(which, name, index, question)
             if self._fits(prompt):
                 return prompt, question
-            self._say_replaced(which)
+            self._warn_replaced(which)
         raise self._too_long(which, prompt)
 
-    def _say_replaced(self, which: int) -> None:
+    def _warn_replaced(self, which: int) -> None:
         """Warn once for each source; the warning appears among the run's other warnings."""
         if which not in self._replaced:
             self._replaced.add(which)

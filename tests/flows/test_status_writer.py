@@ -73,7 +73,7 @@ def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(status_writer.time, "monotonic", lambda: now[0])
     for _ in range(5):
         now[0] += 0.5
-        writer.came_further("evaluating")
+        writer.note_progress("evaluating")
     assert written.count(STATUS) == 2
     status = read_status(context)
     assert status is not None

@@ -34,7 +34,7 @@ class World:
         until, said = self.now + seconds, set[bool]()
         while self.now < until:
             self.now, self.used = self.now + 0.5, self.used + 0.5 * self.share
-            said.add(vitals.starting())
+            said.add(vitals.is_starting())
         return said
 
 
@@ -68,7 +68,7 @@ def test_actor_that_does_nothing_is_stuck(world: World, vitals: Vitals) -> None:
 def test_answer_restarts_the_time_of_an_actor(world: World, vitals: Vitals) -> None:
     for _ in range(10):
         assert world.starting(vitals, 25.0) == {False}
-        vitals.answered()
+        vitals.note_answer()
 
 
 def test_actor_whose_process_is_gone_is_stuck(world: World, vitals: Vitals) -> None:
