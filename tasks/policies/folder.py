@@ -159,7 +159,8 @@ def weight_files(path: str) -> dict[str, Data]:
 def _complete(path: str, folder: Path) -> Path:
     unread = [folder] if not os.access(folder, os.R_OK | os.X_OK) else sorted(folder.iterdir())
     for file in unread:
-        if not os.access(file, os.R_OK):
+        is_used = file == folder or file.name in COPIED or is_weights(file.name)
+        if is_used and not os.access(file, os.R_OK):
             raise ConfigError(f"policy.path = {path!r}: this user may not read {str(file)!r}; allow it (chmod a+r)")
     if not (folder / "config.json").exists():
         raise ConfigError(f"policy.path = {path!r} has no config.json; name a Hugging Face model folder")

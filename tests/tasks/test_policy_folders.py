@@ -143,6 +143,14 @@ def test_weights_in_another_tools_format_are_left_out(tmp_path: Path) -> None:
     assert "consolidated.safetensors" not in weight_files(str(folder))
 
 
+def test_files_of_no_use_need_not_be_readable(tmp_path: Path) -> None:
+    """For example, links of a hub cache to weights in other formats that were not downloaded."""
+    folder = make_folder(tmp_path / "policy")
+    (folder / "pytorch_model.bin").symlink_to(tmp_path / "not downloaded")
+    assert list(weight_files(str(folder))) == ["model.safetensors"]
+    preflight(recipe_of(folder))
+
+
 def test_truncated_file_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     whole = (folder / "model.safetensors").read_bytes()
