@@ -85,7 +85,7 @@ PARTS = {  # that a benchmark above runs, or a test of their own
 
 
 def run(name: str, smoke: Smoke, tmp_path: Path) -> list[dict[str, Any]]:
-    """Run it; its rows."""
+    """Run the benchmark and return its rows."""
     rows, folder = tmp_path / "rows.json", tmp_path / "folder"
     folder.mkdir()
     options = [option.replace("{}", str(folder)) for option in smoke.options.split()]

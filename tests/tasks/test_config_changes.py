@@ -187,7 +187,7 @@ def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
 
 
 def test_run_that_is_older_than_a_key_is_changed(tmp_path: Path) -> None:
-    """Its config lacks keys, and has one where it stood then; both stay so, and mean what they meant."""
+    """The recorded config lacks some keys, and has one at an older place; both stay so, with their meaning."""
     tree = RunConfig().model_dump(mode="json")
     for key in ("fused_adamw", "share_prompts", "objective"):
         del tree["train"][key]
@@ -281,7 +281,7 @@ def test_lost_answer_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_two_equal_changes_add_one_entry(tmp_path: Path) -> None:
-    """Another command records the same between the look and the append."""
+    """Another command records the same change between the look and the append."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     slow, after = again(context), context.config.model_copy(update={"versions": 5})

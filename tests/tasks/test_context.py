@@ -1,4 +1,4 @@
-"""How long a policy's context and its probe are, by its config.json alone."""
+"""The length of a policy's context and of its probe, from its config.json alone."""
 
 from __future__ import annotations
 

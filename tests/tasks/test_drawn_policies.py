@@ -41,7 +41,7 @@ Change = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Path]]:
-    """A sound folder of each kind."""
+    """Make a sound folder of each kind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(tmp_path_factory.mktemp("home")))
         patch.setattr(tokenizer, "PIECES", tokenizer.PIECES[:5])  # other tests read them all
@@ -187,7 +187,7 @@ def tokenizer_faults(folder: Path) -> st.SearchStrategy[Change]:
 
 
 def checked(folder: Path, **prompts: object) -> Preflight | None:
-    """What a run begins with; None where it is refused, in one sentence."""
+    """Return what a run begins with; None if it is refused, in one sentence."""
     try:
         return preflight(recipe_of(folder, **prompts), ask=False)
     except ConfigError as error:
@@ -199,7 +199,7 @@ def checked(folder: Path, **prompts: object) -> Preflight | None:
 
 
 def trains_what_it_is(found: Preflight, folder: Path, stored: Path) -> None:
-    """Version 0 is the folder, tensor by tensor, and the engine's log-probs are the learner's."""
+    """Check that version 0 equals the folder tensor by tensor, and that the engine's log-probs are the learner's."""
     stored.mkdir()
     for name, data in found.files.items():
         (stored / name).write_bytes(data)
@@ -227,7 +227,7 @@ def trains_what_it_is(found: Preflight, folder: Path, stored: Path) -> None:
 
 
 def try_folder(kind: str, folders: Mapping[str, Path], data: st.DataObject, faults: Any, place: Path) -> None:
-    """Draw a fault or two, put them into a copy of the folder, and see what comes of it."""
+    """Draw a fault or two, put them into a copy of the folder, and check the outcome."""
     folder = place / "policy"
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(folders[kind], folder)

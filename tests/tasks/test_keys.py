@@ -36,7 +36,7 @@ def encode(text: str, chat: bool, system: str | None) -> list[int]:
 
 
 def spelled(text: str, draw: random.Random) -> str:
-    """The same question as another author writes it."""
+    """Spell a question as another author would."""
     text = draw.choice([str.upper, str.title, str])(text)
     blank = draw.choice([" ", "  ", "\t", "\u00a0", "\u3000"])
     return (
@@ -45,7 +45,7 @@ def spelled(text: str, draw: random.Random) -> str:
 
 
 def file_of(number: int) -> bytes:
-    """100 lines that ask 40 questions, in several spellings; files 0 and 1 share half of them."""
+    """Make 100 lines that ask 40 questions, in several spellings; files 0 and 1 share half of them."""
     draw = random.Random(number)
     lines = [(spelled(f"what is {i % 40 + 20 * number} and one", draw), i % 40 + 20 * number + 1) for i in range(100)]
     return "".join(json.dumps({"question": text, "answer": answer}) + "\n" for text, answer in lines).encode()
@@ -79,7 +79,7 @@ def keys(asked: Iterable[Question]) -> set[str]:
 
 
 def numbers_and_words(asked: Iterable[Question]) -> set[tuple[str, ...]]:
-    """An oracle of its own: the words and signs of a question in any order, with its answer."""
+    """Return the oracle's own key: the words and signs of a question in any order, with its answer."""
     return {(*sorted(re.findall(r"\w+|[-+]", q.text.casefold())), str(q.reference["answer"])) for q in asked}
 
 
@@ -181,7 +181,7 @@ def test_split_by_text_is_that_of_recorded_runs(configs: list[PromptConfig], rec
 
 
 def test_split_by_text_leaves_twins_in_training() -> None:
-    """What keys are for: most held-out sums had a twin."""
+    """This is what keys are for: most held-out sums had a twin."""
     made = RunPrompts([SOURCES[0]], 0, 256, encode, 200, read, "text")
     source = made.sources[0]
     held = source.held_out(256)
@@ -206,7 +206,7 @@ def story(number: int, bought: object) -> str:
 
 
 def test_near_duplicates_are_counted() -> None:
-    """Each story stands twice, with another number in one place: of 17 sequences of three words 14 are shared."""
+    """Each story occurs twice, with another number in one place: 14 of 17 three-word sequences are shared."""
     twice = count(words((story(i // 2, i), i) for i in range(80)))
     once = count(words((story(i, i), i) for i in range(80)))
     assert twice.held_out == once.held_out == 20

@@ -282,7 +282,7 @@ def test_questions_that_stand_twice_are_held_out_once(tmp_path: Path) -> None:
 
 
 def test_dropped_lines_are_pinned(tmp_path: Path) -> None:
-    """What is left of a file is kept whatever its size, so no process has to find again what was too long."""
+    """The remaining lines are kept whatever their size, so no process has to find the long lines again."""
     long = b'{"question": "' + b"x" * 500 + b'", "answer": 1}\n'
     (file := tmp_path / "mine.jsonl").write_bytes(long + content(30) + long)
     source = {"kind": "jsonl", "path": str(file), "too_long": "drop"}
@@ -305,7 +305,7 @@ SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
-    """A run as it was recorded before questions had keys: split by text, and no word of the split in its pins."""
+    """Make a run as it was recorded before questions had keys: split by text, without a split in its pins."""
 
     def by_text(*opened: Any) -> RunPrompts:
         return open_prompts(*opened, "text")

@@ -1,4 +1,4 @@
-"""A policy folder that is slightly wrong is refused in one sentence, or the run does what the field does with it."""
+"""A slightly wrong policy folder is refused in one sentence, or the run uses it as other tools do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(folder: Path, **prompts: object) -> str:
-    """The one sentence that the preflight refuses a run of this folder with."""
+    """Return the one sentence with which the preflight refuses a run of this folder."""
     with pytest.raises(ConfigError) as caught:
         preflight(recipe_of(folder, **prompts))
     [line] = str(caught.value).splitlines()
@@ -160,7 +160,7 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
-    """Transformers would not tie them then, and engines would."""
+    """Transformers would not tie unequal tensors, and engines would."""
     folder = make_folder(tmp_path / "policy")
     change_tensors(folder, lambda w: {**w, "lm_head.weight": w["model.embed_tokens.weight"].clone()})
     check_tensors(folder, "float32")
@@ -203,14 +203,14 @@ def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
 
 
 class NoFeed(StoreFeed):
-    """It ends the learner as soon as that asks for a batch."""
+    """A feed that ends the learner as soon as it asks for a batch."""
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> Any:
         raise Halt
 
 
 def first_version(config: Any) -> RunContext:
-    """A run whose learner has published version 0 and nothing else."""
+    """Make a run whose learner has published version 0 and nothing else."""
     context = prepare(config, "first")
     with pytest.raises(Halt):
         LearnerActor(context, channel=NoFeed(context)).run()

@@ -25,7 +25,7 @@ LONG = "x" * 500
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
-    """A tokenizer of bytes and few merges, with a context of 128 tokens."""
+    """Make a tokenizer of bytes and few merges, with a context of 128 tokens."""
     folder = tmp_path_factory.mktemp("policy")
     for name, data in build_cold_folder(ColdStart(context=128), ["What is 1 + 1?"] * 10).items():
         (folder / name).write_bytes(data)
@@ -112,7 +112,7 @@ def test_tag_in_an_answer_is_refused_under_tags(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
-    """It would fail on every response, and each would score 0."""
+    """The scorer would fail on every response, and each would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
     with pytest.raises(ConfigError, match=r"line 1: it has no family that .* set reward.kind = \"exact\""):
         read_files(config_of(file, {"kind": "reasoning-gym"}), read_file)
@@ -184,7 +184,7 @@ def test_file_of_long_prompts_alone_is_refused(tmp_path: Path, tokenizer: Policy
 
 
 def test_answers_that_no_response_equals_are_named(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
-    """16 tokens are all that a response has."""
+    """A response has at most 16 tokens."""
     rows = [*sums(), {"question": "Count.", "answer": "1 2 3 4 5 6 7 8 9 10"}]
     _, [note] = fitted(config_of(written(tmp_path, rows)), tokenizer)
     assert 'tokens equals 1 of 61 answers (line 61: "1 2 3' in note
@@ -193,7 +193,7 @@ def test_answers_that_no_response_equals_are_named(tmp_path: Path, tokenizer: Po
 
 
 def test_long_prompt_of_a_run_is_replaced(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
-    """A run whose file was not read whole, as runs were before, goes on: in every process by the same prompt."""
+    """An older run, whose file was not read whole, goes on: every process replaces the prompt by the same one."""
     config = config_of(written(tmp_path, sums(40)), held_out=0.0)
     opened = [open_prompts(config, tokenizer, read_file) for _ in range(2)]
     texts = [prompts.sources[0].training(index).text for prompts in opened[:1] for index in range(120)]

@@ -1,4 +1,4 @@
-"""A verifier reads every token that the policy chose, special ones too, but for the stop token at the end."""
+"""A verifier reads every token that the policy chose, special tokens included, except the final stop token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAGS = ("<answer>", "</answer>")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose answer tags are special tokens, as chat models have theirs."""
+    """Make a policy whose answer tags are special tokens, as chat models have."""
     path = tmp_path_factory.mktemp("policy")
     for name, data in build_cold_folder(ColdStart(), ["Say 7 (3)."] * 10).items():
         (path / name).write_bytes(data)
@@ -72,7 +72,7 @@ async def test_worker_judges_tags_that_are_tokens(folder: Path, special: bool, r
 
 @pytest.mark.parametrize("recorded", [{}, {"special_tokens": True}])
 def test_recorded_runs_are_judged_as_they_were(recorded: dict[str, object]) -> None:
-    """A run that was recorded before the key was there goes on without special tokens."""
+    """A run that is older than the key goes on without special tokens."""
     config = RunConfig().model_dump(mode="json")
     assert config["reward"].pop("special_tokens") is True
     config["reward"] |= recorded

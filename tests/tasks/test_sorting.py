@@ -74,7 +74,7 @@ def test_answer_is_judged_right_or_wrong(recipe: RunConfig) -> None:
 
 
 def test_objective_is_plain_grpo(recipe: RunConfig) -> None:
-    """As docs and README say: no key of the preset is changed."""
+    """The docs and the README say so: no key of the preset is changed."""
     assert (
         recipe.train.objective == RunConfig.model_validate({"train": {"objective": {"kind": "grpo"}}}).train.objective
     )
