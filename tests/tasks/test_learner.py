@@ -183,7 +183,7 @@ def test_the_learner_refuses_a_stale_batch_whatever_was_committed() -> None:
 
 
 def test_batch_without_tokens_leaves_fresh_weights(folder: Path) -> None:
-    """Made-up log-probs are nats away from the policy's: all squares are above the threshold, and there is no momentum."""
+    """Made-up log-probs are nats away from the policy's: all squares are above the threshold, without momentum."""
     made = learner(folder, objective={"kind": "m2po"})
     before = [weight.detach().clone() for weight in made.model.parameters()]
     told = made.step(some_batch(), 0)
