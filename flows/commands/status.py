@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.locations import find_run, home
+from rollflow.flows.locations import default_store, find_run, home
 from rollflow.flows.services.in_time import call_in_time
 from rollflow.flows.views.console import duration, render
 from rollflow.flows.views.seen import keep_seen, read_seen
 from rollflow.flows.views.status import STATUS, RunStatus, read_status
 from rollflow.storage.errors import Unreachable
+from rollflow.storage.objects import open_store
 from rollflow.tasks.run_context import RunContext
 
 STORE_SECONDS = 6.0  # deadline for all reads: with the imports, an answer takes at most ten
@@ -64,7 +65,10 @@ def _look(run: str | None, store: str | None) -> Look:
 
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
     """Print what this machine saw of the run last, since the store is silent."""
-    seen = read_seen(home(), find_run(options.run, options.store).uri if options.run else None)
+    if options.run:
+        seen = read_seen(home(), find_run(options.run, options.store).uri)
+    else:
+        seen = read_seen(home(), None, open_store(options.store or default_store()).uri)
     if seen is None:
         print(f"rollflow: {why}; this machine has seen nothing of the run", file=sys.stderr)
         return FAILED

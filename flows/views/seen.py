@@ -37,12 +37,18 @@ def keep_seen(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None
         new.replace(file)
 
 
-def read_seen(home: Path, uri: str | None) -> Seen | None:
-    """Return what was last seen of the run at `uri`; with None, of any run."""
+def read_seen(home: Path, uri: str | None, store: str | None = None) -> Seen | None:
+    """Return what was last seen of the run at `uri`; with None, of any run, or of any in `store`."""
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))
+    found = [seen for file in files if (seen := _read(home, file, store)) is not None]
+    return min(found, key=lambda seen: seen.age, default=None)
+
+
+def _read(home: Path, file: Path, store: str | None) -> Seen | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        newest = max(files, key=lambda file: file.stat().st_mtime)
-        return Seen(RunStatus.from_json(newest.read_text()), max(0.0, time.time() - newest.stat().st_mtime))
+        status = RunStatus.from_json(file.read_text())
+        if store is None or file == _file(home, f"{store.rstrip('/')}/runs/{status.run_id}"):
+            return Seen(status, max(0.0, time.time() - file.stat().st_mtime))
     return None
 
 

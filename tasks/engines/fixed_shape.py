@@ -139,7 +139,8 @@ class FixedShapeSampler:
         attention = attention_of(config) or "sdpa"
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
         self._adds_mask = attention == "eager"
-        self._context = context_length(config.to_dict())
+        # Prompts of older runs may be longer than what `context_length` counts.
+        self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
         self._head = OwnHead(self._model)
         self._dtype = dtype
         self._slots = slots

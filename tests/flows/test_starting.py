@@ -198,6 +198,11 @@ def test_status_without_a_name_shows_the_newest_run(tmp_path: Path) -> None:
     assert newest is not None
     assert one is not None
     assert (newest.status.run_id, one.status.run_id) == ("two", "one")
+    keep_seen(tmp_path, "s3://other/runs/three", RunStatus("three", "training", 6, 9))
+    within = read_seen(tmp_path, None, "s3://bucket")
+    assert within is not None
+    assert within.status.run_id == "two"
+    assert read_seen(tmp_path, None, "s3://empty") is None
 
 
 def test_a_home_without_locks_is_refused_in_one_sentence(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, processors
 
 from rollflow.flows.preflight import preflight
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import RunCreated
+from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.policies.validation import name_end_tokens
 from rollflow.tasks.run_expectations import expected_of
@@ -34,9 +37,13 @@ def test_the_start_stands_first_whatever_the_alphabet(tmp_path: Path) -> None:
 
 def test_recorded_runs_keep_their_context(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
-    change_json(folder / "config.json", rope_scaling={"rope_type": "longrope", "original_max_position_embeddings": 64})
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    change_json(folder / "config.json", rope_parameters=scaling, original_max_position_embeddings=64)
     assert PolicyTokenizer(folder).context == 64
-    assert PolicyTokenizer(folder, single_start=False).context == CONTEXT
+    recorded = PolicyTokenizer(folder, single_start=False)
+    assert recorded.context == CONTEXT
+    sampler = FixedShapeSampler(folder, torch.float32, 1, recorded.stop_tokens)
+    sampler.add(GenerationRequest("longest", [7] * (CONTEXT - 8), 8, 1.0, 0))
 
 
 def test_a_template_may_ask_for_a_system_message(tmp_path: Path) -> None:
