@@ -110,6 +110,7 @@ def test_when_a_prompt_is_awaited(choices: dict[str, Any], times: int) -> None:
         (FilterConfig(max_mean=0.5), [0.0, 0.5], None),
         (FilterConfig(min_mean=0.5, max_mean=0.5), [0.5], "mean reward at or below 0.5"),  # the first of its reasons
         (FilterConfig(min_std=0.0), [0.25, 0.25], "rewards spread by 0 or less"),
+        (FilterConfig(min_std=0.0), [0.1 + 0.2, 0.3], "rewards spread by 0 or less"),  # equal as a batch holds them
         (FilterConfig(min_std=0.0), [0.25, 0.5], None),
         (FilterConfig(min_std=0.25), [0.0, 0.5], "rewards spread by 0.25 or less"),  # of the group itself: no sample
         (FilterConfig(min_mean=0.5), [0.0, 0.0], "mean reward at or below 0.5"),
