@@ -286,8 +286,10 @@ def claim(context: RunContext, role: Role, address: str, who: str = "") -> Write
     """Take a role of the run, in this process, on the cluster at `address`, from whoever had it.
 
     Raises:
+        ConfigError: there is no such run.
         Deposed: the run has another supervisor now, on another cluster.
     """
+    assert context.created, "who names a run that does not exist hears that first"
     host, process = socket.gethostname(), os.getpid()
     return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from rollflow.storage.errors import Conflict
 from rollflow.storage.log.audit import audit
@@ -94,7 +95,7 @@ class Fetching(Pipeline):
     async def fetch(self, version: int) -> tuple[Path, Probe]:
         found = await asyncio.to_thread(self.policies.find, version)
         folder = await asyncio.to_thread(self.policies.weights_folder, found, self.cache)
-        assert (folder / "model.safetensors").read_bytes() == f"weights/model.safetensors {version}".encode()
+        assert load_file(folder / "model.safetensors")["number"] == [version]
         return await super().fetch(version)
 
 

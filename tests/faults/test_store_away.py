@@ -95,7 +95,7 @@ async def test_an_actor_tells_what_it_waits_for(kind: Any, proxy: FaultyProxy, t
     actor = kind(RunContext(f"s3://{BUCKET}/none", tmp_path, patience=60.0))
     running: Awaitable[Any] = asyncio.create_task(call(actor.run))
     limit = time.monotonic() + 60
-    while not (waits := (await call(actor.status)).waits_for).startswith("object storage: get_object for "):
+    while not (waits := (await call(actor.status)).waits_for).startswith("object storage: "):
         assert time.monotonic() < limit, waits
         await asyncio.sleep(0.1)
     proxy.come_back()

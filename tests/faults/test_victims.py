@@ -108,6 +108,7 @@ def test_what_a_lost_batch_held_is_lost(tmp_path: Path, monkeypatch: pytest.Monk
     context = prepare_small(tmp_path)
     train_small(context)
     victim = object.__new__(Victim)
+    victim.home = tmp_path / "home"
     victim.engine, victim.versions, victim.groups, victim.group_size = "timed", 6, GROUPS, SIZE
     victim.store, victim.recoveries = context.store, RecoveryLog(context.store)
     victim.process = cast(Any, SimpleNamespace(wait=lambda seconds: 0))

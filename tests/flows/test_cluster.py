@@ -33,6 +33,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += 1.0
         return now[0]
 
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests beside these may be attached to a cluster
     monkeypatch.setattr(cluster.time, "monotonic", tick)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
     return now

@@ -337,7 +337,7 @@ def test_a_session_outlives_its_supervisor_its_server_and_its_runner(
 ) -> None:
     """And a clock that steps back by an hour when it has just begun."""
     session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
-    following, real = session.follow(run, session.submit(run)), time.time
+    following, real = session.follow(run, session.submit(run, time.time())), time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + 3600.0)
         next(following)
@@ -372,7 +372,7 @@ def test_a_session_outlives_its_supervisor_its_server_and_its_runner(
 def test_a_supervisor_that_raises_ends_the_run(server: PrefectServer, runner: Runner, run: RunContext) -> None:
     session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
     run.store.put("fail", b"")
-    *_, last = session.follow(run, session.submit(run))
+    *_, last = session.follow(run, session.submit(run, time.time()))
     assert last.phase == "failed"
     assert last.messages[-1] == "ValueError: told to fail"
     assert len(of(run)) == 1
@@ -381,7 +381,7 @@ def test_a_supervisor_that_raises_ends_the_run(server: PrefectServer, runner: Ru
 def test_without_a_session_an_automation_brings_the_supervisor_back(
     server: PrefectServer, runner: Runner, run: RunContext
 ) -> None:
-    Session("trivial", server.ui_url, {}).submit(run)
+    Session("trivial", server.ui_url, {}).submit(run, time.time())
     until(lambda: read_status(run))
     status = read_status(run)
     assert status is not None

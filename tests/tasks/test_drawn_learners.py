@@ -95,6 +95,8 @@ KEYS: dict[str, st.SearchStrategy[Any]] = {
     | of(Lora, rank=st.integers(1, 4), alpha=between(1, 32), targets=st.just(("q_proj", "down_proj"))),
     "learning_rate": between(1e-5, 1e-3),
     "warmup_versions": st.integers(0, 3),
+    "no_signal": st.sampled_from(["report", "stop"]),
+    "no_signal_versions": st.integers(1, 5),
     "weight_decay": between(0, 0.1),
     "betas": st.tuples(between(0.1, 0.99), between(0.1, 0.999)),
     "max_grad_norm": between(0.1, 10),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run_context import complete_config
 from tests.contracts.test_learners import batch, trained
 from tests.support.tiny_policy import make_policy, make_weights
 
@@ -122,25 +121,21 @@ def test_in_float32_there_is_nothing_beside_the_policy(folder: Path) -> None:
     assert not any("master" in name for name in made.policy.tensors())
 
 
-def test_recorded_run_keeps_attention_and_advantages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_run_keeps_attention_and_advantages() -> None:
     """Other attention or longer sums would give other bits when it is replayed."""
     config = RunConfig().model_dump(mode="json")
     assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")
-    monkeypatch.setattr(RunContext, "created", SimpleNamespace(config=config))
-    found = RunContext(str(tmp_path), tmp_path).config.train
+    found = RunConfig.model_validate(complete_config(config)).train
     assert (found.attention, found.advantage_dtype) == ("default", "float32")
 
 
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
-def test_a_run_recorded_before_there_were_masters_has_none(
-    recorded: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_recorded_before_there_were_masters_has_none(recorded: dict[str, object]) -> None:
     """Nor does it share prompts or fuse its optimizer: other sums would give other bits."""
     config = RunConfig().model_dump(mode="json")
     del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]
     config["train"] |= recorded
-    monkeypatch.setattr(RunContext, "created", SimpleNamespace(config=config))
-    found = RunContext(str(tmp_path), tmp_path).config.train
+    found = RunConfig.model_validate(complete_config(config)).train
     assert found.master_dtype == recorded.get("master_dtype", "policy")
     assert found.share_prompts == found.fused_adamw == recorded.get("share_prompts", False)
 

@@ -130,7 +130,7 @@ def test_one_file_at_a_time_is_in_memory(small: Prepare, monkeypatch: pytest.Mon
         maps.append(weakref.ref(data.obj))
         return data
 
-    monkeypatch.setattr("rollflow.tasks.learners.restore.mapped", watched)
+    monkeypatch.setattr("rollflow.tasks.learners.changing.mapped", watched)
     restored(context, 2)
     assert len(maps) > 20
     assert not any(one() for one in maps)

@@ -16,6 +16,7 @@ from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.reward import REWARD, RewardActor, RewardClient
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.config import ReasoningGymReward
@@ -45,7 +46,7 @@ class OddReward(RewardActor):
 
 @pytest.fixture
 def context(tmp_path: Path) -> RunContext:
-    config = RunConfig(reward=ReasoningGymReward(deadline_seconds=250))
+    config = RunConfig(prompts=(ReasoningGymPrompts(),), reward=ReasoningGymReward(deadline_seconds=250))
     store = open_store(str(tmp_path / "run"))
     describe(store, "rewards", config)
     store.put("policy/config.json", b"{}")
