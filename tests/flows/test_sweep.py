@@ -79,7 +79,7 @@ def test_bad_values_are_refused_before_a_run_begins(
         (["versions=5,"], ["--set 'versions=5,'", "a value is missing"]),
         (["versions=5,,6"], ["a value is missing"]),
         (["=5,6"], ["a value is missing"]),
-        (["versions=5,6,5"], ["the value 5 is there twice", "--seeds"]),
+        (["versions=5,6,5"], ["the value 5 is given twice", "--seeds"]),
         (["versions=5,6", "versions=7"], ["versions is given twice", "one --set"]),
     ],
 )
