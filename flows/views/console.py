@@ -296,6 +296,14 @@ def _change(label: str, before: float | None, after: float | None) -> list[tuple
     return [(label, Text(f"{before:.1%} → ") + now)]
 
 
+def _no_signal(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    """Return the row that counts the versions in which nothing was learned; none if there was no such version."""
+    if not (lost := (summary.get("no_signal") or {}).get("versions")):
+        return []
+    said = f"nothing was learned in {lost} of {summary.get('versions', lost)} versions: no row had an advantage"
+    return [("no signal", Text(said, style="bold red"))]
+
+
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     accuracy, passes = summary.get("accuracy") or {}, summary.get("pass_at") or {}
@@ -307,9 +315,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if "versions" in summary:
         took = f" in {duration(summary['seconds'])}" if "seconds" in summary else ""
         rows.append(("versions", Text(f"{summary['versions']}{took}")))
-    if lost := (summary.get("no_signal") or {}).get("versions"):
-        said = f"nothing was learned in {lost} of {summary.get('versions', lost)} versions: no row had an advantage"
-        rows.append(("no signal", Text(said, style="bold red")))
+    rows += _no_signal(summary)
     if "tokens_per_second" in summary:
         rows.append(("generation", Text(f"{summary['tokens_per_second']:,.0f} tokens/s")))
     if summary.get("staleness"):

@@ -40,17 +40,15 @@ def summarize(
     progress.advance()
     stored = evaluations(context.store)
     points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}
-    seconds = max(0.0, time.time() - context.created_at)
     versions = max(progress.version, 0)
-    trained = list(context.policies.since(1))
     summary = {
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
         "not_evaluated": {one.version: one.reason for one in skipped(context.store)},
         "versions": versions,
-        "no_signal": {"versions": count_without_signal(trained), "newest": count_newest_without(trained)},
-        "seconds": round(seconds, 2),
+        "no_signal": _no_signal(context),
+        "seconds": round(max(0.0, time.time() - context.created_at), 2),
         "training_seconds": round(progress.training_seconds, 2),
         "paused_seconds": round(progress.paused_seconds, 2),
         "tokens": progress.tokens,
@@ -74,6 +72,12 @@ def summarize(
     }
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
     return summary
+
+
+def _no_signal(context: RunContext) -> dict[str, int]:
+    """Count the versions in which no row had an advantage: all of them, and the newest ones in a row."""
+    trained = list(context.policies.since(1))
+    return {"versions": count_without_signal(trained), "newest": count_newest_without(trained)}
 
 
 def summary_bias(report: AuditReport) -> float:

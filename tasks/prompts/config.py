@@ -32,7 +32,7 @@ class ReasoningGymPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """What its prompts are called in counts."""
+        """Name of its prompts in counts."""
         return self.family
 
 
@@ -50,7 +50,7 @@ class JsonlPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """What its prompts are called in counts."""
+        """Name of its prompts in counts."""
         return Path(self.path).stem
 
 
@@ -73,7 +73,7 @@ class ColumnSumsPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """What its prompts are called in counts."""
+        """Name of its prompts in counts."""
         return self.kind
 
 
@@ -86,7 +86,7 @@ class SortingPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """What its prompts are called in counts."""
+        """Name of its prompts in counts."""
         return self.kind
 
 
@@ -98,7 +98,7 @@ class ImportPrompts(Imported, PromptBase):
 
     @property
     def domain(self) -> str:
-        """What its prompts are called in counts."""
+        """Name of its prompts in counts."""
         return self.name or self.path.partition(":")[2]
 
 
