@@ -60,16 +60,34 @@ def probe_length(config: Mapping[str, Any]) -> int:
     scaled from, within the context.
     """
     text = text_config(config)
-    windows = [text.get("sliding_window")] if text.get("use_sliding_window", True) else []
+    windows = [_window(text)]
     scaled = [_original_length(text, scaling) for scaling in _scalings(text)]
     seen = [length + PROBE for length in (*windows, *scaled) if type(length) is int and length > 0]
     return max(2, min(max([PROBE, *seen]), LONGEST_PROBE, context_length(config)))
+
+
+def check_window(config: Mapping[str, Any]) -> None:
+    """Refuse a sliding window that is no number of tokens.
+
+    Raises:
+        ConfigError: with the value.
+    """
+    window = _window(text_config(config))
+    if window is not None and (type(window) is not int or window < 1):
+        raise ConfigError(
+            f"policy.path: its config.json has sliding_window = {window!r}; write a whole number above 0 there, or null"
+        )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config that describes the text model."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
+
+
+def _window(text: Mapping[str, Any]) -> Any:
+    """Return the sliding window that the config switches on."""
+    return text.get("sliding_window") if text.get("use_sliding_window", True) else None
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

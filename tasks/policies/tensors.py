@@ -160,14 +160,15 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
 
 
 def _try_model(folder: Path, dtype: str, empty: Any) -> None:
-    """Load a small model and run it as the learner will; its output must be finite."""
+    """Load a small model and run it as the learner and an engine will; its output must be finite."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _load_names(folder, dtype, "cpu")
     OwnHead(model.eval())
+    tokens = torch.arange(TRIED_TOKENS)[None]
     with torch.no_grad():
-        logits = model(input_ids=torch.arange(TRIED_TOKENS)[None], use_cache=False).logits
-    if not logits.isfinite().all():
+        logits = [model(input_ids=tokens, use_cache=cached).logits for cached in (False, True)]
+    if not all(one.isfinite().all() for one in logits):
         raise _refusal("its model gives NaN or infinite logits; correct its config.json, or", "")
 
 

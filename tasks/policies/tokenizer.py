@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import product, takewhile
 from pathlib import Path
@@ -196,6 +197,16 @@ def _whole(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+@contextmanager
+def _refuse_errors() -> Iterator[None]:
+    """Refuse a tokenizer on which AutoTokenizer raises an error."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a tokenizer's class may raise anything here
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"policy.path: AutoTokenizer cannot read it ({said}); save the tokenizer again") from None
+
+
 def _open_as_others(folder: Path) -> Any:
     """Open the tokenizer as other tools do.
 
@@ -204,19 +215,25 @@ def _open_as_others(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
+    with _refuse_errors():
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - a tokenizer's class may raise anything here
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"policy.path: AutoTokenizer cannot open it ({said}); save the tokenizer again") from None
 
 
 def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """How `AutoTokenizer` reads the folder differently from a run; None if it reads the same.
 
     It compares the vocabularies, and the tokens and texts of `texts`, of every special token and of `PIECES`.
+
+    Raises:
+        ConfigError: `AutoTokenizer` cannot read it at all.
     """
     ours, theirs = _whole(folder), _open_as_others(folder)
+    with _refuse_errors():
+        return _difference(ours, theirs, texts)
+
+
+def _difference(ours: Tokenizer, theirs: Any, texts: Iterable[str]) -> str | None:
+    """How `theirs` reads texts differently from `ours`; None if it reads the same."""
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.policies.context import check_window
 from rollflow.tasks.policies.stop import config_ends, stop_tokens, tokenizer_end, write_end_tokens
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.config import PromptConfig
@@ -45,10 +46,10 @@ def check_files(folder: Path) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a config.json that transformers cannot read.
+    """Refuse a config.json that transformers cannot read, and a sliding window that is no number of tokens.
 
     Raises:
-        ConfigError: with transformers' own reason.
+        ConfigError: with the value, or with transformers' own reason.
     """
     from transformers import AutoConfig
 
@@ -58,6 +59,7 @@ def check_config(folder: Path) -> None:
         said = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         why = f"transformers cannot read its config.json ({said})"
         raise ConfigError(f"policy.path: {why}; save the policy again, or choose another architecture") from None
+    check_window(json.loads((folder / "config.json").read_text()))
 
 
 def name_end_tokens(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.policies.context import LONGEST_PROBE, PROBE, context_length, probe_length
+from rollflow.tasks.policies.context import LONGEST_PROBE, PROBE, check_window, context_length, probe_length
 
 LONG = {"max_position_embeddings": 32768}
 
@@ -68,3 +68,18 @@ def test_context_that_is_no_length_is_refused(value: object) -> None:
 )
 def test_probe_covers_windows_and_scaled_positions(config: dict[str, Any], length: int) -> None:
     assert probe_length(config) == length
+
+
+@pytest.mark.parametrize("value", [0, -4, 0.5, 1e30, "8", True, [8]])
+def test_window_that_is_no_length_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"sliding_window = .*; write a whole number above 0 there, or null"):
+        check_window(LONG | {"text_config": {"sliding_window": value}})
+
+
+@pytest.mark.parametrize("more", [{}, {"sliding_window": None}, {"sliding_window": 4096}])
+def test_window_that_is_a_length_or_none_is_taken(more: dict[str, Any]) -> None:
+    check_window(LONG | more)
+
+
+def test_window_that_is_switched_off_is_not_looked_at() -> None:
+    check_window(LONG | {"sliding_window": 0, "use_sliding_window": False})

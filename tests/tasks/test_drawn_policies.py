@@ -271,6 +271,8 @@ FAULTS: dict[str, Change] = {
     "template": lambda folder: (folder / "chat_template.jinja").write_text("{% for") and None,
     "config": lambda folder: change_json(folder / "config.json", num_attention_heads=3),
     "ends": lambda folder: change_json(folder / "generation_config.json", eos_token_id="x"),
+    "longest": lambda folder: change_json(folder / "tokenizer_config.json", model_max_length="x"),
+    "window": lambda folder: change_json(folder / "config.json", sliding_window=1e30),
 }
 
 
