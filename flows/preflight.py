@@ -23,7 +23,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import Data, open_store
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
-from rollflow.tasks.engines.runnable import CPU_KV_CACHE_BYTES, check_head_size, hindrance_of, kv_cache_need
+from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, hindrance_of, kv_cache_need
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import (
@@ -267,7 +267,8 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or config.cluster.address != "auto":
         return
-    have, need = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES, kv_cache_need(folder, context, config.policy.dtype)
+    need = kv_cache_need(folder, context, config.policy.dtype)
+    have = engine.kv_cache_bytes or cpu_kv_cache(folder, context, config.policy.dtype)
     if need > have and not cluster.count_machine_gpus():
         raise ConfigError(
             f"engine.kv_cache_bytes = {have}: vLLM needs {need} bytes for one request of {context} tokens, the "

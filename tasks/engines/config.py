@@ -28,7 +28,11 @@ class EngineBase(Section):
 
 class VllmEngineConfig(EngineBase):
     kind: Literal["vllm"] = Field("vllm", description="vLLM, on GPUs or on a CPU")
-    kv_cache_bytes: int | None = Field(None, gt=0, description="default: 256 MiB on a CPU, vLLM's own choice on a GPU")
+    kv_cache_bytes: int | None = Field(
+        None,
+        gt=0,
+        description="default: on a CPU 256 MiB, or what one request needs up to 4 GiB; on a GPU vLLM's own choice",
+    )
     prefix_caching: bool = Field(
         True, description="compute what responses to one prompt share once; never across versions"
     )

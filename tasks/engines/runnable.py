@@ -9,7 +9,8 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-CPU_KV_CACHE_BYTES = 256 << 20
+CPU_KV_CACHE_BYTES = 256 << 20  # where one request needs no more
+LARGEST_CPU_KV_CACHE = 4 << 30  # what a machine is not asked for unless the recipe says so
 CPU_BLOCK_TOKENS = 32  # the smallest block of its attention kernel: only whole blocks of a prompt are shared
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # for vLLM's attention without a GPU
 
@@ -48,6 +49,12 @@ def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
     kv_heads, size = policy.get("num_key_value_heads") or heads, policy.get("head_dim") or width // heads
     tokens = (-(-context // CPU_BLOCK_TOKENS) + 1) * CPU_BLOCK_TOKENS
     return 2 * tokens * int(layers * kv_heads * size) * (2 if dtype == "bfloat16" else 4)
+
+
+def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
+    """Return the bytes of vLLM's cache without a GPU, where the recipe names none: one request fits, up to 4 GiB."""
+    need = kv_cache_need(folder, context, dtype)
+    return max(CPU_KV_CACHE_BYTES, need if need <= LARGEST_CPU_KV_CACHE else 0)
 
 
 def hindrance(config: Any) -> str | None:

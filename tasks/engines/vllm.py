@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import multiprocessing.forkserver
 import os
 import secrets
@@ -34,8 +35,9 @@ from rollflow.storage.flat import Int32s
 from rollflow.tasks.collector import spare_collector
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, CPU_KV_CACHE_BYTES, check_head_size
+from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
 from rollflow.tasks.fork_server import fork_server
+from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
 
@@ -123,7 +125,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "max_num_seqs": config.slots,
             "max_logprobs": 1,
-            "kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else CPU_KV_CACHE_BYTES),
+            "kv_cache_memory_bytes": config.kv_cache_bytes or (None if gpu else self._cpu_kv_cache()),
             "enforce_eager": not (gpu if self._compile is None else self._compile),
             "enable_prefix_caching": config.prefix_caching,
             "enable_chunked_prefill": False if self._seeded and not gpu else None,
@@ -136,6 +138,10 @@ class VllmEngine:
             "distributed_executor_backend": f"{WORKER}.{executor}",
             "additional_config": {"rollflow_owner": os.getpid()},
         }
+
+    def _cpu_kv_cache(self) -> int:
+        context = context_length(json.loads((self._folder / "config.json").read_text()))
+        return cpu_kv_cache(self._folder, context, self._dtype)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         self.check()

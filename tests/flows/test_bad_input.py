@@ -273,11 +273,20 @@ def test_cache_without_room_for_a_request_is_refused(capsys: pytest.CaptureFixtu
     """4 layers of 4 heads of 32, keys and values in float32: 4,096 bytes a token. One block is vLLM's own."""
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
     folder = make_policy(tmp_path / "policy", max_position_embeddings=131072, **shape)
-    sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
     need = (131072 + 32) * 4096
-    assert sentence.startswith(f"engine.kv_cache_bytes = {2**28}: vLLM needs {need} bytes for one request of 131072")
-    recipe = policy_recipe(tmp_path, folder, f"[engine]\nkv_cache_bytes = {need}\n")
-    assert "has no weights as safetensors" in refused_alike(capsys, recipe)
+    recipe = policy_recipe(tmp_path, folder, f"[engine]\nkv_cache_bytes = {need - 1}\n")
+    sentence = refused_alike(capsys, recipe)
+    assert sentence.startswith(f"engine.kv_cache_bytes = {need - 1}: vLLM needs {need} bytes for one request of 131072")
+    for engine in ("", f"[engine]\nkv_cache_bytes = {need}\n"):
+        recipe = policy_recipe(tmp_path, folder, engine)
+        assert "has no weights as safetensors" in refused_alike(capsys, recipe)
+
+
+def test_cache_above_4_gib_must_be_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    folder = make_policy(tmp_path / "policy", max_position_embeddings=2**20, **shape)
+    sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
+    assert sentence.startswith(f"engine.kv_cache_bytes = {2**28}: vLLM needs {(2**20 + 32) * 4096} bytes")
 
 
 def test_missing_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
