@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending
@@ -137,7 +138,9 @@ class FixedShapeSampler:
             raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
         self._config = config
         attention = attention_of(config) or "sdpa"
-        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+        with no_init_weights():  # `load` brings them
+            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+        self._model.tie_weights()  # a part of the initialisation
         self._adds_mask = attention == "eager"
         # Prompts of older runs may be longer than what `context_length` counts.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)

@@ -266,6 +266,14 @@ def test_sound_folder_is_trained_as_it_is(kind: str, folders: Mapping[str, Path]
     trains_what_it_is(found, tmp_path / "policy", tmp_path / "stored")
 
 
+def test_value_that_only_a_new_model_reads_does_no_harm(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["gemma2"], tmp_path / "policy")
+    change_json(tmp_path / "policy/config.json", initializer_range=-0.5)
+    found = checked(tmp_path / "policy")
+    assert found is not None
+    trains_what_it_is(found, tmp_path / "policy", tmp_path / "stored")
+
+
 FAULTS: dict[str, Change] = {
     "missing": drop("model.norm.weight"),
     "template": lambda folder: (folder / "chat_template.jinja").write_text("{% for") and None,
