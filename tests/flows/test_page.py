@@ -15,10 +15,13 @@ from uuid import UUID, uuid4
 import pytest
 
 from rollflow.flows.views import page as page_module
+from rollflow.flows.views.anchors import write_anchor, write_first_anchor
 from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.page import Page
 from rollflow.flows.views.summary import summary_bias
 from rollflow.storage.errors import Unreachable
+from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
+from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
@@ -71,6 +74,25 @@ def test_a_table_is_one_artifact_that_grows(monkeypatch: pytest.MonkeyPatch, tmp
         "reward-mine-1-b": f"![The plot is reward.png in the run's storage](data:image/png;base64,{PICTURE})",
     }
     assert server.changes == ["progress-mine-1-b"]
+
+
+def test_anchors_are_on_the_page_and_in_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of entry 0 and of the newest entry, when a supervisor takes the run and at its end; none of them twice."""
+    server, logged = Server(monkeypatch), list[Anchor]()
+    tracker: Any = SimpleNamespace(log_anchor=logged.append)
+    store = open_store(str(tmp_path))
+    begin(store)
+    train(store, 2)
+    page = Page("mine", lambda text: None)
+    write_first_anchor(context := SimpleNamespace(store=store, log=Log(store)), tracker, page)  # type: ignore[arg-type]
+    write_anchor(context.log.state, tracker, page)
+    train(store, 1)
+    write_anchor(Log(store).state, tracker, page)
+    page.close()
+    shown = [parse_anchor(line.strip("- `")) for line in server.kept["anchors-mine"].splitlines()]
+    assert shown == list(dict.fromkeys(logged))
+    assert [anchor.n for anchor in shown] == [0, context.log.state.n, Log(store).state.n]
+    assert check_anchors(store, shown) == []
 
 
 def test_a_server_that_is_away_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,15 @@ from rollflow.flows.views import run_facts, tracking
 from rollflow.flows.views.anchors import read_anchors
 from rollflow.flows.views.mlflow_run import VERSION, MlflowRun, Point, TrackingPlace
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
-from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts
+from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts, beginning
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.anchors import Anchor
+from rollflow.storage.objects import open_store
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.config_changes import change_config
+from rollflow.tasks.run_context import RunContext
+from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
 PARAMETERS = {
@@ -281,6 +285,32 @@ def test_runs_of_a_study_lie_below_one_and_what_is_told_once_stands_there_once(p
         "version-4": "s3://bucket/4"
     }
     assert {model.name: model.params for model in models} == {"version-4": {"accuracy": "0.75"}, "version-0": {}}
+
+
+@pytest.mark.slow
+def test_changed_config_is_in_mlflow(place: TrackingPlace, tmp_path: Path) -> None:
+    """From which version on each value holds; the parameters are those that the run began with."""
+    describe(open_store(str(tmp_path / "runs" / "changed")), "changed", {"versions": 5})
+    changed = ("versions", 7), ("versions", 9)
+    for key, value in (("versions", 5), *changed):
+        context = RunContext(str(tmp_path / "runs" / "changed"), tmp_path / "cache")
+        change_config(context, context.config.model_copy(update={key: value}))
+        tracker = Tracker(place, "changed", context.created.config, told=beginning(context))
+        assert tracker.finish("FINISHED", HANG_SECONDS)
+        assert tracker.failures == 0, tracker.warnings
+    client, run = stored(place, "changed")
+    assert run.data.params["versions"] == "5"
+    assert run.data.tags["config.versions"] == "9 from version 0"
+    files = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert {"recipe.toml", "recipe-from-version-0.toml", "config_changes.json"} <= files
+    assert place.artifacts is not None
+    [table] = place.artifacts.rglob("config_changes.json")
+    shown = json.loads(table.read_text())
+    rows = [dict(zip(shown["columns"], row, strict=True)) for row in shown["data"]]
+    assert [(row["key"], row["before"], row["after"]) for row in rows] == [
+        ("versions", "5", "7"),
+        ("versions", "7", "9"),
+    ]
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""An audit lists the prompts whose dispatch stays open for longer than alpha explains; that is no violation."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollflow.storage.log import expecting
+from rollflow.storage.log.audit import audit
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import Discard, DiscardReason
+from tests.support.log_runs import Actors
+
+
+def hold_back(store: MemoryStore, alpha: float, batches: int) -> Actors:
+    """Make a run whose first dispatch is still open after so many batches."""
+    actors = Actors.begin(store, alpha)
+    actors.scheduler.log.follow()
+    actors.scheduler.dispatch(0)
+    actors.scheduler.running.clear()
+    return actors.train(batches)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.5, 2.0])
+def test_prompt_that_stays_open_is_listed(store: MemoryStore, alpha: float) -> None:
+    explained = expecting.LONG * (int(alpha) + 1)
+    actors = hold_back(store, alpha, explained + 1)
+    assert audit(store, deep=True).overdue == []
+    actors.train()
+    line = f"prompt 0 is open since batch 1 of {explained + 2}"
+    for deep in (True, False):
+        report = audit(store, deep=deep)
+        assert (report.overdue, report.violations) == ([line], [])
+
+
+def test_prompt_that_ended_is_not_listed(store: MemoryStore) -> None:
+    """The first dispatch is discarded as stale at last."""
+    actors = hold_back(store, 0.0, 9)
+    assert audit(store, deep=True).overdue != []
+    actors.scheduler.log.follow()
+    [key] = [key for key in actors.scheduler.log.state.in_flight if key.prompt == 0]
+    actors.scheduler.discards.append(Discard(key, DiscardReason.STALE, 0, 5))
+    actors.train()
+    assert audit(store, deep=True).overdue == []
+    assert audit(store).overdue == []
