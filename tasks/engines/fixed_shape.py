@@ -15,6 +15,8 @@ random draws come from its own generator and are indexed by the token's position
 same shape as on the engine that sampled them. Tokens of the present version go through decode, one by one. Older ones
 go through prefill, because an update had made that engine compute them anew.
 
+The model and the attention state are on `find_device()`. Draws come from the processor's generators on any device.
+
 Notation: R rows of a group, P rows and C tokens of a prefill, S keys, H heads, D head size, V vocabulary.
 """
 
@@ -39,6 +41,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.runnable import hindrance
 from rollflow.tasks.policies.attention import attention_of
 from rollflow.tasks.policies.context import context_length
+from rollflow.tasks.policies.device import find_device
 from rollflow.tasks.policies.head import OwnHead
 
 R, P, C = 64, 16, 16
@@ -98,11 +101,11 @@ class Row:
 class Group:
     """R rows with attention state for S keys; some of them taken."""
 
-    def __init__(self, config: Any, span: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (R, config.num_key_value_heads, span, head_size)
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.rows: list[Row | None] = [None] * R
 
     @property
@@ -138,9 +141,11 @@ class FixedShapeSampler:
             raise ValueError(f"{policy_folder}: the transformers engine cannot run it: {why}; use vllm")
         self._config = config
         attention = attention_of(config) or "sdpa"
+        self._device = find_device()
         with no_init_weights():  # `load` brings them
-            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-        self._model.tie_weights()  # a part of the initialisation
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model.tie_weights()  # a part of the initialisation
+        self._model = model.eval().to(self._device)
         self._adds_mask = attention == "eager"
         # Prompts of older runs may be longer than what `context_length` counts.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
@@ -195,8 +200,9 @@ class FixedShapeSampler:
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        logits = self._model(torch.tensor([list(tokens)])).logits[0, :-1].float()
-        following = torch.tensor(list(tokens[1:])).unsqueeze(-1)
+        ids_T = torch.tensor(list(tokens), device=self._device)
+        logits = self._model(ids_T[None]).logits[0, :-1].float()
+        following = ids_T[1:].unsqueeze(-1)
         return tuple(torch.log_softmax(logits, -1).gather(-1, following).squeeze(-1).tolist())
 
     @torch.inference_mode()
@@ -225,7 +231,7 @@ class FixedShapeSampler:
             groups = self._groups.setdefault(_span(row.request), [])
             group = next((group for group in groups if None in group.rows), None)
             if group is None:
-                group = Group(self._config, _span(row.request), self._dtype)
+                group = Group(self._config, _span(row.request), self._dtype, self._device)
                 groups.append(group)
             group.rows[group.rows.index(None)] = row
             room -= 1
@@ -240,14 +246,15 @@ class FixedShapeSampler:
             tokens_PC[slot, : len(chunk)] = torch.tensor(chunk)
             starts_P[slot], last_P[slot] = row.fed, len(chunk) - 1
             row.fed += len(chunk)
-        indices_N = torch.tensor([index for index, _ in rows])
-        positions_PC = starts_P[:, None] + torch.arange(C)
         read_P = torch.zeros(P, dtype=torch.long)
-        read_P[: len(rows)] = indices_N
-        cache = Writes(group, indices_N[:, None], positions_PC[: len(rows)], read_P)
+        read_P[: len(rows)] = torch.tensor([index for index, _ in rows])
+        positions_PC = starts_P[:, None] + torch.arange(C)
+        tokens_PC, positions_PC, read_P, last_P = self._moved(tokens_PC, positions_PC, read_P, last_P)
+        cache = Writes(group, read_P[: len(rows), None], positions_PC[: len(rows)], read_P)
         hidden_PCH = self._forward(group, tokens_PC, positions_PC, cache)
         done = [(slot, index, row) for slot, (index, row) in enumerate(rows) if row.pending == 0]
-        return self._sample(group, hidden_PCH[torch.arange(P), last_P], done, version) if done else []
+        slots_P = torch.arange(P, device=self._device)
+        return self._sample(group, hidden_PCH[slots_P, last_P], done, version) if done else []
 
     def _decode(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
         tokens_R1 = torch.zeros(R, 1, dtype=torch.long)
@@ -255,17 +262,23 @@ class FixedShapeSampler:
         indices_N = torch.tensor([index for index, _ in rows])
         tokens_R1[indices_N, 0] = torch.tensor([row.known[-1] for _, row in rows])
         positions_R1[indices_N, 0] = torch.tensor([row.fed for _, row in rows])
+        tokens_R1, positions_R1, indices_N = self._moved(tokens_R1, positions_R1, indices_N)
         cache = _DecodeWrites(group, indices_N, positions_R1[indices_N])
         hidden_R1H = self._forward(group, tokens_R1, positions_R1, cache)
         for _, row in rows:
             row.fed += 1
         return self._sample(group, hidden_R1H[:, 0], [(index, index, row) for index, row in rows], version)
 
+    def _moved(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors on the model's device."""
+        return [tensor.to(self._device) for tensor in tensors]
+
     def _forward(self, group: Group, tokens: Tensor, positions: Tensor, cache: Writes) -> Tensor:
         span = group.keys[0].shape[2]
-        mask = torch.arange(span) <= positions[:, None, :, None]
+        mask = torch.arange(span, device=self._device) <= positions[:, None, :, None]
         if self._adds_mask:  # a float mask that is added to the scores, instead of a boolean one
-            mask = torch.zeros(mask.shape, dtype=self._dtype).masked_fill_(~mask, torch.finfo(self._dtype).min)
+            least = torch.finfo(self._dtype).min
+            mask = torch.zeros(mask.shape, dtype=self._dtype, device=self._device).masked_fill_(~mask, least)
         output = self._model.base_model(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
@@ -281,6 +294,7 @@ class FixedShapeSampler:
             greedy[slot] = row.request.temperature == 0
             temperatures[slot] = row.request.temperature or 1.0
             draws[slot] = row.draws[len(row.logprobs)]
+        temperatures, draws, greedy = self._moved(temperatures, draws, greedy)
         logprobs_V = torch.log_softmax(self._head(hidden).float() / temperatures, -1)
         cumulated_V = logprobs_V.double().exp().cumsum(-1)
         tokens = torch.searchsorted(cumulated_V, draws * cumulated_V[:, -1:], right=True)

@@ -50,7 +50,7 @@ class Diagnostics:
         up_M = tokens.advantage_M > 0
         corrected_M = torch.zeros_like(up_M) if loss.corrected_M is None else loss.corrected_M
         columns = age_M, change_M, loss.clipped_M & up_M, loss.clipped_M & ~up_M, corrected_M, entropy_M
-        found = torch.stack([column.double().cpu() for column in columns]).numpy()
+        found = torch.stack([column.double() for column in columns]).cpu().numpy()  # one wait for a GPU, not six
         self._found.append(found)
         if tokens.reference_M is not None:
             off_M = (tokens.reference_M - tokens.logp_M.detach()).double().clamp(-BOUND, BOUND)

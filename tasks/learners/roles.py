@@ -28,6 +28,7 @@ from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.penalties import adapted
 from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.policies.device import find_device
 
 
 def _trained_policy(model: Any, config: Ranked, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
@@ -57,7 +58,7 @@ class Roles:
     ) -> None:
         """`first` gives the weights that the run began with, for an adapter; else see `LearnerStart`."""
         torch.manual_seed(seed)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = find_device()
         self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
         self.dtype: torch.dtype = model.dtype  # that it is run in
         self.token_logprobs = TokenLogprobs(self.model, judged=not blank)

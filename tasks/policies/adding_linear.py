@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 PIECE_BYTES = 2**22  # of a gradient's rows, which stay in the cache while they are added
+ON_GPU = 16  # as many there, where each piece costs three launches
 
 
 class AddingLinear(nn.Module):
@@ -36,7 +37,7 @@ class AddingLinear(nn.Module):
     @property
     def gains(self) -> bool:
         """Whether the gradient is more than one piece."""
-        return self.linear.weight.nbytes > PIECE_BYTES
+        return self.linear.weight.nbytes > _piece_bytes(self.linear.weight)
 
     @contextmanager
     def adding(self) -> Iterator[None]:
@@ -76,7 +77,13 @@ def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
         weight_VH.grad = torch.empty_like(weight_VH)
     grad_VH = weight_VH.grad
     assert grad_VH is not None
-    pieces = max(1, grad_VH.nbytes // PIECE_BYTES)  # alike: of one row alone some processors have another kernel
+    # Alike: of one row alone some processors have another kernel.
+    pieces = max(1, grad_VH.nbytes // _piece_bytes(grad_VH))
     for some_VH, slope_MS in zip(grad_VH.tensor_split(pieces), slope_MV.tensor_split(pieces, dim=1), strict=True):
         made = slope_MS.t() @ given_MH
         some_VH.copy_(made if first else some_VH + made)
+
+
+def _piece_bytes(tensor: Tensor) -> int:
+    """The bytes of a piece, on the tensor's device."""
+    return PIECE_BYTES * (ON_GPU if tensor.device.type == "cuda" else 1)
