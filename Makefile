@@ -1,5 +1,5 @@
 # install: an exact environment in .venv; run: the quick start; check: the quick loop; test: every check; soak: what takes
-# longer; chaos: kills. A second call installs nothing. Which tests are where: docs/testing.md.
+# longer; chaos: kills; gpu: what a GPU computes. A second call installs nothing. Which tests are where: docs/testing.md.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BESIDE := -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := install
-.PHONY: install run lint check test soak chaos clean
+.PHONY: install run lint check test soak chaos gpu clean
 
 install: $(STAMP)
 
@@ -53,6 +53,13 @@ soak: lint
 # 200 kills on timed engines, 20 on vLLM: about an hour on two cores; ARGS="--timed 15 --vllm 0" for a taste.
 chaos: $(STAMP)
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+# With a GPU, or without one in small. A machine with a torch of its own needs no .venv:
+# make gpu PYTHON=python3 WHEELS=folder, which has wheels of the small packages that this Python lacks.
+WHEELS ?=
+GPU_PYTHON := $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
+gpu:
+	@$(GPU_PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 clean:
 	rm -rf .venv .rollflow dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -149,7 +149,7 @@ class FixedShapeSampler:
         self._adds_mask = attention == "eager"
         # Prompts of older runs may be longer than what `context_length` counts.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
-        self._head = OwnHead(self._model)
+        self._head = OwnHead(self._model, judged=False)  # the weights are not there yet
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
