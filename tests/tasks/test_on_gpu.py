@@ -23,7 +23,7 @@ DEVICE = torch.device("meta")
 class _Head:
     """A head that is not tried at the start, which would read values."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, judged: bool) -> None:
         self._model = model
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
