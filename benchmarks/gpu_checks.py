@@ -183,7 +183,7 @@ def _large_twice() -> Iterator[Row]:
         yield Row("a larger policy twice", NO_GPU)
         return
     with policy_folder("qwen2", "bfloat16", **{**QWEN_05B, "num_hidden_layers": 4}) as folder:
-        batch = make_batch(BatchShape(8, 4, QWEN_05B["vocab_size"], (32, 96), 128, 0.6, 400))  # type: ignore[arg-type]
+        batch = make_batch(BatchShape(8, 4, QWEN_05B["vocab_size"], (32, 96), 128, 0.6, 400))
         apart = _apart(folder, "bfloat16", batch, {"deterministic": True})
         yield check_at_most("4 layers, V = 151,936: elements that differ between two runs", apart, 0)
         apart = _apart(folder, "bfloat16", batch, {"deterministic": False})

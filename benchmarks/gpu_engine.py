@@ -35,7 +35,7 @@ TOLERANCE = {"float32": 0.01, "bfloat16": 1.0}  # the probe's, where a run sets 
 MEAN = {"float32": 1e-4, "bfloat16": 0.05}  # nats, of all tokens
 TOGETHER = 1.15  # times the larger of two peaks, at most
 KEYS = {"deterministic": True, "micro_tokens": 4096}
-TINY = {"vocab_size": 512, "initializer_range": 0.2}  # its tokens are far from equally probable
+TINY: Mapping[str, Any] = {"vocab_size": 512, "initializer_range": 0.2}  # its tokens are far from equally probable
 
 
 def make_requests(count: int, vocabulary: int, prompt: int, tokens: int) -> list[GenerationRequest]:
@@ -117,8 +117,8 @@ def run_turns() -> Iterator[Row]:
     """Let engine and learner take turns on one device by moving tensors away, which is all that there is today."""
     sizes = QWEN_05B if GPU else TINY
     with policy_folder("qwen2", "bfloat16", **sizes) as folder:
-        requests = make_requests(128 if GPU else 8, sizes["vocab_size"], 48, 96 if GPU else 8)  # type: ignore[call-overload]
-        batch = make_batch(BatchShape(8, 8, sizes["vocab_size"], (32, 64), 128, 0.5, 400) if GPU else BatchShape())  # type: ignore[arg-type]
+        requests = make_requests(128 if GPU else 8, sizes["vocab_size"], 48, 96 if GPU else 8)
+        batch = make_batch(BatchShape(8, 8, sizes["vocab_size"], (32, 64), 128, 0.5, 400) if GPU else BatchShape())
         with asyncio.Runner() as runner:
             yield from guard("turns", partial(_turns, runner, folder, requests, batch))
     torch.use_deterministic_algorithms(False)

@@ -36,7 +36,7 @@ FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # below it no distance coun
 HEAD_SHARE = 0.5  # of the plain way's memory, at most
 NEAR = 0.03  # relative: what is kept, of what the formula says
 WORKSPACE = 5e7  # bytes that libraries may take
-LARGE_BATCH = BatchShape(8, 8, QWEN_05B["vocab_size"], (48, 80), 160, 0.5, 448)  # type: ignore[arg-type]
+LARGE_BATCH = BatchShape(8, 8, QWEN_05B["vocab_size"], (48, 80), 160, 0.5, 448)
 Way = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden states and targets: log-probs and entropies
 
 

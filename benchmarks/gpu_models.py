@@ -31,7 +31,7 @@ from rollflow.tasks.learners.torch_learner import TorchLearner
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 GB = 1e9
-SMALL = {
+SMALL: Mapping[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -52,7 +52,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3Config", HEAD),
     "gemma2": ("Gemma2Config", {**HEAD, "query_pre_attn_scalar": 32, "sliding_window": 64}),
 }
-QWEN_05B = {  # the shape of Qwen2.5-0.5B
+QWEN_05B: Mapping[str, Any] = {  # the shape of Qwen2.5-0.5B
     "vocab_size": 151_936,
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -112,7 +112,7 @@ class BatchShape:
 
     groups: int = 4
     group_size: int = 4
-    vocabulary: int = SMALL["vocab_size"]  # type: ignore[assignment]
+    vocabulary: int = SMALL["vocab_size"]
     prompt: tuple[int, int] = (6, 24)  # from, to
     median: float = 20.0
     sigma: float = 0.7

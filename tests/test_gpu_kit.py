@@ -47,7 +47,7 @@ assert not heavy, heavy
 
 def run_kit(monkeypatch: pytest.MonkeyPatch, parts: list[str], file: Path | None = None) -> list[Row]:
     monkeypatch.setattr(gpu.Child, "command", [sys.executable, "-c", CHILD])
-    monkeypatch.setattr(gpu, "PARTS", {name: ("", 6) for name in parts})
+    monkeypatch.setattr(gpu, "PARTS", dict.fromkeys(parts, ("", 6)))
     kit = gpu.Kit("", 60.0, file)
     kit.run(parts)
     return kit.rows

@@ -1,7 +1,7 @@
 """Tensors on a GPU are not mixed with the processor's: tried without a GPU, on "meta" tensors, which have no values.
 
-An operation on tensors of both devices raises, as it would on a GPU. What reads a value ends the attempt: a step gets as
-far as the first token that it would read.
+An operation on tensors of both devices raises, as it would on a GPU. What reads a value ends the attempt: a step gets
+as far as the first token that it would read.
 """
 
 from __future__ import annotations
