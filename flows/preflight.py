@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rollflow.flows.config import check_new_run
 from rollflow.flows.keepalive.gpus import shared_out, spans_gpus
+from rollflow.flows.keepalive.placement import note_placement
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services import cluster
 from rollflow.flows.services.profile import prefect_url
@@ -139,9 +140,9 @@ def check_places(config: RunConfig, ask: bool = True) -> list[str]:
     """
     uri, tracking = store_uri(config), config.tracking.uri
     if ask:
-        check_addresses(config, uri)
+        notes = check_addresses(config, uri)
         open_store(uri).check()
-        return []
+        return notes
     check_store_reach(uri, config.cluster.address)
     if "://" not in uri:
         check_folder("store.uri", uri, Path(uri).expanduser().absolute())
@@ -157,25 +158,29 @@ def check_places(config: RunConfig, ask: bool = True) -> list[str]:
     return [f"not asked: {', '.join(asked)}"] if asked else []
 
 
-def check_addresses(config: RunConfig, store: str) -> None:
-    """Check that every named service answers, before anything is started; `ConfigError` names one that does not.
+def check_addresses(config: RunConfig, store: str) -> list[str]:
+    """Check that every named service answers, before anything is started; returns notes on the cluster's room.
+
+    `ConfigError` names a service that does not answer.
 
     Every node of the cluster must also reach the run's `store`, and have the GPUs that the run is spread over.
     """
-    address = config.cluster.address
+    address, notes = config.cluster.address, list[str]()
     check_store_reach(store, address)
     if url := prefect_url():
         check_prefect(url)
     check_ray(address)
-    local = open_store(store).local_path("runs") is not None
     if address == "auto" and spans_gpus(config):
         shared_out(config, [cluster.count_machine_gpus()])
-    if address != "auto" and (local or spans_gpus(config)):
+    if address != "auto":
         with cluster.attached(address, "check"):
             check_store_reach(store, address, cluster.nodes())
             shared_out(config, cluster.node_gpus())
+            cluster.check_runtime_env(config.cluster.runtime_env)
+            notes += note_placement(config, cluster.living_nodes())
     if config.tracking.uri:
         check_mlflow(config.tracking.uri)
+    return notes
 
 
 def _check_installed(config: RunConfig) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -24,7 +25,7 @@ from rollflow.tasks.names import RecipeName
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import PromptConfig, SortingPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
-from rollflow.tasks.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
+from rollflow.tasks.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse, refuse_all
 from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward, RewardConfig
 
 Refusals = Iterator[PydanticCustomError]
@@ -75,10 +76,81 @@ class RecoveryConfig(Section):
     )
 
 
+class RolePlacement(Section):
+    """Which nodes may have the actors of a role."""
+
+    labels: dict[str, str] = Field(
+        default_factory=dict, description='Ray node labels that a node must have, e.g. {"ray.io/market-type" = "spot"}'
+    )
+    resource: str | None = Field(
+        None, min_length=1, description="custom resource of Ray's that a node must have; an actor takes 0.001 of it"
+    )
+
+
+class PlacementConfig(Section):
+    """Where a run's actors are on the cluster, and what they reserve there besides their GPUs."""
+
+    strategy: Literal["spread", "pack"] = Field(
+        "spread", description="engines over the nodes in turn, or, as Ray packs: a node is half full before the next"
+    )
+    reserve_cpus: bool = Field(
+        False, description="reserve the CPUs that the actors' threads use; else none, and others' work may take them"
+    )
+    engine: RolePlacement = RolePlacement()
+    learner: RolePlacement = RolePlacement()
+    scheduler: RolePlacement = RolePlacement()
+    reward: RolePlacement = RolePlacement()
+
+
+SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
 class ClusterConfig(Section):
     """The Ray cluster."""
 
     address: str = Field("auto", description="host:port of a Ray head; auto: a cluster of its own on this machine")
+    lease_seconds: float = Field(
+        600.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="actors of a run that no supervisor watches for so long end, and free their GPUs; 0: never",
+    )
+    placement: PlacementConfig = PlacementConfig()
+    env: dict[str, str] = Field(
+        default_factory=dict, description='environment variables of the actors, e.g. {NCCL_SOCKET_IFNAME = "eth0"}'
+    )
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict, description="Ray's runtime_env of the actors, without env_vars"
+    )
+
+    @model_validator(mode="after")
+    def _usable_environment(self) -> Self:
+        for name in self.env:
+            if not VARIABLE.fullmatch(name):
+                refuse(f"cluster.env.{name}", self.env[name], "it is no name of a variable; correct it")
+            if SECRET_NAME.search(name):
+                refuse(f"cluster.env.{name}", "...", "a run keeps its config: set a secret on the nodes themselves")
+        if "env_vars" in self.runtime_env:
+            refuse("cluster.runtime_env.env_vars", "...", "give them as cluster.env")
+        if any(map(_has_password, _texts(self.runtime_env))):
+            cure = "an address in it has a password, and a run keeps its config: set the secret on the nodes"
+            refuse("cluster.runtime_env", "...", cure)
+        return self
+
+
+def _texts(tree: object) -> Iterator[str]:
+    """Every string in a tree."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from (text for value in tree.values() for text in _texts(value))
+    elif isinstance(tree, Sequence):
+        yield from (text for value in tree for text in _texts(value))
+
+
+def _has_password(text: str) -> bool:
+    return bool(re.search(r"://[^/@\s]*:[^/@\s]+@", text))
 
 
 class TrackingConfig(Section):

@@ -20,11 +20,12 @@ from rollflow.flows.session import Session, session_of
 from rollflow.flows.views.audit_table import show_audit
 from rollflow.flows.views.console import open_view, print_summary
 from rollflow.flows.views.seen import keep_seen
-from rollflow.flows.views.status import STATUS, RunStatus, read_status, record_end
+from rollflow.flows.views.status import RunStatus, read_status, record_end
 from rollflow.flows.views.stopping import take_back
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
 from rollflow.storage.journal.usage import read_usage
+from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.run_context import RunContext
 from rollflow.tasks.run_expectations import expected_of
 

@@ -14,9 +14,10 @@ from rollflow.flows.locations import default_store, find_run, home
 from rollflow.flows.services.in_time import call_in_time
 from rollflow.flows.views.console import duration, render
 from rollflow.flows.views.seen import keep_seen, read_seen
-from rollflow.flows.views.status import STATUS, RunStatus, read_status
+from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
+from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.run_context import RunContext
 
 STORE_SECONDS = 6.0  # deadline for all reads: with the imports, an answer takes at most ten

@@ -5,7 +5,8 @@
       |         | died, stuck (`keepalive.vitals`), no progress, or raised
       +-- pause-+          (over the budget: `GaveUp` with the reason)
 
-Budget, pause and record are those of `keepalive.restarts`.
+Budget, pause and record are those of `keepalive.restarts`. Once no supervisor watches the run any more
+(`tasks.actors.lease`), nothing is started again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rollflow.flows.services import cluster
 from rollflow.flows.views.log_lines import about
 from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, StoreFailed
 from rollflow.storage.log.state import Superseded
+from rollflow.tasks.actors.lease import Lease, LeaseWatch
 from rollflow.tasks.actors.statuses import ActorStatus
 from rollflow.tasks.run_context import RunContext
 
@@ -45,6 +47,10 @@ class WatchedActor(Generic[Status]):
     poll: float = CALM_SECONDS
 
 
+class Unwatched(RollflowError):
+    """No supervisor has watched the run for `cluster.lease_seconds`: nobody would end what is started again."""
+
+
 class ActorKeeper(Generic[Status]):
     """Keeps one actor alive until its `run` returns. See the module's docstring."""
 
@@ -53,6 +59,7 @@ class ActorKeeper(Generic[Status]):
         self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
+        self._lease = LeaseWatch(Lease.of(context))
         self._last: Status | None = None
         self._changed = 0.0  # monotonic time of its last progress
         about(run=context.run_id, actor=watched.name)
@@ -66,7 +73,7 @@ class ActorKeeper(Generic[Status]):
                     actor = self.watched.start()
                     self.restarts.launched(self.watched.name)
                     return self._watch(actor, tick)
-                except (ConfigError, NotFinite, StoreFailed, GaveUp, Superseded):
+                except (ConfigError, NotFinite, StoreFailed, GaveUp, Superseded, Unwatched):
                     raise  # a person must act first, or another supervisor does
                 except Exception as error:  # noqa: BLE001 - the supervisor: whatever ended it, it is started again
                     self._again(first_line(error))
@@ -87,6 +94,7 @@ class ActorKeeper(Generic[Status]):
             if status.progress != before or status.waits_for:
                 self._changed, before = time.monotonic(), status.progress
             self._check_progress()
+            self._check_lease()
             tick(actor, status)
         result = cluster.call(running, self._answer, name)
         self.reporter.write(self.restarts.back(name))
@@ -107,6 +115,10 @@ class ActorKeeper(Generic[Status]):
         if time.monotonic() - self._changed > self.watched.patience:
             last = self._last.progress if self._last else None
             raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen: {last}")
+
+    def _check_lease(self) -> None:
+        if self._lease.ran_out():
+            raise Unwatched(self._lease.lease.sentence)
 
     def _again(self, reason: str) -> None:
         """Make sure of its end, and wait as long as the budget says."""

@@ -33,6 +33,8 @@ from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.journal.usage import Usage
 from rollflow.tasks.actors.channel import CHANNEL, start_channel
 from rollflow.tasks.actors.learner import LEARNER
+from rollflow.tasks.actors.lease import Lease
+from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
@@ -292,7 +294,9 @@ class Stages:
     def _start_channel(self) -> None:
         """Its own reads fail where storage does not answer: who asked for a batch asks again, and holds no call."""
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
-        start_channel(hasty.store, self.context.config.capacity, newest)
+        config = self.context.config
+        placed = actor_options(config, "scheduler", 0.0)
+        start_channel(hasty.store, config.capacity, newest, Lease.of(self.context), placed)
 
     def ended(self, *roles: str) -> bool:
         """Whether these stages completed."""

@@ -14,12 +14,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
-from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # deadline of one answer of the head
@@ -195,18 +195,35 @@ def _as_raised() -> Iterator[None]:
         raise error.__cause__ or error from None
 
 
-def nodes() -> list[str]:
-    """Addresses of the cluster's living nodes."""
+def living_nodes() -> list[dict[str, Any]]:
+    """The cluster's living nodes, as Ray describes them."""
     import ray
 
-    return [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def nodes() -> list[str]:
+    """Addresses of the cluster's living nodes."""
+    return [str(node["NodeManagerAddress"]) for node in living_nodes()]
 
 
 def node_gpus() -> list[float]:
     """How many GPUs each living node has."""
-    import ray
+    return [float(node["Resources"].get("GPU", 0.0)) for node in living_nodes()]
 
-    return [float(node["Resources"].get("GPU", 0.0)) for node in ray.nodes() if node["Alive"]]
+
+def check_runtime_env(tree: Mapping[str, Any]) -> None:
+    """Check `cluster.runtime_env` as Ray does where an actor starts.
+
+    Raises:
+        ConfigError: Ray would refuse it.
+    """
+    from ray.runtime_env import RuntimeEnv
+
+    try:
+        RuntimeEnv(**tree)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cluster.runtime_env = {dict(tree)!r}: {_first_line(error)}; correct it") from None
 
 
 def count_machine_gpus() -> float:

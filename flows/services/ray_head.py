@@ -162,6 +162,7 @@ class RayNode(Service):
         *,
         cpus: int = 1,
         resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
         object_store_bytes: int = 128 * 2**20,
         start_seconds: float = 90.0,
     ) -> None:
@@ -171,7 +172,7 @@ class RayNode(Service):
         super().__init__(head.folder / f"{self._name}.log", start_seconds=start_seconds)
         self._ready_file = head.folder / f"{self._name}-ready"
         self._cpus = cpus
-        self._resources = json.dumps(dict(resources or {}))
+        self._resources, self._labels = json.dumps(dict(resources or {})), json.dumps(dict(labels or {}))
         self._object_store_bytes = object_store_bytes
 
     @property
@@ -195,6 +196,8 @@ class RayNode(Service):
             *size,
             "--resources",
             self._resources,
+            "--labels",
+            self._labels,
         ]
 
     def _environment(self) -> Mapping[str, str]:

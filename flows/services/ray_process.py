@@ -46,6 +46,7 @@ def serve(given: argparse.Namespace) -> str:
         num_cpus=given.cpus,
         num_gpus=given.gpus,
         resources=json.loads(given.resources),
+        labels=json.loads(given.labels),
         object_store_memory=given.object_store_bytes,
         temp_dir=given.temp,
         include_dashboard=False,
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--cpus", type=int, required=True)
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--resources", default="{}")
+    parser.add_argument("--labels", default="{}")
     parser.add_argument("--object-store-bytes", type=int, required=True)
     parser.add_argument("--spares", type=Path, help="have spare workers; the folder where they are asked for")
     parser.add_argument("--kinds", help="of the spare workers, with commas")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from uuid import UUID
 
 from rollflow.storage.errors import Corrupt, Missing, RollflowError
+from rollflow.tasks.actors.lease import STATUS
 
 if TYPE_CHECKING:
     from rollflow.tasks.run_context import RunContext
 
-STATUS = "status.json"  # where the supervisor keeps it in the run's storage
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
 STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")  # how a stage ends

@@ -20,12 +20,13 @@ from rollflow.flows.views.mlflow_run import EVALUATED, Point
 from rollflow.flows.views.no_signal import count_newest_without, describe_no_signal
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
-from rollflow.flows.views.status import STATUS, Phase, RunStatus, StageStatus
+from rollflow.flows.views.status import Phase, RunStatus, StageStatus
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.journal.usage import Usage, store_usage
 from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
 from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
 from rollflow.tasks.run_context import RunContext

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rollflow.storage.errors import Missing, Unreachable
 from rollflow.storage.log.log import Log
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.actors.lease import Lease
 
 CHANNEL = "channel"
 GRACE_SECONDS = 30.0  # what a call may take beyond its own deadline: the channel may be started anew meanwhile
@@ -69,7 +70,9 @@ class StoredBatches:
 class ChannelActor:
     """`Channel` over names of files, and over references to Arrow buffers that this actor owns."""
 
-    def __init__(self, run: ObjectStore, capacity: int, version: int) -> None:
+    def __init__(self, run: ObjectStore, capacity: int, version: int, lease: Lease | None = None) -> None:
+        if lease:
+            lease.hold(CHANNEL)
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
@@ -104,10 +107,20 @@ class ChannelActor:
         return self.channel.waiting
 
 
-def start_channel(run: ObjectStore, capacity: int, version: int) -> RayChannel:
-    """Start (or find) the run's channel actor in the current Ray namespace; `version` is the newest published."""
-    options = {"name": CHANNEL, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 64}
-    return RayChannel(ray.remote(ChannelActor).options(**options).remote(run, capacity, version))
+def start_channel(
+    run: ObjectStore,
+    capacity: int,
+    version: int,
+    lease: Lease | None = None,
+    placed: Mapping[str, Any] | None = None,
+) -> RayChannel:
+    """Start (or find) the run's channel actor in the current Ray namespace; `version` is the newest published.
+
+    `placed`: the options of `placement.actor_options`.
+    """
+    options = {"name": CHANNEL, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 64}
+    options |= placed or {"num_cpus": 0}
+    return RayChannel(ray.remote(ChannelActor).options(**options).remote(run, capacity, version, lease))
 
 
 class RayChannel:

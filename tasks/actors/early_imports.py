@@ -47,20 +47,10 @@ MODULES: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def early(kind: Kind, config: RunConfig, gpus: float = 0.0) -> dict[str, Any]:
-    """Options of an actor, by which it gets a worker of its kind. Other people's clusters have none."""
-    if gpus or config.cluster.address != "auto":
-        return {}
-    return {"runtime_env": environment(kind)}
-
-
-def early_engine(config: RunConfig, engine: EngineConfig, gpus: float) -> dict[str, Any]:
-    """Options of the actor of one of the run's engines."""
-    return early("engine", config, gpus) if imports_vllm(engine) else {}
-
-
 def kinds_of(config: RunConfig) -> tuple[Kind, ...]:
     """The kinds of workers that a run waits for, where there are no GPUs; the one that has most to do first."""
+    if config.cluster.env or config.cluster.runtime_env:
+        return ()  # its workers have another environment
     return ("learner", "engine") if imports_vllm(config.engine) else ("learner",)
 
 

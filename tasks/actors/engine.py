@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed, RollflowError
+from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.wire import (
     Collected,
     PackedRequests,
@@ -31,8 +32,13 @@ class TakenOver(EngineFailed):
 class EngineActor:
     """Lives in the actor's process: owns the engine, runs its requests, keeps what finished until collected."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
-        """`build` makes the engine, on this node and with what is this node's own, when it is started."""
+    def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
+        """`build` makes the engine, on this node and with what is this node's own, when it is started.
+
+        `lease`: of an actor that is detached.
+        """
+        if lease:
+            lease.hold("engine")
         self._build = build
         self._built: Engine | None = None
         self._source: WeightsSource | None = None

@@ -39,8 +39,9 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard
 from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.channel import RayChannel
-from rollflow.tasks.actors.early_imports import early
 from rollflow.tasks.actors.gauges import Gauges
+from rollflow.tasks.actors.lease import Lease
+from rollflow.tasks.actors.placement import actor_options, learner_cpus
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.ranks import rank_hosts
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
@@ -79,12 +80,10 @@ def start_learner(context: RunContext, gpus: float, address: str) -> Any:
         "name": LEARNER,
         "lifetime": "detached",
         "get_if_exists": True,
-        "num_cpus": 0,
-        "num_gpus": gpus,
         "max_concurrency": CALLS,
-        **early("learner", context.config, gpus),
+        **actor_options(context.config, "learner", learner_cpus(context.config), gpus=gpus, imports="learner"),
     }
-    return ray.remote(LearnerActor).options(**options).remote(context, address)
+    return ray.remote(LearnerActor).options(**options).remote(context, address, lease=Lease.of(context))
 
 
 class LearnerActor:
@@ -96,10 +95,14 @@ class LearnerActor:
     writer: Writer
     learner: Learner
 
-    def __init__(self, context: RunContext, address: str = "", channel: BatchFeed | None = None) -> None:
+    def __init__(
+        self, context: RunContext, address: str = "", channel: BatchFeed | None = None, lease: Lease | None = None
+    ) -> None:
         """Reads nothing, so that `status` can tell while storage is waited for. `address` is that of the actor's
-        cluster.
+        cluster, `lease` that of an actor that is detached.
         """
+        if lease:
+            lease.hold(LEARNER)
         self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
         self.version = -1  # the newest that is committed

@@ -26,6 +26,8 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rollflow.storage.errors import Unreachable
+from rollflow.tasks.actors.placement import LEAST, actor_options, fits, runtime_env
+from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.rank_orders import Meeting, Pipes, RankHosts
 from rollflow.tasks.learners.restore import start_of
 from rollflow.tasks.run_context import RunContext
@@ -44,7 +46,8 @@ def rank_hosts(context: RunContext) -> RankHosts:
     Raises:
         Unreachable: GPUs for the other ranks were not free at the same time.
     """
-    room = reserved(context.config.train.ranks - 1) if ray.get_gpu_ids() else in_turn
+    config = context.config
+    room = reserved(config, config.train.ranks - 1) if ray.get_gpu_ids() else partial(in_turn, config)
     return RankHosts(node_address(), partial(SpreadRank, context, room))
 
 
@@ -59,7 +62,7 @@ def nodes() -> list[dict[str, Any]]:
     return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
 
 
-def reserved(ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
+def reserved(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
     """A GPU for each of the other ranks, near each other where that can be.
 
     They are the run's until its job on the cluster ends. Ray keeps them where only a learner ends, so the next one
@@ -67,23 +70,30 @@ def reserved(ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks")
     """
     with contextlib.suppress(ValueError):  # there is none
         remove_placement_group(get_placement_group(name))
-    group = placement_group([{"GPU": 1}] * ranks, strategy="PACK", name=name)
+    own = actor_options(config, "learner", float(config.train.threads))
+    bundle = {"GPU": 1, "CPU": own["num_cpus"], **own.get("resources", {})}
+    labels = [own["label_selector"]] * ranks if "label_selector" in own else None
+    held = [{name: amount for name, amount in bundle.items() if amount}] * ranks
+    group = placement_group(held, strategy="PACK", name=name, bundle_label_selector=labels)
     if not group.wait(seconds):
         remove_placement_group(group)
         cure = "another run may have them; wait for it, or set train.ranks to less"
         raise Unreachable(f"train.ranks = {ranks + 1}: {ranks} GPUs were not free together for {seconds:g} s; {cure}")
     return lambda rank: {
         "num_gpus": 1,
-        "num_cpus": 0,  # else Ray asks for one at the start, which the group does not have
+        "num_cpus": own["num_cpus"],  # else Ray asks for one at the start, which the group does not have
+        **runtime_env(config, gpus=1),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1),
     }
 
 
-def in_turn(rank: int) -> dict[str, Any]:
+def in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
     """Without GPUs the nodes have ranks in turn."""
-    every = nodes()
+    every = [node for node in nodes() if fits(node, config, "learner")] or nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
-    return {"num_cpus": 0.001, "scheduling_strategy": near}  # of nothing at all Ray draws the node
+    own = actor_options(config, "learner", float(config.train.threads))
+    own.pop("label_selector", None)  # the node has them
+    return {**own, "num_cpus": own["num_cpus"] or LEAST, "scheduling_strategy": near}
 
 
 @dataclass(frozen=True, slots=True)

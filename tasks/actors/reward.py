@@ -22,8 +22,9 @@ import ray
 
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.flat import Int32s
-from rollflow.tasks.actors.early_imports import early
 from rollflow.tasks.actors.gauges import Gauges
+from rollflow.tasks.actors.lease import Lease
+from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.coalesce import Coalescer
 from rollflow.tasks.collector import spare_collector
@@ -54,8 +55,10 @@ class Verdicts:
 class RewardActor:
     """`RewardPool` in an actor: one per run."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
         """Reads nothing: while storage is waited for, `status` says so."""
+        if lease:
+            lease.hold(REWARD)
         self.context = context
         self._began = 0.0
         self._tickets = itertools.count()
@@ -128,9 +131,9 @@ class RewardActor:
 
 def start_reward(context: RunContext) -> Any:
     """Start the run's reward actor (or find it, after a restart of its flow)."""
-    options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 256}
-    options |= early("reward", context.config)
-    return ray.remote(RewardActor).options(**options).remote(context)
+    options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
+    options |= actor_options(context.config, "reward", float(context.config.reward.workers), imports="reward")
+    return ray.remote(RewardActor).options(**options).remote(context, Lease.of(context))
 
 
 class RewardClient:

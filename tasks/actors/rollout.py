@@ -26,10 +26,12 @@ from rollflow.storage.journal.updates import Update, store_update
 from rollflow.storage.log.log import Writer
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
-from rollflow.tasks.actors.early_imports import early, early_engine
+from rollflow.tasks.actors.early_imports import imports_vllm
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.gauges import Gauges, collected
+from rollflow.tasks.actors.lease import Lease
+from rollflow.tasks.actors.placement import actor_options, engine_cpus
 from rollflow.tasks.actors.reward import RewardClient
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.collector import spare_collector
@@ -116,12 +118,11 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     if number == EVALUATION:
         engine = config.evaluation_engine(on_cpu=not gpus) or engine
         gpus = gpus if engine == config.engine else 0.0
-    options = {"lifetime": "detached", "get_if_exists": True, "num_gpus": gpus, "max_concurrency": 1024}
-    # Over the nodes in turn: one that is lost takes few engines with it. Ray draws a node at random for an actor that
-    # asks for nothing, whatever the strategy.
-    spread = {"scheduling_strategy": "SPREAD", "num_cpus": 0.001} | early_engine(config, engine, gpus)
-    remote = ray.remote(EngineActor).options(name=engine_name(number), **spread, **options)
-    return remote.remote(functools.partial(build_engine_of, context, engine))
+    imports = "engine" if imports_vllm(engine) else None
+    placed = actor_options(config, "engine", engine_cpus(engine), gpus=gpus, imports=imports)
+    options = {"lifetime": "detached", "get_if_exists": True, "max_concurrency": 1024}
+    remote = ray.remote(EngineActor).options(name=engine_name(number), **placed, **options)
+    return remote.remote(functools.partial(build_engine_of, context, engine), Lease.of(context))
 
 
 def build_engine_of(context: RunContext, engine: EngineConfig) -> Engine:
@@ -138,8 +139,9 @@ def engine_name(number: int) -> str:
 
 def start_rollout(context: RunContext, address: str) -> Any:
     """Start the run's rollout actor (or find it, after a restart of its flow), on the cluster at `address`."""
-    options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "max_concurrency": 256}
-    return ray.remote(RolloutActor).options(**options, **early("rollout", context.config)).remote(context, address)
+    options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
+    options |= actor_options(context.config, "scheduler", 1.0, imports="rollout")
+    return ray.remote(RolloutActor).options(**options).remote(context, address, Lease.of(context))
 
 
 class RolloutActor:
@@ -153,8 +155,10 @@ class RolloutActor:
     scheduler: RolloutScheduler
     evaluations: Evaluations
 
-    def __init__(self, context: RunContext, address: str) -> None:
+    def __init__(self, context: RunContext, address: str, lease: Lease | None = None) -> None:
         """Reads nothing: while storage is waited for, `status` says so. `address`: of the cluster it is on."""
+        if lease:
+            lease.hold(ROLLOUT)
         self.context, self._address = context, address
         self.channel = RayChannel()
         self.counts = Counts()

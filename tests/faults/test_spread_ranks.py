@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_none_outlives_its_owner(place: Path) -> None:
 def test_a_stranger_gives_no_orders(place: Path) -> None:
     """Who calls where a rank should is asked for a secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "spread": True})
-    started = SpreadRank(run, in_turn, 1, Meeting("127.0.0.1", first_store().port))
+    started = SpreadRank(run, partial(in_turn, run.config), 1, Meeting("127.0.0.1", first_store().port))
     try:
         with pytest.raises(AuthenticationError):
             Client(started._listener.address, authkey=b"guessed")
@@ -167,6 +168,7 @@ WITH_GPUS = """
 import ray
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.actors import ranks
+from rollflow.tasks.config import RunConfig
 
 ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
@@ -174,7 +176,7 @@ ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False, l
 class Owner:
     def begin(self, seconds, run, others=2):
         try:
-            self.room = ranks.reserved(others, seconds, run)
+            self.room = ranks.reserved(RunConfig(), others, seconds, run)
         except Unreachable as error:
             return str(error)
         self.ranks = [ray.remote(Rank).options(**self.room(rank)).remote() for rank in range(1, others + 1)]

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rollflow.flows import post_training
-from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
+from rollflow.flows.keepalive.actors import ActorKeeper, Unwatched, WatchedActor
 from rollflow.flows.keepalive.restarts import Budget, GaveUp, Pending
 from rollflow.flows.post_training import _finish, _give_up
 from rollflow.flows.services import cluster
@@ -26,7 +26,7 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.tasks.actors.statuses import RewardStatus, RolloutStatus
-from rollflow.tasks.config import RecoveryConfig, RunConfig
+from rollflow.tasks.config import ClusterConfig, RecoveryConfig, RunConfig
 from rollflow.tasks.run_context import RunContext
 from tests.support.batches import begin, train
 from tests.support.described import describe
@@ -84,11 +84,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.usef
 
 
 def keep(
-    tmp_path: Path, lives: str, restarts: int = 5, answer: float = 30.0, patience: float = 5.0
+    tmp_path: Path, lives: str, restarts: int = 5, answer: float = 30.0, patience: float = 5.0, lease: float = 600.0
 ) -> tuple[RunContext, Any]:
     """Keep a worker with these lives; returns what its run returned."""
     recovery = RecoveryConfig(restarts=restarts, backoff_seconds=0.01, answer_seconds=answer)
-    describe(open_store(str(tmp_path)), "kept", RunConfig(recovery=recovery))
+    config = RunConfig(recovery=recovery, cluster=ClusterConfig(lease_seconds=lease))
+    describe(open_store(str(tmp_path)), "kept", config)
     return keep_on(tmp_path, lives, patience)
 
 
@@ -120,6 +121,12 @@ def test_deaths_errors_and_hangs_are_recovered_from(tmp_path: Path) -> None:
     assert hung == "no progress for 5 s; last seen: {'scored': 0, 'timeouts': 0}"
     assert recovery.attempt == 3
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
+
+
+def test_an_actor_that_nobody_watches_is_not_restarted(tmp_path: Path) -> None:
+    with pytest.raises(Unwatched, match=r"no supervisor has watched .* for 2 s .*; go on with: rollflow resume"):
+        keep(tmp_path, "hang", patience=HANG_SECONDS, lease=2.0)
+    assert RecoveryLog(open_store(str(tmp_path))).read() == []
 
 
 def test_busy_actor_is_not_dead(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from rollflow.flows.commands import check
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe, parse
 from rollflow.flows.locations import all_runs, find_run, store_uri
-from rollflow.flows.views.status import STATUS, RunStatus
+from rollflow.flows.views.status import RunStatus
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import ObjectStore
+from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.config import RunConfig
 from tests.support.described import describe
 

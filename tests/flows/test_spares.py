@@ -19,7 +19,7 @@ from rollflow.flows.services import spares as module
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.spares import Spares
 from rollflow.tasks.actors import early_imports
-from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, early, import_early, kinds_of, wanted
+from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, kinds_of, wanted
 from rollflow.tasks.config import RunConfig
 from tests.support.waiting import until
 
@@ -223,16 +223,10 @@ def test_a_worker_leaves_its_actor_to_a_spare_that_imports(tmp_path: Path, monke
     assert imported == ["engine"]
 
 
-def test_actors_on_gpus_and_on_other_peoples_clusters_begin_as_they_are() -> None:
-    own = RunConfig.model_validate({"name": "a", "prompts": [{"kind": "jsonl", "path": "q"}], "policy": {"path": "p"}})
-    other = own.model_copy(update={"cluster": own.cluster.model_copy(update={"address": "10.0.0.1:6379"})})
-    assert early("learner", own) == {"runtime_env": {"env_vars": {KIND: "learner"}}}
-    assert early("learner", own, 0.5) == {}
-    assert early("learner", other) == {}
-
-
 def test_a_run_has_spares_for_what_it_imports() -> None:
     own = RunConfig.model_validate({"name": "a", "prompts": [{"kind": "jsonl", "path": "q"}], "policy": {"path": "p"}})
     two = own.model_copy(update={"engine": own.engine.model_copy(update={"threads": 2})})
     assert "engine" in kinds_of(own)
     assert "engine" not in kinds_of(two)
+    other = own.model_copy(update={"cluster": own.cluster.model_copy(update={"env": {"NCCL_DEBUG": "WARN"}})})
+    assert kinds_of(other) == ()  # its workers have another environment

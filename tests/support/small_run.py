@@ -99,6 +99,7 @@ def prepare_small(
     reward: Mapping[str, object] | None = None,
     dtype: str = "float32",
     async_ratio: float = 1,
+    cluster: Mapping[str, object] | None = None,
     **store: object,
 ) -> RunContext:
     """A prepared run in `ROLLFLOW_HOME`, of `versions` versions, that nobody has claimed yet."""
@@ -118,6 +119,7 @@ def prepare_small(
             "train": {"warmup_versions": 0, "learning_rate": 1e-3, **(train or {})},
             "evaluation": {"prompts": 4},
             "store": store,
+            "cluster": cluster or {},
             "prompts": prompts or [SUMS],
             **({"reward": reward} if reward else {}),
         }

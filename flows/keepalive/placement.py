@@ -1,0 +1,36 @@
+"""What a cluster has for a run's actors, as it is now; one that scales may have it later, so this is only noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from rollflow.tasks.actors.placement import Role, engine_cpus, fits, learner_cpus
+from rollflow.tasks.config import RunConfig
+
+
+def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each thing that the living nodes of the cluster do not have."""
+    placement = config.cluster.placement
+    for role in get_args(Role):
+        own = getattr(placement, role)
+        wanted = ", ".join([*(f"{key}={value}" for key, value in own.labels.items()), *filter(None, [own.resource])])
+        if wanted and not any(fits(node, config, role) for node in nodes):
+            yield (
+                f"cluster.placement.{role}: none of the {len(nodes)} nodes has {wanted}; the actors wait until one "
+                "joins: start it with `ray start --labels` or `--resources`"
+            )
+    have, need = sum(float(node["Resources"].get("CPU", 0.0)) for node in nodes), needed_cpus(config)
+    if placement.reserve_cpus and need > have:
+        yield (
+            f"cluster.placement.reserve_cpus = true: the run's actors use {need:g} CPUs, and the cluster has {have:g}; "
+            "some actors wait until more join: or set it to false, or engine.replicas or reward.workers to less"
+        )
+
+
+def needed_cpus(config: RunConfig) -> float:
+    """Return the CPUs that all actors of a run reserve with `cluster.placement.reserve_cpus`."""
+    ranks = config.train.threads * (config.train.ranks - 1) if config.train.spread else 0
+    own = config.evaluation_engine(on_cpu=True)
+    engines = config.engine.replicas * engine_cpus(config.engine) + (engine_cpus(own) if own else 0.0)
+    return engines + learner_cpus(config) + ranks + 1.0 + config.reward.workers

@@ -1,0 +1,76 @@
+"""Where a run's actors may be on a Ray cluster, what they reserve there, and the environment of their processes.
+
+- Without `cluster.placement` an actor reserves only its GPUs: it takes a node with CPUs that others use for free.
+- With `reserve_cpus` it reserves the CPUs that its threads use, so that Ray gives these to nobody else.
+- A role with labels or a custom resource is on nodes that have them, and nowhere else.
+- The engines are over the nodes in turn ("spread": a node that is lost takes few with it), or as Ray packs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rollflow.tasks.actors.early_imports import Kind, environment
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
+
+Role = Literal["engine", "learner", "scheduler", "reward"]
+LEAST = 0.001  # of a resource: of an actor that asks for nothing at all Ray draws the node at random
+
+
+def actor_options(
+    config: RunConfig, role: Role, cpus: float, *, gpus: float = 0.0, imports: Kind | None = None
+) -> dict[str, Any]:
+    """Return Ray's options for an actor.
+
+    Args:
+        cpus: that its threads use.
+        gpus: that it reserves.
+        imports: the worker to begin in, on a cluster of the run's own.
+    """
+    placement = config.cluster.placement
+    own = getattr(placement, role)
+    options: dict[str, Any] = {"num_cpus": cpus if placement.reserve_cpus else 0, "num_gpus": gpus}
+    if own.labels or own.resource or role == "engine":
+        options["num_cpus"] = options["num_cpus"] or LEAST
+    if own.labels:
+        options["label_selector"] = dict(own.labels)
+    if own.resource:
+        options["resources"] = {own.resource: LEAST}
+    if role == "engine" and placement.strategy == "spread":
+        options["scheduling_strategy"] = "SPREAD"
+    return options | runtime_env(config, gpus, imports)
+
+
+def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = None) -> dict[str, Any]:
+    """Return the option with the environment of an actor's process; empty if Ray's own will do.
+
+    Only a private cluster has workers with early imports, and they have no other environment.
+    """
+    cluster = config.cluster
+    if cluster.runtime_env or cluster.env:
+        env = {"env_vars": dict(cluster.env)} if cluster.env else {}
+        return {"runtime_env": {**cluster.runtime_env, **env}}
+    if imports is None or gpus or cluster.address != "auto":
+        return {}
+    return {"runtime_env": environment(imports)}
+
+
+def engine_cpus(engine: EngineConfig) -> float:
+    """Return the CPUs that an engine's threads use."""
+    return LEAST if isinstance(engine, TimedEngineConfig) else float(engine.threads)
+
+
+def learner_cpus(config: RunConfig) -> float:
+    """Return the CPUs of the learner's actor, with the ranks that are its own processes."""
+    return float(config.train.threads * (1 if config.train.spread else config.train.ranks))
+
+
+def fits(node: Mapping[str, Any], config: RunConfig, role: Role) -> bool:
+    """Return whether a node of Ray's list may have an actor of the role."""
+    own = getattr(config.cluster.placement, role)
+    labels, resources = node.get("Labels", {}), node.get("Resources", {})
+    return all(labels.get(key) == value for key, value in own.labels.items()) and (
+        not own.resource or own.resource in resources
+    )

@@ -1,0 +1,165 @@
+"""A run that no supervisor watches frees its actors; one that is watched, paused or waits for its store keeps them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rollflow.flows.services import cluster
+from rollflow.storage.objects import open_store
+from rollflow.tasks.actors.channel import CHANNEL, start_channel
+from rollflow.tasks.actors.learner import LEARNER, start_learner
+from rollflow.tasks.actors.lease import ACTOR_SHARE, STATUS, Lease, LeaseWatch
+from rollflow.tasks.actors.reward import REWARD, start_reward
+from rollflow.tasks.actors.rollout import ROLLOUT, engine_name, start_engine, start_rollout
+from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run_context import RunContext
+from tests.support.described import describe
+from tests.support.small_run import prepare_small
+from tests.support.waiting import HANG_SECONDS, until
+
+LEASE = Lease("memory://run", seconds=600.0, patience=3600.0)
+PROCESS = """
+import subprocess, sys, time
+from rollflow.tasks.actors.lease import Lease
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+Lease({uri!r}, 2.0, 60.0).hold("worker")
+print(child.pid, flush=True)
+while True:  # it works, and answers nobody
+    sum(range(10**5))
+"""
+
+
+class Looks:
+    """A watch on a clock of its own; `status` is what it reads."""
+
+    def __init__(self, lease: Lease = LEASE, share: float = 1.0) -> None:
+        self.now, self.status = 0.0, b"0"
+        self.watch = LeaseWatch(lease, lambda: self.status, lambda: self.now, share)  # type: ignore[arg-type]
+
+    def run_out_after(self, seconds: float, step: float = 1.0) -> float | None:
+        """Look every `step` seconds for so long; returns when the lease ran out."""
+        began = self.now
+        while self.now - began < seconds:
+            self.now += step
+            if self.watch.ran_out():
+                return self.now - began
+        return None
+
+
+def test_a_lease_runs_out_once_the_status_stays() -> None:
+    looks = Looks()
+    found = looks.run_out_after(2000)
+    assert found is not None
+    assert 600 <= found <= 600 * 1.1
+
+
+def test_any_change_of_the_status_renews_a_lease() -> None:
+    looks = Looks()
+    for count in range(10):
+        looks.status = str(count).encode()
+        assert looks.run_out_after(590) is None
+
+
+def test_a_lease_of_no_seconds_never_runs_out() -> None:
+    assert Looks(Lease("memory://run", 0.0, 60.0)).run_out_after(1e6, step=1000.0) is None
+
+
+def test_a_run_without_a_status_has_a_lease_all_the_same() -> None:
+    looks = Looks()
+    looks.status = b""
+    assert looks.run_out_after(2000) is not None
+
+
+def test_an_actor_ends_after_its_flow_has() -> None:
+    """Else the flow would start it again: their looks are up to a twentieth of the lease apart."""
+    for delay in range(30):
+        flow, actor = Looks(), Looks(share=ACTOR_SHARE)
+        flow.now += delay
+        first, last = flow.run_out_after(2000), actor.run_out_after(2000)
+        assert first is not None
+        assert last is not None
+        assert first + delay < last
+
+
+def test_a_pause_of_the_actor_itself_does_not_count() -> None:
+    """It was suspended with its machine, and the supervisor as well: which writes again a moment later."""
+    looks = Looks()
+    assert looks.run_out_after(100) is None
+    looks.now += 86_400
+    assert not looks.watch.ran_out()
+    assert looks.run_out_after(300) is None
+
+
+def test_a_store_that_is_away_keeps_a_lease_for_its_patience() -> None:
+    looks = Looks()
+    assert looks.run_out_after(500) is None
+    looks.status = None  # type: ignore[assignment]
+    assert looks.run_out_after(3000) is None
+    looks.status = b"0"  # it answers again; the supervisor, which waited for it too, has not written yet
+    assert looks.run_out_after(500) is None
+
+
+def test_a_store_that_stays_away_ends_a_lease_in_the_end() -> None:
+    looks = Looks()
+    looks.status = None  # type: ignore[assignment]
+    found = looks.run_out_after(10_000)
+    assert found is not None
+    assert 4200 <= found <= 4300
+
+
+def test_the_lease_is_that_of_the_config(tmp_path: Path) -> None:
+    tree = RunConfig(cluster={"lease_seconds": 30})  # type: ignore[arg-type]
+    describe(open_store(str(tmp_path)), "run", tree)
+    found = Lease.of(RunContext(str(tmp_path), tmp_path / "cache"))
+    assert (found.uri, found.seconds, found.patience) == (str(tmp_path), 30.0, 3600.0)
+
+
+@pytest.mark.long
+def test_a_process_that_computes_ends_with_its_children(tmp_path: Path) -> None:
+    (tmp_path / STATUS).write_bytes(b"1")
+    command = [sys.executable, "-c", PROCESS.format(uri=str(tmp_path))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        child = psutil.Process(int(process.stdout.readline()))
+        limit = time.monotonic() + 5.0
+        while time.monotonic() < limit:  # as long as somebody watches, it lives
+            (tmp_path / STATUS).write_bytes(os.urandom(8))
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert process.wait(HANG_SECONDS) == 1
+        assert "worker: no supervisor has watched" in process.stderr.read()
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_every_detached_actor_holds_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_node: None) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    context = prepare_small(tmp_path, cluster={"lease_seconds": 3})
+    names = [CHANNEL, REWARD, ROLLOUT, LEARNER, engine_name(0)]
+    started = [
+        start_channel(context.store, 2, 0, Lease.of(context)).actor,
+        start_reward(context),
+        start_rollout(context, ""),
+        start_learner(context, 0.0, ""),
+        start_engine(context, 0, 0.0),
+    ]
+    try:
+        until(lambda: all(is_gone(actor) for actor in started))
+    finally:
+        cluster.kill_named(names)
+
+
+def is_gone(actor: ray.actor.ActorHandle) -> bool:
+    """Whether Ray says that an actor is dead, and not that it was killed by us."""
+    state = ray._private.state.actors(actor._actor_id.hex())
+    return bool(state and state["State"] == "DEAD")

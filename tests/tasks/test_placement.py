@@ -1,0 +1,162 @@
+"""Actors are on the nodes that the recipe names, and reserve what they use."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rollflow.flows.config import load_recipe, parse
+from rollflow.flows.keepalive.placement import needed_cpus, note_placement
+from rollflow.flows.services import cluster
+from rollflow.flows.services.ray_head import RayHead, RayNode
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.actors.early_imports import KIND
+from rollflow.tasks.actors.placement import LEAST, actor_options, engine_cpus, learner_cpus
+from rollflow.tasks.actors.rollout import start_engine
+from rollflow.tasks.config import RunConfig
+from tests.support.small_run import prepare_small
+
+ELSEWHERE = "10.0.0.1:6379"
+FAST = {"ray.io/accelerator-type": "H100"}
+
+
+def config(**keys: Any) -> RunConfig:
+    """A run on a cluster of others, with these keys of `[cluster]`."""
+    return parse({"cluster": {"address": ELSEWHERE, **keys}})
+
+
+def test_by_default_only_gpus_are_reserved() -> None:
+    assert actor_options(config(), "learner", 4.0, gpus=2.0, imports="learner") == {"num_cpus": 0, "num_gpus": 2.0}
+    spread = {"num_cpus": LEAST, "num_gpus": 0.0, "scheduling_strategy": "SPREAD"}
+    assert actor_options(config(), "engine", 4.0) == spread
+
+
+def test_cpus_that_threads_use_are_reserved() -> None:
+    options = actor_options(config(placement={"reserve_cpus": True}), "learner", 4.0)
+    assert options["num_cpus"] == 4.0
+
+
+def test_labels_and_resources_are_of_one_role() -> None:
+    placed = config(placement={"strategy": "pack", "engine": {"labels": FAST}, "learner": {"resource": "train"}})
+    assert actor_options(placed, "engine", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "label_selector": FAST}
+    assert actor_options(placed, "learner", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "resources": {"train": LEAST}}
+    assert actor_options(placed, "reward", 1.0) == {"num_cpus": 0, "num_gpus": 0.0}
+
+
+def test_an_actors_cpus_are_those_of_its_threads() -> None:
+    tree = parse({"engine": {"kind": "transformers", "threads": 3}, "train": {"threads": 2, "ranks": 2}, "groups": 32})
+    assert engine_cpus(tree.engine) == 3.0
+    assert learner_cpus(tree) == 4.0
+    assert needed_cpus(tree) == 3 + 3 + 4 + 1 + 1  # an engine, one that evaluates, two ranks, scheduler, a verifier
+
+
+def test_an_environment_is_given_to_every_actor() -> None:
+    tree = config(env={"NCCL_DEBUG": "WARN"}, runtime_env={"pip": ["einops"]})
+    expected = {"pip": ["einops"], "env_vars": {"NCCL_DEBUG": "WARN"}}
+    assert actor_options(tree, "engine", 1.0)["runtime_env"] == expected
+    assert actor_options(tree, "reward", 1.0, imports="reward")["runtime_env"] == expected
+
+
+def test_only_workers_of_a_private_cluster_import_early() -> None:
+    own = parse({})
+    assert actor_options(own, "learner", 1.0, imports="learner")["runtime_env"] == {"env_vars": {KIND: "learner"}}
+    assert "runtime_env" not in actor_options(own, "learner", 1.0, gpus=0.5, imports="learner")
+    assert "runtime_env" not in actor_options(config(), "learner", 1.0, imports="learner")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"env": {"HF_TOKEN": "hf_x"}}, r"cluster.env.HF_TOKEN = '...': a run keeps its config: set a secret on the"),
+        ({"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "cluster.env.AWS_SECRET_ACCESS_KEY = '...': a run keeps its config"),
+        ({"env": {"a b": "1"}}, "cluster.env.a b = '1': it is no name of a variable; correct it"),
+        ({"runtime_env": {"env_vars": {"A": "1"}}}, "cluster.runtime_env.env_vars = '...': give them as cluster.env"),
+        ({"runtime_env": {"pip": ["-i https://me:pw@index"]}}, "cluster.runtime_env = '...': an address in it has a"),
+        (
+            {"placement": {"strategy": "stack"}},
+            r"cluster.placement.strategy = 'stack' is not one of \['spread', 'pack'",
+        ),
+        ({"placement": {"critic": {}}}, "cluster.placement.critic = {}: there is no such key"),
+    ],
+)
+def test_a_wrong_placement_is_refused(keys: Mapping[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        config(**keys)
+    assert "hf_x" not in str(refused.value)
+    assert "pw" not in str(refused.value)
+
+
+def test_variables_that_are_no_secrets_are_taken() -> None:
+    env = {"TOKENIZERS_PARALLELISM": "false", "NCCL_SOCKET_IFNAME": "eth0", "VLLM_USE_V1": "1", "KEYBOARD": "de"}
+    assert config(env=env).cluster.env == env
+
+
+def test_a_runtime_env_that_ray_refuses_is_refused() -> None:
+    cluster.check_runtime_env({"pip": ["einops"]})
+    with pytest.raises(ConfigError, match=r"cluster.runtime_env = \{'pip': 3\}: .*; correct it"):
+        cluster.check_runtime_env({"pip": 3})
+
+
+def test_what_a_cluster_lacks_is_noted() -> None:
+    node = {"Labels": FAST, "Resources": {"CPU": 2.0, "rollout": 1.0}}
+    placed = {"engine": {"labels": FAST}, "scheduler": {"resource": "rollout"}}
+    assert list(note_placement(config(placement=placed), [node])) == []
+    [labels] = note_placement(config(placement={"engine": {"labels": {"zone": "b"}}}), [node])
+    assert labels.startswith("cluster.placement.engine: none of the 1 nodes has zone=b; the actors wait until one")
+    [cpus] = note_placement(config(placement={"reserve_cpus": True}), [node])
+    assert cpus.startswith("cluster.placement.reserve_cpus = true: the run's actors use 5 CPUs, and the cluster has 2;")
+
+
+def test_a_recipe_may_say_all_of_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[cluster.placement.engine]\nresource = "rollout"\n[cluster.placement.engine.labels]\n"ray.io/x" = "y"\n'
+    )
+    read = load_recipe(recipe, ["cluster.env.NCCL_DEBUG=WARN", "cluster.placement.strategy=pack"]).cluster
+    assert read.placement.engine.labels == {"ray.io/x": "y"}
+    assert (read.env, read.placement.strategy) == ({"NCCL_DEBUG": "WARN"}, "pack")
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
+    """A head, and a node with more CPUs that has the resource "rollout" and a label."""
+    head = RayHead(tmp_path / "ray", cpus=2)
+    for name, value in head.env.items():
+        monkeypatch.setenv(name, value)
+    with head, RayNode(head, cpus=4, resources={"rollout": 1}, labels=FAST):
+        cluster.attach(head.address, uuid.uuid4().hex)
+        yield head
+        cluster.detach()
+
+
+@pytest.mark.slow
+def test_engines_are_where_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_nodes: RayHead) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    there = next(node["NodeID"] for node in ray.nodes() if "rollout" in node["Resources"])
+    cases: dict[str, Mapping[str, Any]] = {
+        "labels": {"engine": {"labels": FAST}},
+        "resource": {"engine": {"resource": "rollout"}},
+        "pack": {"strategy": "pack"},
+        "spread": {},
+    }
+    used = {name: nodes_of_engines(tmp_path, name, placement) for name, placement in cases.items()}
+    assert used["labels"] == used["resource"] == {there}
+    assert len(used["pack"]) == 1
+    assert len(used["spread"]) == 2
+
+
+def nodes_of_engines(folder: Path, name: str, placement: Mapping[str, Any]) -> set[str]:
+    """Where the engines of a run are."""
+    context = prepare_small(folder, name, cluster={"placement": placement, "env": {"WHERE": name}})
+    actors = [start_engine(context, number, 0.0) for number in range(4)]
+    try:
+        ray.get([actor.health.remote() for actor in actors], timeout=120)
+        states = [ray._private.state.actors(actor._actor_id.hex()) for actor in actors]
+        return {state["Address"]["NodeID"] for state in states}
+    finally:
+        cluster.kill_named([f"engine-{number}" for number in range(4)])
