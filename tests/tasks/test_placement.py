@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Mapping
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from rollflow.flows.config import load_recipe, parse
 from rollflow.flows.keepalive.placement import needed_cpus, note_placement
@@ -17,9 +19,8 @@ from rollflow.flows.services.ray_head import RayHead, RayNode
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import KIND
 from rollflow.tasks.actors.placement import LEAST, actor_options, engine_cpus, learner_cpus
-from rollflow.tasks.actors.rollout import start_engine
 from rollflow.tasks.config import RunConfig
-from tests.support.small_run import prepare_small
+from tests.support.waiting import RUN_SECONDS
 
 ELSEWHERE = "10.0.0.1:6379"
 FAST = {"ray.io/accelerator-type": "H100"}
@@ -122,41 +123,16 @@ def test_a_recipe_may_say_all_of_it(tmp_path: Path) -> None:
     assert (read.env, read.placement.strategy) == ({"NCCL_DEBUG": "WARN"}, "pack")
 
 
-@pytest.fixture
-def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
-    """A head, and a node with more CPUs that has the resource "rollout" and a label."""
-    head = RayHead(tmp_path / "ray", cpus=2)
-    for name, value in head.env.items():
-        monkeypatch.setenv(name, value)
-    with head, RayNode(head, cpus=4, resources={"rollout": 1}, labels=FAST):
-        cluster.attach(head.address, uuid.uuid4().hex)
-        yield head
-        cluster.detach()
-
-
 @pytest.mark.slow
-def test_engines_are_where_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_nodes: RayHead) -> None:
-    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
-    there = next(node["NodeID"] for node in ray.nodes() if "rollout" in node["Resources"])
-    cases: dict[str, Mapping[str, Any]] = {
-        "labels": {"engine": {"labels": FAST}},
-        "resource": {"engine": {"resource": "rollout"}},
-        "pack": {"strategy": "pack"},
-        "spread": {},
-    }
-    used = {name: nodes_of_engines(tmp_path, name, placement) for name, placement in cases.items()}
-    assert used["labels"] == used["resource"] == {there}
+def test_engines_are_where_the_recipe_says(tmp_path: Path) -> None:
+    """In a process of its own: Ray reads the token of a cluster where it is imported first."""
+    head = RayHead(tmp_path / "ray", cpus=2)
+    with head, RayNode(head, cpus=4, resources={"rollout": 1}, labels=FAST):
+        environment = {**os.environ, **head.env, "ROLLFLOW_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "tests.support.placed", head.address, str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0, done.stderr
+    there, used = json.loads(done.stdout.splitlines()[-1])
+    assert used["labels"] == used["resource"] == [there]
     assert len(used["pack"]) == 1
     assert len(used["spread"]) == 2
-
-
-def nodes_of_engines(folder: Path, name: str, placement: Mapping[str, Any]) -> set[str]:
-    """Where the engines of a run are."""
-    context = prepare_small(folder, name, cluster={"placement": placement, "env": {"WHERE": name}})
-    actors = [start_engine(context, number, 0.0) for number in range(4)]
-    try:
-        ray.get([actor.health.remote() for actor in actors], timeout=120)
-        states = [ray._private.state.actors(actor._actor_id.hex()) for actor in actors]
-        return {state["Address"]["NodeID"] for state in states}
-    finally:
-        cluster.kill_named([f"engine-{number}" for number in range(4)])

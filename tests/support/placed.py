@@ -1,0 +1,49 @@
+"""Start the engines of a run under several placements, and print on which nodes they are.
+
+`python -m tests.support.placed ADDRESS FOLDER`: the cluster has one node with the resource "rollout", which also has
+the label of `LABELS`. The last line is JSON: that node, and for each placement the nodes of its engines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollflow.flows.services import cluster
+from rollflow.tasks.actors.rollout import start_engine
+from tests.support.small_run import prepare_small
+
+ENGINES = 3
+LABELS = {"ray.io/accelerator-type": "H100"}
+CASES: dict[str, Mapping[str, Any]] = {
+    "labels": {"engine": {"labels": LABELS}},
+    "resource": {"engine": {"resource": "rollout"}},
+    "pack": {"strategy": "pack"},
+    "spread": {},
+}
+
+
+def nodes_of_engines(folder: Path, name: str, placement: Mapping[str, Any]) -> list[str]:
+    """Return the nodes of a run's engines."""
+    context = prepare_small(folder, name, cluster={"placement": placement, "env": {"PLACED": name}})
+    actors = [start_engine(context, number, 0.0) for number in range(ENGINES)]
+    ray.get([actor.health.remote() for actor in actors], timeout=300)
+    states = [ray._private.state.actors(actor._actor_id.hex()) for actor in actors]
+    cluster.kill_named([f"engine-{number}" for number in range(ENGINES)])
+    return sorted({state["Address"]["NodeID"] for state in states})
+
+
+def main() -> None:
+    address, folder = sys.argv[1], Path(sys.argv[2])
+    cluster.attach(address, "placed", deadline_seconds=60)
+    there = next(node["NodeID"] for node in ray.nodes() if "rollout" in node["Resources"])
+    print(json.dumps([there, {name: nodes_of_engines(folder, name, placed) for name, placed in CASES.items()}]))
+
+
+if __name__ == "__main__":
+    main()
