@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.report import Row, arguments, at_most, publish
-from rollflow.flows.views.status import STATUS, StageStatus
+from rollflow.flows.views.status import StageStatus
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import Conflict, Missing
@@ -61,6 +61,7 @@ from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
+from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.scheduler import ResumePoint

@@ -39,9 +39,10 @@ from benchmarks.report import Row, arguments, publish
 from benchmarks.victims import find, kill, kill_everything
 from rollflow.flows.commands import INTERRUPTED
 from rollflow.flows.services.ray_head import RayHead
-from rollflow.flows.views.status import STATUS, RunStatus
+from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Missing
 from rollflow.storage.log.audit import audit
+from rollflow.tasks.actors.lease import STATUS
 
 VERSIONS = 100_000  # however long the rounds take, the run does not end before them
 ROUND_SECONDS = 600.0  # longest wait for anything; a bound for hangs

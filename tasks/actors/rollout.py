@@ -26,7 +26,7 @@ from rollflow.storage.journal.updates import Update, store_update
 from rollflow.storage.log.log import Writer
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
-from rollflow.tasks.actors.early_imports import imports_vllm
+from rollflow.tasks.actors.early_imports import Kind, imports_vllm
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.gauges import Gauges, collected
@@ -118,7 +118,7 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     if number == EVALUATION:
         engine = config.evaluation_engine(on_cpu=not gpus) or engine
         gpus = gpus if engine == config.engine else 0.0
-    imports = "engine" if imports_vllm(engine) else None
+    imports: Kind | None = "engine" if imports_vllm(engine) else None
     placed = actor_options(config, "engine", engine_cpus(engine), gpus=gpus, imports=imports)
     options = {"lifetime": "detached", "get_if_exists": True, "max_concurrency": 1024}
     remote = ray.remote(EngineActor).options(name=engine_name(number), **placed, **options)
