@@ -71,7 +71,7 @@ class Child:
 
     def __init__(self, path: str) -> None:
         """`path` is its PYTHONPATH."""
-        own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             list(self.command),
             cwd=ROOT,
@@ -79,7 +79,8 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.tail: list[str] = []
