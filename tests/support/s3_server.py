@@ -20,7 +20,9 @@ from moto.server import ThreadedMotoServer
 
 
 @contextmanager
-def s3_server(bucket: str, address: str = "127.0.0.1", reads: Counter[str] | None = None) -> Iterator[str]:
+def s3_server(
+    bucket: str, address: str = "127.0.0.1", reads: Counter[str] | None = None, port: int = 0
+) -> Iterator[str]:
     """The endpoint of a moto server with one bucket; `reads` gets how often each key was read.
 
     What servers before it in this process had, is gone: they all keep it in one place.
@@ -51,7 +53,7 @@ def s3_server(bucket: str, address: str = "127.0.0.1", reads: Counter[str] | Non
         patch.setattr(responses, "put_object", in_turn(responses.put_object))
         patch.setattr(responses, "_key_response_post", in_turn(responses._key_response_post))
         patch.setattr(responses, "get_object", counted)
-        server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
+        server = ThreadedMotoServer(ip_address=address, port=port, verbose=False)
         server.start()
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"

@@ -1,0 +1,72 @@
+"""`infra/compose.yaml`: its services, started by its own commands, carry a run as `docs/cluster/compose.md` says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.compose import Compose, why_not
+from tests.support.machines import REPOSITORY
+from tests.support.waiting import RUN_SECONDS
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+PAGE = REPOSITORY / "docs" / "cluster" / "compose.md"
+EXEC = "docker compose exec ray "
+SMALL = {
+    "versions": 5,
+    "groups": 8,
+    "policy.cold_start.hidden_size": 64,
+    "policy.cold_start.layers": 1,
+    "policy.cold_start.heads": 2,
+    "policy.cold_start.target_accuracy": 0.01,
+    "policy.cold_start.evaluate_every": 5,
+    "engine.kind": "transformers",
+    "evaluation.prompts": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def compose() -> Iterator[Compose]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Compose() as services:
+        yield services.up()
+
+
+def commands() -> list[list[str]]:
+    """What the page runs beside the Ray head: doctor, run, audit."""
+    block = re.search(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert block
+    return [shlex.split(line.removeprefix(EXEC)) for line in block[1].splitlines() if line.startswith(EXEC)]
+
+
+def small(command: list[str]) -> list[str]:
+    """A command of the page; a run is made small."""
+    more = [f"--set={key}={value}" for key, value in SMALL.items()] if command[1] == "run" else []
+    return [*command, *more]
+
+
+def test_services_carry_the_run_of_the_page(compose: Compose) -> None:
+    said = ""
+    for command in map(small, commands()):
+        began = time.monotonic()
+        done = compose.execute("ray", command, seconds=RUN_SECONDS)
+        print(f"{' '.join(command[:2])}: {time.monotonic() - began:.0f} s\n{done.stdout[-3000:]}")
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{compose.output('ray')}"
+        said += done.stdout
+    assert "http://prefect:4200/api answers" in said
+    assert "s3://rollflow/store/runs/first" in said
+    assert "audit clean" in re.sub(r"[│ ]+", " ", said)
+
+
+def test_ray_refuses_a_stranger(compose: Compose) -> None:
+    """Without the token nobody may start code there."""
+    ask = "import ray; ray.init('ray:6379'); print(ray.nodes())"
+    done = compose.execute("ray", ["env", "--unset=RAY_AUTH_TOKEN", "python", "-c", ask], seconds=RUN_SECONDS)
+    assert done.returncode != 0
+    assert "token" in (done.stdout + done.stderr).lower()

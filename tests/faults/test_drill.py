@@ -1,0 +1,122 @@
+"""The drill of `docs/recovery.md`, "Backup and restore": Postgres is lost while a run is under way, on real services.
+
+The databases that are restored are older than the run: neither Prefect nor MLflow knows its newest versions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.compose import Compose, why_not
+from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+VERSIONS = 16
+FOLDER = "/home/postgres/backup"
+RECIPE = f"""
+name = "drill"
+versions = {VERSIONS}
+async_ratio = 2
+groups = 8
+group_size = 4
+
+[policy.cold_start]
+hidden_size = 64
+layers = 1
+heads = 2
+target_accuracy = 0.01
+evaluate_every = 5
+
+[engine]
+kind = "transformers"
+slots = 16
+max_new_tokens = 8
+
+[evaluation]
+prompts = 8
+every = 0
+
+[cluster]
+address = "ray:6379"
+
+[tracking]
+uri = "http://mlflow:5000"
+"""
+METRICS = """
+import json
+from mlflow import MlflowClient
+client = MlflowClient("http://mlflow:5000")
+(experiment,) = client.search_experiments(filter_string="name = 'drill'")
+runs = client.search_runs([experiment.experiment_id])
+steps = [[metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] for run in runs]
+print(json.dumps([[run.info.status for run in runs], steps]))
+"""
+
+
+@pytest.fixture
+def compose() -> Iterator[Compose]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Compose() as services:
+        services.machines["ray"].path("/home/rollflow/home/drill.toml").write_text(RECIPE)
+        yield services.up()
+
+
+def execute(compose: Compose, name: str, *command: str, **environment: str) -> str:
+    """Run a command beside a service; it must succeed."""
+    done = compose.execute(name, [*command], seconds=RUN_SECONDS, **environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{compose.output(name)}"
+    return done.stdout
+
+
+def backup(compose: Compose, action: str) -> None:
+    entry = {"PGHOST": "127.0.0.1", "PGPASSWORD": compose.values["POSTGRES_PASSWORD"]}
+    execute(compose, "postgres", "sh", "infra/backup.sh", action, FOLDER, **entry)
+
+
+def version(compose: Compose) -> int:
+    """The run's newest version, from its storage; -1 before it has begun."""
+    done = compose.execute("ray", ["rollflow", "status", "drill", "--json"], seconds=HANG_SECONDS)
+    return int(json.loads(done.stdout)["version"]) if done.returncode == 0 else -1
+
+
+def test_run_outlives_the_loss_of_postgres(compose: Compose) -> None:
+    run = compose.begin("ray", ["rollflow", "run", "/home/rollflow/home/drill.toml", "--run-id", "drill"])
+
+    def reached(wanted: int) -> bool:
+        assert run.poll() is None, compose.output("ray")
+        time.sleep(2.0)  # each look starts a command
+        return version(compose) >= wanted
+
+    until(lambda: reached(2), RUN_SECONDS)
+    backup(compose, "save")
+    saved = version(compose)
+    until(lambda: reached(saved + 2), RUN_SECONDS)
+
+    compose.kill("ray", "prefect", "mlflow", "postgres")
+    compose.lose_databases()
+    delete = "import s3fs; s3fs.S3FileSystem().rm('rollflow/store/runs/drill', recursive=True)"
+    execute(compose, "ray", "python", "-c", delete)
+    gone = compose.execute("ray", ["rollflow", "status", "drill"], seconds=HANG_SECONDS)
+    assert gone.returncode == 2, gone.stdout
+
+    execute(compose, "ray", "python", "infra/bucket.py", "rollflow", "--undelete", "store/runs/drill/")
+    compose.start("postgres")
+    compose.wait("postgres", "service_healthy")
+    backup(compose, "restore")
+    for name in ("prefect", "mlflow", "ray"):
+        compose.start(name)
+    for name in ("prefect", "mlflow", "ray"):
+        compose.wait(name, "service_healthy")
+
+    said = execute(compose, "ray", "rollflow", "resume", "drill")
+    assert "clean" in said
+    assert "clean" in execute(compose, "ray", "rollflow", "audit", "drill", "--deep")
+    statuses, steps = json.loads(execute(compose, "ray", "python", "-c", METRICS).splitlines()[-1])
+    assert statuses == ["FINISHED"]
+    assert steps == [[*range(1, VERSIONS + 1)]], "each version once, those between backup and loss too"
