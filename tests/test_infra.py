@@ -32,7 +32,7 @@ SCRIPTS = ("secrets.sh", "wheelhouse.sh", "backup.sh", "slurm/rollflow.sbatch")
 
 def test_ports_are_open_on_loopback_only() -> None:
     ports = [port for service in read(secrets()).values() for port in service.get("ports", ())]
-    assert len(ports) == 3
+    assert len(ports) == 2
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports), ports
 
 
