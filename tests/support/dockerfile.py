@@ -74,7 +74,7 @@ class Root:
         for source, target in (mounts or {}).items():
             (self.folder / target.lstrip("/")).mkdir(parents=True, exist_ok=True)
             script.append(f"mount --bind {source} {self.folder}{target}")
-        script.append(f'exec chroot --userspec={self.user} {self.folder} /bin/sh -c "$0"')
+        script.append(f'exec {shutil.which("chroot")} --userspec={self.user} {self.folder} /bin/sh -c "$0"')
         inside = ["unshare", "--mount", "sh", "-ec", "\n".join(script), f"cd {self.place} && {command}"]
         home = {"HOME": "/root" if self.user == "root" else f"/home/{self.user}"}
         done = subprocess.run(inside, env=self.environment | home, capture_output=True, text=True)
@@ -86,8 +86,9 @@ class Root:
         subprocess.run(base, check=True, capture_output=True)
 
     def _arg(self, rest: str) -> None:
-        name, _, default = rest.partition("=")
-        self.environment[name] = self.arguments.get(name, default)
+        name, has_default, default = rest.partition("=")
+        if has_default or name in self.arguments:  # otherwise the variable is not set
+            self.environment[name] = self.arguments.get(name, default)
 
     def _env(self, rest: str) -> None:
         self.environment |= dict(pair.split("=", 1) for pair in rest.split())
