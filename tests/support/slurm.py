@@ -1,9 +1,8 @@
 """A stand-in for Slurm: jobs of one batch script, on machines of namespaces.
 
-What Slurm does for `infra/slurm/rollflow.sbatch` is here: it reads the options of the script, starts it on the first
-node with `SLURM_*` in its environment, has `srun` start steps on other nodes, sends SIGTERM to a job that it preempts
-and SIGKILL after a grace, and starts it again, on the nodes in another order. Whether the options mean to Slurm what
-they should is not tested.
+What Slurm does for `infra/slurm/rollflow.sbatch` is here: it starts the script on the first node with `SLURM_*` in its
+environment, has `srun` start steps on other nodes, sends signals to the script or to its steps, and starts the job
+again, on the nodes in another order. Whether the options mean to Slurm what they should is not tested.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TOOLS = Path(__file__).with_name("slurm_tools")
 
 
 class Job:
-    """A job of a batch script; `start` it, `preempt` it, `start` it again."""
+    """A job of a batch script."""
 
     def __init__(self, script: Path, arguments: Sequence[str], nodes: Sequence[Machine], **environment: str) -> None:
         self.script, self.arguments, self.nodes, self.environment = script, arguments, [*nodes], environment
@@ -41,26 +40,28 @@ class Job:
         self.process = first.start(["bash", str(self.script), *self.arguments], **self._variables())
         return self.process
 
-    def preempt(self, grace: float) -> None:
-        """Send SIGTERM to the script and all steps, SIGKILL to what is left after the grace; queue the job again."""
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(AssertionError):
-            until(lambda: not self._processes(), grace)
-        self._end()
+    def warn(self) -> None:
+        """Send SIGTERM to the script alone, as `--signal=B:TERM` asks; its steps go on."""
+        (script,) = (process for process in self._processes() if process.cmdline()[:2] == ["bash", str(self.script)])
+        script.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End the job as the loss of its nodes would."""
-        self._end()
+    def end_steps(self) -> None:
+        """Send SIGTERM to all steps and leave the script alone, as at a preemption with grace."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                if "SLURM_STEP_ID" in process.environ():
+                    process.send_signal(signal.SIGTERM)
 
-    def asked_to_requeue(self) -> bool:
-        """Whether the script said `scontrol requeue`."""
-        return any(node.path(node.home / "requeued").exists() for node in self.nodes)
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End what is left of the job, as Slurm does when it is queued again; it starts on the nodes in another order."""
         until(lambda: self._signal(signal.SIGKILL) == 0)
         self.process.wait()
         self.restarts += 1
         self.nodes.reverse()
+
+    def asked_to_requeue(self) -> bool:
+        """Whether the script said `scontrol requeue`."""
+        return any(node.path(node.home / "requeued").exists() for node in self.nodes)
 
     def _processes(self) -> list[psutil.Process]:
         return [process for node in self.nodes for process in node.processes()]
