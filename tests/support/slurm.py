@@ -53,7 +53,7 @@ class Job:
                     process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """End what is left of the job, as Slurm does when it is queued again; it starts on the nodes in another order."""
+        """End what is left of the job, as when it is queued again; its next start is on the nodes in another order."""
         until(lambda: self._signal(signal.SIGKILL) == 0)
         self.process.wait()
         self.restarts += 1
