@@ -1,29 +1,29 @@
-"""`infra/slurm/rollflow.sbatch` on two machines: a preempted job goes on with its run when it starts again."""
+"""`infra/slurm/rollflow.sbatch` on two nodes of a real Slurm: whatever ends the job, its run goes on.
+
+The nodes are machines in namespaces; they share a folder, as a cluster's do, and the run's store is S3.
+"""
 
 from __future__ import annotations
 
-import os
-import re
-import sys
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.machines import BUCKET, REPOSITORY, Machine, Machines, why_not
+from tests.support.machines import BUCKET, REPOSITORY, Machines
 from tests.support.prefect_home import give
-from tests.support.slurm import Job
+from tests.support.slurm import Slurm, why_not
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
-SCRIPT = REPOSITORY / "infra" / "slurm" / "rollflow.sbatch"
-RUN = "store/runs/rollflow-4711"
-GRACE_SECONDS = HANG_SECONDS  # on a quiet machine a third of the 120 s for which `--signal` asks
-PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+SCRIPT = str(REPOSITORY / "infra" / "slurm" / "rollflow.sbatch")
+STORE = {"ROLLFLOW_STORE": f"s3://{BUCKET}/store"}
 RECIPE = """
 name = "preempted"
-versions = 12
+versions = 16
 async_ratio = 2
 groups = 8
 group_size = 4
@@ -47,83 +47,92 @@ every = 0
 """
 
 
+class Job:
+    """A job of the script, and the run that is its own."""
+
+    def __init__(self, machines: Machines, slurm: Slurm, number: str, run: str = "") -> None:
+        self.machines, self.slurm, self.number, self.run = machines, slurm, number, run or f"rollflow-{number}"
+
+    def version(self) -> int:
+        """The newest version of the run, from its storage; -1 before it began."""
+        keys = self.machines.objects(f"store/runs/{self.run}/policies")
+        staged = {int(key.split("/policies/")[1].split("/")[0]) for key in keys}
+        return max(staged, default=0) - 1  # a version is staged once the one before it is published
+
+    def reach(self, version: int) -> None:
+        """Wait until the run has a version."""
+
+        def reached() -> bool:
+            assert self.slurm.job(self.number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+            return self.version() >= version
+
+        self._wait(reached, f"version {version}")
+
+    def restarted(self, times: int) -> None:
+        """Wait until Slurm has started the job again, for the time that is given."""
+
+        def running() -> bool:
+            now = self.slurm.job(self.number)
+            assert now["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"), now["JobState"]
+            return now["JobState"] == "RUNNING" and int(now["Restarts"]) == times
+
+        self._wait(running, f"restart {times}")
+
+    def ended(self, state: str) -> None:
+        """Wait until the job is over, in a state."""
+        self._wait(lambda: self.slurm.job(self.number)["JobState"] == state, state)
+
+    def _wait(self, reached: object, what: str) -> None:
+        try:
+            until(reached, RUN_SECONDS)  # type: ignore[arg-type]
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}; {self.slurm.job(self.number)}\n{self.slurm.output()}") from None
+
+
 @pytest.fixture
-def nodes(prefect_database: Path) -> Iterator[tuple[Machines, list[Machine]]]:
+def cluster(prefect_database: Path) -> Iterator[tuple[Machines, Slurm]]:
     if reason := why_not():
         pytest.skip(reason)
-    with Machines() as made:
-        found = [made.machine(name) for name in ("n1", "n2")]
-        for node in found:
-            node.know({node.name: node.address for node in found})
-            node.path(node.home / "recipe.toml").write_text(RECIPE)
-            give(prefect_database, node.path(node.home / ".rollflow"))
-        yield made, found
+    with Machines() as machines:
+        slurm = Slurm(machines)
+        slurm.path("recipe.toml").write_text(RECIPE)
+        give(prefect_database, slurm.path(".rollflow"))
+        yield machines, slurm
 
 
-def said(nodes: list[Machine]) -> str:
-    """What the jobs and the flows wrote."""
-    logs = [path for node in nodes for path in sorted(node.path(node.home / ".rollflow/logs").rglob("*.log"))]
-    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()[-60:]]
-    return "\n".join([*(node.output(80) for node in nodes), *lines])
+def test_job_goes_on_with_its_run(cluster: tuple[Machines, Slurm]) -> None:
+    """It is preempted, queued again by an operator, and cancelled; then another job takes up the run."""
+    machines, slurm = cluster
+    job = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", **STORE))
+    job.reach(2)
+    urgent = slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 5")
+    job.restarted(1)
+    assert slurm.job(urgent)["JobState"] == "COMPLETED"
+    job.reach(5)
+    slurm.run("scontrol", "requeue", job.number)
+    job.restarted(2)
+    job.reach(8)
+    slurm.run("scancel", job.number)
+    job.ended("CANCELLED")
+    until(lambda: slurm.run("squeue", "--noheader") == "", HANG_SECONDS)  # and it was not queued again
+    last = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", ROLLFLOW_RUN=job.run, **STORE), job.run)
+    last.ended("COMPLETED")
+    assert last.version() + 1 >= 16
+    slurm.run("rollflow", "audit", job.run, "--deep", **STORE)
+    print(slurm.path(f"slurm-{job.number}.out").read_text()[-6000:])
 
 
-def reach(machines: Machines, job: Job, version: int) -> None:
-    """Wait until the job's run has published a version."""
-
-    def reached() -> bool:
-        assert job.process.poll() is None, f"the job ended ({job.process.returncode}):\n{said(job.nodes)}"
-        staged = {int(key.split("/policies/")[1].split("/")[0]) for key in machines.objects(f"{RUN}/policies")}
-        return max(staged, default=0) > version  # a version is staged once the one before it is published
-
-    try:
-        until(reached, RUN_SECONDS)
-    except AssertionError as error:
-        raise AssertionError(f"version {version}: {error}\n{said(job.nodes)}") from None
-
-
-def end_in_order(job: Job) -> None:
-    """Wait until the script has ended by itself and asked to be queued again; then end its job."""
-    try:
-        until(lambda: job.process.poll() is not None, GRACE_SECONDS)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{said(job.nodes)}") from None
-    assert job.asked_to_requeue(), said(job.nodes)
-    job.end()
-
-
-def test_preempted_job_resumes_its_run(nodes: tuple[Machines, list[Machine]]) -> None:
-    """It is warned; then its steps get SIGTERM; then all of it is killed. Each time it starts again elsewhere."""
-    machines, found = nodes
-    job = Job(SCRIPT, ["recipe.toml"], found, ROLLFLOW_STORE=f"s3://{BUCKET}/store")
-    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@120"} <= job.options
-    job.start()
-    reach(machines, job, 2)
-    job.warn()
-    end_in_order(job)
-    assert re.search(r"stopped at version \d+; audit: clean", said(job.nodes)), said(job.nodes)
-    job.start()
-    reach(machines, job, 5)
-    job.end_steps()
-    end_in_order(job)
-    job.start()
-    reach(machines, job, 8)
-    job.end()
-    assert not job.asked_to_requeue()
-    job.start()
-    until(lambda: job.process.poll() is not None, RUN_SECONDS)
-    assert job.process.returncode == 0, said(job.nodes)
-    audit = job.nodes[0].start(["rollflow", "audit", f"s3://{BUCKET}/{RUN}", "--deep"], PATH=PATH)
-    assert audit.wait(RUN_SECONDS) == 0, said(job.nodes)
-
-
-def test_cancelled_job_is_not_queued_again(nodes: tuple[Machines, list[Machine]]) -> None:
-    """`scancel` sends SIGTERM, too; by then the job is not RUNNING any more."""
-    machines, found = nodes
-    job = Job(SCRIPT, ["recipe.toml"], found, ROLLFLOW_STORE=f"s3://{BUCKET}/store")
-    job.start()
-    reach(machines, job, 1)
-    for node in found:
-        node.path(node.home / "state").write_text("COMPLETING")
-    job.warn()
-    until(lambda: job.process.poll() is not None, GRACE_SECONDS)
-    assert not job.asked_to_requeue(), said(found)
+def test_job_goes_on_after_a_node_was_lost(cluster: tuple[Machines, Slurm]) -> None:
+    machines, slurm = cluster
+    job = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", **STORE))
+    job.reach(2)
+    lost = next(node for node in slurm.nodes if node.name != slurm.job(job.number)["BatchHost"])
+    for process in lost.processes():
+        if "munged" not in process.name() and "slurmctld" not in process.name():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    until(lambda: slurm.job(job.number)["JobState"] != "RUNNING", HANG_SECONDS)
+    slurm.start_daemon(lost)
+    job.restarted(1)
+    job.ended("COMPLETED")
+    slurm.run("rollflow", "audit", job.run, "--deep", **STORE)

@@ -6,6 +6,7 @@ USER do what they say; RUN gets the mounts that it asks for from folders of the 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -84,6 +85,14 @@ class Root:
     def _from(self, image: str) -> None:
         base = ["debootstrap", "--variant=minbase", BASES[image], str(self.folder)]
         subprocess.run(base, check=True, capture_output=True)
+        self._trust()
+
+    def _trust(self) -> None:
+        """Have pip trust the registry that it trusts here, whose certificate may be known on this machine alone."""
+        if bundle := os.environ.get("PIP_CERT"):
+            self.environment["PIP_CERT"] = str(shutil.copy(bundle, self.folder / "etc/pip.pem"))[
+                len(str(self.folder)) :
+            ]
 
     def _arg(self, rest: str) -> None:
         name, has_default, default = rest.partition("=")

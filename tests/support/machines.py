@@ -79,6 +79,11 @@ class Machines:
         self.names.append(name)
         return Machine(self, name, f"{NETWORK}.{len(self.names)}")
 
+    def share_disk(self) -> None:
+        """Give all machines that are made from now on one common disk, at /mnt."""
+        inside = ["nsenter", "--target", str(self.pid), "--mount", "--"]
+        subprocess.run([*inside, "mount", "-t", "tmpfs", "shared", "/mnt"], check=True)
+
     def ip(self, *arguments: str) -> None:
         """`ip` in the hub's network."""
         subprocess.run(["nsenter", "--target", str(self.pid), "--net", "ip", *arguments], check=True)
@@ -109,15 +114,19 @@ class Machine:
         own = {
             "HOME": str(self.home),
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY / ".dev"), str(REPOSITORY)]),
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_ENDPOINT_URL_S3": self.machines.endpoint,
+            **self.credentials,
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
         }
         inside = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--pid", "--"]
         shell = ["sh", "-c", 'cd "$HOME" && exec "$@" >> output.log 2>&1', "sh", *command]
         return subprocess.Popen([*inside, *shell], env=kept | own | environment, stdin=subprocess.DEVNULL)
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """What a command needs to reach the hub's S3 server."""
+        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+        return keys | {"AWS_ENDPOINT_URL_S3": self.machines.endpoint}
 
     def know(self, hosts: Mapping[str, str]) -> None:
         """Have it know other machines by name: `hosts` maps names to addresses."""

@@ -1,95 +1,140 @@
-"""A stand-in for Slurm: jobs of one batch script, on machines of namespaces.
+"""Slurm on machines of namespaces: a controller, a daemon on each machine, a disk that they share at /mnt.
 
-What Slurm does for `infra/slurm/rollflow.sbatch` is here: it starts the script on the first node with `SLURM_*` in its
-environment, has `srun` start steps on other nodes, sends signals to the script or to its steps, and starts the job
-again, on the nodes in another order. Whether the options mean to Slurm what they should is not tested.
+    low   where jobs are preempted, with a grace
+    high  whose jobs preempt those of low
+
+Debian's slurmctld, slurmd and munge are needed. Processes are tracked by their parents: there are no cgroups here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import signal
+import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import psutil
+from tests.support.machines import REPOSITORY, Machine, Machines
+from tests.support.machines import why_not as why_no_machines
+from tests.support.waiting import HANG_SECONDS, until
 
-from tests.support.machines import REPOSITORY, Machine
-from tests.support.waiting import until
+FOLDER = Path("/mnt/work")  # where jobs are submitted, on the disk that all nodes share
+CONF = """
+ClusterName=test
+SlurmctldHost={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket=/tmp/munge.sock,cred_expire=5
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+StateSaveLocation=/tmp/slurm/state
+SlurmdSpoolDir=/tmp/slurm/spool
+SlurmctldPidFile=/tmp/slurm/slurmctld.pid
+SlurmdPidFile=/tmp/slurm/slurmd.pid
+ReturnToService=2
+SlurmdTimeout=30
+KillWait=30
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=batch_sched_delay=1,sched_interval=5
+NodeName={nodes} CPUs=2 State=UNKNOWN
+PartitionName=low Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=high Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=10
+"""
+GRACE_SECONDS = 180  # a machine of tests is slow
 
-TOOLS = Path(__file__).with_name("slurm_tools")
+
+def why_not() -> str:
+    """Why there can be no Slurm here; empty if there can."""
+    for tool in ("slurmctld", "slurmd", "munged"):
+        if shutil.which(tool) is None:
+            return f"no `{tool}` (Debian's packages slurmctld, slurmd and munge)"
+    return why_no_machines()
 
 
-class Job:
-    """A job of a batch script."""
+class Slurm:
+    """A cluster of two nodes on `machines`, until those end."""
 
-    def __init__(self, script: Path, arguments: Sequence[str], nodes: Sequence[Machine], **environment: str) -> None:
-        self.script, self.arguments, self.nodes, self.environment = script, arguments, [*nodes], environment
-        self.options = set(re.findall(r"^#SBATCH (\S+)$", script.read_text(), re.MULTILINE))
-        self.restarts = 0
-
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start the script on the first of the nodes."""
-        first = self.nodes[0]
-        for node in self.nodes:
-            node.path(node.home / "requeued").unlink(missing_ok=True)
-        self.process = first.start(["bash", str(self.script), *self.arguments], **self._variables())
-        return self.process
-
-    def warn(self) -> None:
-        """Send SIGTERM to the script alone, as `--signal=B:TERM` asks; its steps go on."""
-        (script,) = (process for process in self._processes() if process.cmdline()[:2] == ["bash", str(self.script)])
-        script.send_signal(signal.SIGTERM)
-
-    def end_steps(self) -> None:
-        """Send SIGTERM to all steps and leave the script alone, as at a preemption with grace."""
-        for process in self._processes():
-            with contextlib.suppress(psutil.Error):
-                if "SLURM_STEP_ID" in process.environ():
-                    process.send_signal(signal.SIGTERM)
-
-    def end(self) -> None:
-        """End what is left of the job, as when it is queued again; its next start is on the nodes in another order."""
-        until(lambda: self._signal(signal.SIGKILL) == 0)
-        self.process.wait()
-        self.restarts += 1
-        self.nodes.reverse()
-
-    def asked_to_requeue(self) -> bool:
-        """Whether the script said `scontrol requeue`."""
-        return any(node.path(node.home / "requeued").exists() for node in self.nodes)
-
-    def _processes(self) -> list[psutil.Process]:
-        return [process for node in self.nodes for process in node.processes()]
-
-    def _signal(self, number: signal.Signals) -> int:
-        found = self._processes()
-        for process in found:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(number)
-        return len(found)
-
-    def _variables(self) -> Mapping[str, str]:
+    def __init__(self, machines: Machines) -> None:
+        machines.share_disk()
+        self.nodes = [machines.machine(name) for name in ("n1", "n2")]
         names = ",".join(node.name for node in self.nodes)
-        pids = {f"NODE_{node.name}": str(_inner_pid(node.pid)) for node in self.nodes}
-        slurm = {
-            "PATH": os.pathsep.join([str(TOOLS), str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NAME": "rollflow",
-            "SLURM_JOB_NODELIST": names,
-            "SLURM_CPUS_ON_NODE": "2",
-            **({"SLURM_RESTART_COUNT": str(self.restarts)} if self.restarts else {}),
+        conf = CONF.format(controller=self.nodes[0].name, nodes=names, grace=GRACE_SECONDS)
+        self.path().mkdir()
+        key = secrets.token_bytes(64)
+        for node in self.nodes:
+            node.know({other.name: other.address for other in self.nodes})
+            for name in ("state", "spool"):
+                node.path(f"/tmp/slurm/{name}").mkdir(parents=True)
+            node.path("/tmp/slurm.conf").write_text(conf)
+            node.path("/tmp/munge.key").write_bytes(key)
+            node.path("/tmp/munge.key").chmod(0o400)
+            places = [f"--{kind}-file=/tmp/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
+            self._start(node, ["munged", "--force", "--foreground", "--socket=/tmp/munge.sock", *places])
+        until(lambda: all(node.path("/tmp/munge.sock").exists() for node in self.nodes))
+        self._start(self.nodes[0], ["slurmctld", "-D", "-i", "-f", "/tmp/slurm.conf"])
+        for node in self.nodes:
+            self.start_daemon(node)
+        until(lambda: self.run("sinfo", "--noheader", "--format=%T %D", "--partition=low").split() == ["idle", "2"])
+
+    def start_daemon(self, node: Machine) -> None:
+        """Start slurmd on a node, at first or after the node was lost."""
+        self._start(node, ["slurmd", "-D", "-f", "/tmp/slurm.conf", "-N", node.name])
+
+    def path(self, name: str = "") -> Path:
+        """Return where a file of the shared folder can be read from here."""
+        return self.nodes[0].path(FOLDER / name)
+
+    def run(self, *command: str, **environment: str) -> str:
+        """Run a command of Slurm on the first node, in the shared folder; it must succeed."""
+        inside = ["nsenter", "--target", str(self.nodes[0].pid), "--net", "--mount", "--pid", f"--wdns={FOLDER}", "--"]
+        done = subprocess.run(
+            [*inside, *command],
+            env=self._environment() | environment,
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, *command: str, **environment: str) -> str:
+        """`sbatch`; return the number of the job."""
+        return self.run("sbatch", "--parsable", *command, **environment).strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` says: JobState, Restarts, BatchHost and so on."""
+        words = self.run("scontrol", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def output(self) -> str:
+        """The ends of what jobs and daemons wrote."""
+        files = sorted(self.path().glob("slurm-*.out"))
+        parts = [(file.name, file.read_text(errors="replace").splitlines()[-80:]) for file in files]
+        parts += [(node.name, node.output(40).splitlines()) for node in self.nodes]
+        return "\n".join(line for name, lines in parts for line in (f"--- {name}", *lines))
+
+    def _start(self, node: Machine, command: Sequence[str]) -> None:
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {node.name}; exec "$@"', "sh", *command]
+        node.start(named, SLURM_CONF="/tmp/slurm.conf")
+
+    def _environment(self) -> Mapping[str, str]:
+        """What a person has on a login node: the environment with rollflow, and credentials."""
+        person: dict[str, Any] = {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "HOME": str(FOLDER),
+            "SLURM_CONF": "/tmp/slurm.conf",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY / ".dev"), str(REPOSITORY)]),
+            "OMP_NUM_THREADS": "1",
         }
-        return {**slurm, **pids, **self.environment, "SLURM_SUBMIT_DIR": str(REPOSITORY)}
-
-
-def _inner_pid(pid: int) -> int:
-    """A process's id in the innermost process namespace, where the machines live."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(r"^NSpid:.*?(\d+)$", status, re.MULTILINE)
-    assert found
-    return int(found[1])
+        return person | self.nodes[0].credentials
