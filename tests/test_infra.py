@@ -99,6 +99,7 @@ def client(script: ModuleType) -> Any:
     return script.boto3.client("s3")
 
 
+@pytest.mark.long
 def test_bucket_is_made_once_and_versioned(bucket: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert [bucket.main(), bucket.main()] == [0, 0]
     assert client(bucket).get_bucket_versioning(Bucket="team")["Status"] == "Enabled"
@@ -124,6 +125,7 @@ def slow_writes(patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_server_that_lets_two_win_is_refused(
     bucket: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +135,7 @@ def test_server_that_lets_two_win_is_refused(
     assert re.search(r"not fit for rollflow: of 16 writers that created one object at once, \d+ succeeded, not 1", said)
 
 
+@pytest.mark.long
 def test_bucket_waits_for_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollflow.flows.services.process import free_port
 
@@ -195,6 +198,8 @@ def test_scripts_parse(name: str) -> None:
     assert name.endswith(".sbatch") or (INFRA / name).stat().st_mode & 0o111
 
 
+@pytest.mark.slow
+@pytest.mark.soak
 def test_wheelhouse_serves_a_machine_without_registry(tmp_path: Path) -> None:
     """With two small pins: what it collects, its own script installs with the registry off."""
     infra = tmp_path / "infra"
