@@ -256,15 +256,18 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
         cold = config.policy.cold_start
         named = f"policy.path = {path!r}" if cold is None else f"policy.cold_start.heads = {cold.heads}"
         check_head_size(folder, named, cluster.count_machine_gpus)
-    if path is None or not isinstance(config.engine, TransformersEngineConfig):
+    trains = isinstance(config.engine, TransformersEngineConfig)
+    if path is None or not (trains or config.evaluation.engine == "transformers"):
         return
     try:
         why = hindrance_of(folder)
     except ValueError as error:
         raise ConfigError(f"policy.path = {path!r}: {error}; save the policy again") from None
     if why is not None:
-        cure = 'set engine.kind = "vllm", or choose another policy'
-        raise ConfigError(f"policy.path = {path!r}: the transformers engine cannot run {why}; {cure}")
+        cure = f'set {"engine.kind" if trains else "evaluation.engine"} = "{"vllm" if trains else "own"}"'
+        raise ConfigError(
+            f"policy.path = {path!r}: the transformers engine cannot run {why}; {cure}, or choose another policy"
+        )
 
 
 def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:

@@ -27,6 +27,8 @@ from rollflow.storage.objects.node_cache import NodeCache
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.engines.config import EngineConfig
+from rollflow.tasks.engines.runnable import hindrance_of
 from rollflow.tasks.names import run_id as checked
 from rollflow.tasks.node import node_cache
 from rollflow.tasks.policies.folder import is_weights
@@ -200,6 +202,16 @@ class RunContext:
     def evaluates(self, version: int) -> bool:
         """Return whether `version` is to be evaluated: because its config says so, or as the last version."""
         return version == self.config.versions or self.config_at(version).evaluates(version)
+
+    def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:
+        """Return the engine that evaluates, if none is lent.
+
+        On a CPU, "auto" puts the transformers engine in place of vLLM, unless it cannot run the policy.
+        """
+        config = self.config
+        found = config.evaluation_engine(on_cpu=on_cpu) or config.engine
+        replaced = config.evaluation.engine == "auto" and found != config.engine
+        return config.engine if replaced and hindrance_of(self.policy_folder) else found
 
     def weights(self, version: int) -> Path:
         """A folder on this node with the weights of a version; it stays until another version is asked for."""

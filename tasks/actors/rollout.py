@@ -116,7 +116,7 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
     """Start one of the run's engine actors (or find it), with its share of the cluster's GPUs."""
     config, engine = context.config, context.config.engine
     if number == EVALUATION:
-        engine = config.evaluation_engine(on_cpu=not gpus) or engine
+        engine = context.evaluation_engine(on_cpu=not gpus)
         gpus = gpus if engine == config.engine else 0.0
     imports: Kind | None = "engine" if imports_vllm(engine) else None
     placed = actor_options(config, "engine", engine_cpus(engine), gpus=gpus, imports=imports)

@@ -98,5 +98,5 @@ class EvaluationConfig(Section):
         "auto",
         description="where, beside training: on one of the run's engines, lent for as long as it takes; on one of "
         "its own, like [engine]; or on one of its own of kind transformers, on a CPU. auto: lent where engine.replicas "
-        "is 2 or more, else transformers in place of vLLM on a CPU, else own",
+        "is 2 or more, else transformers in place of vLLM on a CPU, for policies that it can run, else own",
     )
