@@ -1,11 +1,18 @@
 #!/bin/sh
-# Print new secrets for compose.yaml and kuberay: infra/secrets.sh > infra/.env
+# Write new secrets for compose.yaml or kuberay into a file that only you can read: infra/secrets.sh infra/.env
 # Every value is random. Whoever reads the file can do all that the services can.
 set -eu
+file=${1:?which file? infra/secrets.sh FILE}
+if [ -e "$file" ]; then
+  echo "secrets.sh: $file is there already; databases that were made with its passwords need them" >&2
+  exit 1
+fi
 random() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
 umask 077
-echo "POSTGRES_PASSWORD=$(random)"
-echo "PREFECT_AUTH=rollflow:$(random)"
-echo "RAY_TOKEN=$(random)$(random)"
-echo "S3_KEY=rollflow"
-echo "S3_SECRET=$(random)"
+cat > "$file" <<VALUES
+POSTGRES_PASSWORD=$(random)
+PREFECT_AUTH=rollflow:$(random)
+RAY_TOKEN=$(random)$(random)
+S3_KEY=rollflow
+S3_SECRET=$(random)
+VALUES

@@ -50,6 +50,17 @@ def test_secrets_are_new_each_time() -> None:
     assert all(len(value) >= 48 for name, value in first.items() if name != "S3_KEY")
 
 
+def test_secrets_are_the_owners_alone(tmp_path: Path) -> None:
+    """And a file of secrets is never replaced: the databases were made with them."""
+    file = tmp_path / "env"
+    first = subprocess.run([INFRA / "secrets.sh", file], umask=0o022)
+    kept = file.read_text()
+    again = subprocess.run([INFRA / "secrets.sh", file], capture_output=True, text=True)
+    assert (first.returncode, file.stat().st_mode & 0o777) == (0, 0o600)
+    assert (again.returncode, file.read_text()) == (1, kept)
+    assert "is there already" in again.stderr
+
+
 def test_compose_accepts_the_file() -> None:
     """`docker compose config`, where there is a compose plugin."""
     if (

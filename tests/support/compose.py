@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,9 +44,11 @@ def why_not() -> str:
 
 
 def secrets() -> dict[str, str]:
-    """What `infra/secrets.sh` prints."""
-    lines = subprocess.run([REPOSITORY / "infra/secrets.sh"], check=True, capture_output=True, text=True).stdout
-    return dict(line.split("=", 1) for line in lines.splitlines())
+    """What `infra/secrets.sh` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "env"
+        subprocess.run([REPOSITORY / "infra/secrets.sh", file], check=True)
+        return dict(line.split("=", 1) for line in file.read_text().splitlines())
 
 
 def interpolate(text: str, values: Mapping[str, str]) -> str:
