@@ -309,32 +309,11 @@ def test_context_is_found_under_every_name(tmp_path: Path) -> None:
     assert len(preflight(vllm).probe) == 32
 
 
-def parse_engine(config: Any, kind: str, **evaluation: object) -> Any:
+def parse_engine(config: Any, kind: str) -> Any:
     from rollflow.flows.config import parse
 
     tree = config.model_dump(mode="json", exclude_unset=True)
-    evaluation = {**tree["evaluation"], **evaluation}
-    return parse({**tree, "engine": {"kind": kind, "max_new_tokens": 8}, "evaluation": evaluation})
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "runs"),
-    [("llama", {}, True), ("gpt2", {}, False), ("gemma2", {"layer_types": ["sliding_attention"] * 2}, False)],
-)
-def test_engine_of_evaluations_can_run_the_policy(
-    tmp_path: Path, kind: str, changes: dict[str, object], *, runs: bool
-) -> None:
-    """On a CPU it is the transformers engine, unless that one cannot run the policy."""
-    config = recipe_of(make_folder(tmp_path / "policy", kind, **changes))
-    auto = prepare(parse_engine(config, "vllm"), "auto")
-    assert auto.evaluation_engine(on_cpu=True).kind == ("transformers" if runs else "vllm")
-    assert auto.evaluation_engine(on_cpu=False) == auto.config.engine
-    chosen = parse_engine(config, "vllm", engine="transformers")
-    if runs:
-        assert prepare(chosen, "chosen").evaluation_engine(on_cpu=False).kind == "transformers"
-    else:
-        with pytest.raises(ConfigError, match=f'cannot run a {kind} .*; set evaluation.engine = "own", or'):
-            preflight(chosen)
+    return parse({**tree, "engine": {"kind": kind, "max_new_tokens": 8}})
 
 
 # --- templates ----------------------------------------------------------------------------------------------
