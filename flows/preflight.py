@@ -19,8 +19,9 @@ from rollflow.flows.keepalive.placement import note_placement
 from rollflow.flows.locations import store_uri
 from rollflow.flows.services import cluster
 from rollflow.flows.services.profile import prefect_url
+from rollflow.flows.services.ray_access import check_membership
 from rollflow.flows.services.reachability import check_folder, check_mlflow, check_prefect, check_ray, check_store_reach
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import Data, open_store
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
@@ -170,6 +171,8 @@ def check_addresses(config: RunConfig, store: str) -> list[str]:
     if url := prefect_url():
         check_prefect(url)
     check_ray(address)
+    if address != "auto":
+        _check_membership(address)
     if address == "auto" and spans_gpus(config):
         shared_out(config, [cluster.count_machine_gpus()])
     if address != "auto":
@@ -181,6 +184,13 @@ def check_addresses(config: RunConfig, store: str) -> list[str]:
     if config.tracking.uri:
         check_mlflow(config.tracking.uri)
     return notes
+
+
+def _check_membership(address: str) -> None:
+    try:
+        check_membership(address)
+    except Unreachable as error:
+        raise ConfigError(f"cluster.address = {address!r}: {error}; try again, or correct the address") from None
 
 
 def _check_installed(config: RunConfig) -> None:

@@ -41,6 +41,10 @@ LEAST_DISK = 5 * GIB
 
 def command(options: argparse.Namespace) -> int:
     """`rollflow doctor`."""
+    if options.cluster is not None:
+        from rollflow.flows.commands import _doctor_cluster  # imports Ray
+
+        return _doctor_cluster.command(options)
     checks = doctor(home())
     if options.json:
         print(json.dumps([asdict(check) for check in checks]))

@@ -74,6 +74,15 @@ def _helping_commands(commands: Any) -> None:
 
     doctor = commands.add_parser("doctor", help="what is installed, reachable, and which engine would be used")
     doctor.add_argument("--json", action="store_true", help="one JSON list")
+    doctor.add_argument(
+        "--cluster",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="RECIPE",
+        help="ask every node of the recipe's Ray cluster instead, or of --set cluster.address=HOST:PORT",
+    )
+    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --cluster")
     doctor.set_defaults(verb="doctor")
 
 

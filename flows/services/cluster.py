@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from rollflow.flows.services.actor_process import explain_lost_call
+from rollflow.flows.services.ray_access import check_token
 from rollflow.flows.services.reachability import LOOPBACK, speaks_http2
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 
@@ -30,6 +31,7 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
     """Connect this process to the cluster at `address` (host:port). Attaching again does nothing.
 
     Raises:
+        ConfigError: it refuses this process's token, or is of another version of Ray or Python.
         Unreachable: nothing there answers like a Ray head, or it refuses.
     """
     import ray
@@ -62,6 +64,8 @@ def _connect(address: str, namespace: str) -> None:
         ray.init(address=address, namespace=namespace, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         detach()  # undo what Ray has begun, so that another try is possible
+        if "Version mismatch" in str(error):
+            raise ConfigError(f"cluster.address = {address!r}: {' '.join(str(error).split())}") from None
         raise Unreachable(f"the Ray cluster at {address} refused this process: {_first_line(error)}") from error
     finally:
         _restore(handlers)
@@ -75,6 +79,8 @@ def _prove(address: str, deadline_seconds: float) -> None:
     host, _, port = address.rpartition(":")
     if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
         raise Unreachable(f"waited {deadline_seconds:.0f} s for a Ray head at {address}; nothing there answers")
+    if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:  # not the private one, whose token this process was given
+        check_token(address)
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
         # Ray takes "127.0.0.1" for the host's outside address unless clusters are off; this head is on loopback only.
         ray_constants.ENABLE_RAY_CLUSTER = False
@@ -137,6 +143,14 @@ def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[
     while time.monotonic() < limit and any(map(_named, killed)):
         time.sleep(0.02)
     return killed
+
+
+def kill(actor: Any) -> None:
+    """End an actor that this process has started; one that has ended already is no error."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.kill(actor)
 
 
 def _named(name: str) -> bool:

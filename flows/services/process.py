@@ -325,7 +325,8 @@ class MlflowServer(Service):
 
     def _environment(self) -> Mapping[str, str]:
         # Its jobs judge traces, which a run has none of: they are eight processes.
-        return without("PREFECT_", without("MLFLOW_", os.environ)) | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        return without("PREFECT_", without("MLFLOW_", os.environ)) | quiet
 
     def _ready(self) -> bool:
         return http_answers(f"{self.url}/health", seconds=1.0)

@@ -13,8 +13,13 @@ from typing import Any
 
 def prefect_url() -> str:
     """The address of that server's API; "" where there is none, or `PREFECT_API_URL` is set to nothing."""
-    given = os.environ.get("PREFECT_API_URL")
-    return given if given is not None else str(_active().get("PREFECT_API_URL", ""))
+    return prefect_setting("PREFECT_API_URL")
+
+
+def prefect_setting(name: str) -> str:
+    """A setting of Prefect's: from the environment, else from the active profile; "" where neither has it."""
+    given = os.environ.get(name)
+    return given if given is not None else str(_active().get(name, ""))
 
 
 def _active() -> dict[str, Any]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from rollflow.flows.services.profile import prefect_setting
+from rollflow.flows.services.tls import HTTP_SETTINGS, http_context, ray_context, uses_tls
 from rollflow.storage.errors import ConfigError
 
 CHECK_SECONDS = 8.0
@@ -64,6 +67,7 @@ def check_prefect_database(url: str) -> None:
 DATABASE_CURE = "start that database, correct the address, or set PGPASSWORD to the password"
 PREFECT_CURE = "start that server, correct the address, or unset PREFECT_API_URL for a private server"
 MLFLOW_CURE = "start that server, correct the address, or leave it out for SQLite in the run home"
+TLS_CURE = "unset it for a head without TLS, or correct RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT and RAY_TLS_SERVER_KEY"
 RAY_CURE = 'start it (ray start --head), correct the address, or leave it "auto" for a private cluster'
 
 
@@ -93,10 +97,18 @@ def check_ray(address: str) -> None:
         )
     try:
         spoken = speaks_http2(host, int(port), seconds=CHECK_SECONDS, raising=True)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"cluster.address = {address!r} and RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: no TLS with that head "
+            f"({error.reason or error}); {TLS_CURE}"
+        ) from error
     except OSError as error:
         raise ConfigError(f"cluster.address = {address!r} does not answer ({_reason(error)}); {RAY_CURE}") from error
     if not spoken:
-        raise ConfigError(f"cluster.address = {address!r} answers, but is no Ray head; {RAY_CURE}")
+        raise ConfigError(
+            f"cluster.address = {address!r} answers, but is no Ray head{'' if uses_tls() else ' without TLS'}; "
+            f"{RAY_CURE}; a head with TLS needs RAY_USE_TLS=1 and its certificates here"
+        )
 
 
 def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None:
@@ -133,9 +145,10 @@ def http_answers(url: str, *, seconds: float) -> bool:
 
 
 def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False) -> bool:
-    """Whether the peer answers HTTP/2 (gRPC) in clear text, as a Ray head does."""
+    """Whether the peer answers HTTP/2 (gRPC), as a Ray head does; over TLS where this process's Ray uses it."""
     try:
-        with socket.create_connection((host, port), timeout=seconds) as peer:
+        with socket.create_connection((host, port), timeout=seconds) as connection:
+            peer = ray_context().wrap_socket(connection) if uses_tls() else connection
             peer.sendall(HTTP2_PREFACE)
             answer = peer.recv(9)
     except OSError:
@@ -145,10 +158,14 @@ def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False)
     return len(answer) == 9 and answer[3] == SETTINGS_FRAME
 
 
-def _open(url: str, seconds: float) -> http.client.HTTPResponse:
+def _open(url: str, seconds: float, key: str = "") -> http.client.HTTPResponse:
     # A proxy from the environment must not stand between this machine and its own loopback.
-    direct = urllib.request.ProxyHandler({}) if urlsplit(url).hostname in LOOPBACK else None
-    opener = urllib.request.build_opener(*([direct] if direct else []))
+    handlers: list[urllib.request.BaseHandler] = []
+    if urlsplit(url).hostname in LOOPBACK:
+        handlers.append(urllib.request.ProxyHandler({}))
+    if key and url.startswith("https:"):
+        handlers.append(urllib.request.HTTPSHandler(context=http_context(key, prefect_setting)))
+    opener = urllib.request.build_opener(*handlers)
     response: http.client.HTTPResponse = opener.open(url, timeout=seconds)
     return response
 
@@ -163,13 +180,16 @@ def _reason(error: Exception) -> str:
 def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> None:
     shown = redact(url)  # also what is asked: a health page needs no credentials, and urllib takes them for the host
     try:
-        with _open(shown.rstrip("/") + "/health", CHECK_SECONDS) as response:
+        with _open(shown.rstrip("/") + "/health", CHECK_SECONDS, key) as response:
             body = response.read(64).strip()
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):  # it is there, and asks for the credentials that its own client will send
             return
         body = b""
     except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            cure = f"set {HTTP_SETTINGS[key][0]} to the certificates of its authority"
         raise ConfigError(f"{key} = {shown!r} does not answer ({_reason(error)}); {cure}") from error
     if body != healthy:
         raise ConfigError(f"{key} = {shown!r} answers, but is not {kind}; {cure}")

@@ -31,7 +31,10 @@ SOCKET_PATH_BYTES = 107  # the longest path of a unix socket
 # vLLM names its sockets below TMPDIR like this; those of multiprocessing have shorter names.
 LONGEST_TMPDIR = SOCKET_PATH_BYTES - len("/01234567-0123-0123-0123-0123456789ab")
 OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
-OWN_RAY = ("RAY_ADDRESS", "RAY_AUTH_", "RAY_NAMESPACE", "RAY_RUNTIME_ENV", "RAY_JOB_", "RAY_TMPDIR", "RAY_CLIENT_MODE")
+OWN_RAY = (
+    *("RAY_ADDRESS", "RAY_AUTH_", "RAY_NAMESPACE", "RAY_RUNTIME_ENV", "RAY_JOB_", "RAY_TMPDIR", "RAY_CLIENT_MODE"),
+    *("RAY_USE_TLS", "RAY_TLS_"),
+)
 NEEDED_FILES, WANTED_FILES = 256, 65536
 WITH_SERVICES = ("run", "resume", "sweep", "serve", "up")  # commands that start services
 

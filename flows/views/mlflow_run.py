@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from rollflow.storage.log.anchors import Anchor
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Run
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow's client would report each call to its makers
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
 ANCHOR_TAG = "rollflow.anchor."  # followed by the number of an entry; its value is the entry's sha256

@@ -1,6 +1,7 @@
 """Where a run's actors may be on a Ray cluster, what they reserve there, and the environment of their processes.
 
-- Without `cluster.placement` an actor reserves only its GPUs: it takes a node with CPUs that others use for free.
+- Without `cluster.placement` an actor reserves its GPUs and next to no CPU. So it is on a node that has one, and never
+  on a host that joined without CPUs, such as the supervisor's.
 - With `reserve_cpus` it reserves the CPUs that its threads use, so that Ray gives these to nobody else.
 - A role with labels or a custom resource is on nodes that have them, and nowhere else.
 - The engines are over the nodes in turn ("spread": a node that is lost takes few with it), or as Ray packs them.
@@ -16,7 +17,7 @@ from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
 
 Role = Literal["engine", "learner", "scheduler", "reward"]
-LEAST = 0.001  # of a resource: of an actor that asks for nothing at all Ray draws the node at random
+LEAST = 0.001  # of a resource: for an actor that asks for nothing at all Ray draws one of all nodes
 
 
 def actor_options(
@@ -31,9 +32,7 @@ def actor_options(
     """
     placement = config.cluster.placement
     own = getattr(placement, role)
-    options: dict[str, Any] = {"num_cpus": cpus if placement.reserve_cpus else 0, "num_gpus": gpus}
-    if own.labels or own.resource or role == "engine":
-        options["num_cpus"] = options["num_cpus"] or LEAST
+    options: dict[str, Any] = {"num_cpus": cpus if placement.reserve_cpus and cpus else LEAST, "num_gpus": gpus}
     if own.labels:
         options["label_selector"] = dict(own.labels)
     if own.resource:

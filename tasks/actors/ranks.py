@@ -26,7 +26,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rollflow.storage.errors import Unreachable
-from rollflow.tasks.actors.placement import LEAST, actor_options, fits, runtime_env
+from rollflow.tasks.actors.placement import actor_options, fits, runtime_env
 from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.rank_orders import Meeting, Pipes, RankHosts
 from rollflow.tasks.learners.restore import start_of
@@ -73,8 +73,7 @@ def reserved(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, n
     own = actor_options(config, "learner", float(config.train.threads))
     bundle = {"GPU": 1, "CPU": own["num_cpus"], **own.get("resources", {})}
     labels = [own["label_selector"]] * ranks if "label_selector" in own else None
-    held = [{name: amount for name, amount in bundle.items() if amount}] * ranks
-    group = placement_group(held, strategy="PACK", name=name, bundle_label_selector=labels)
+    group = placement_group([bundle] * ranks, strategy="PACK", name=name, bundle_label_selector=labels)
     if not group.wait(seconds):
         remove_placement_group(group)
         cure = "another run may have them; wait for it, or set train.ranks to less"
@@ -93,7 +92,7 @@ def in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
     own.pop("label_selector", None)  # the node has them
-    return {**own, "num_cpus": own["num_cpus"] or LEAST, "scheduling_strategy": near}
+    return {**own, "scheduling_strategy": near}
 
 
 @dataclass(frozen=True, slots=True)

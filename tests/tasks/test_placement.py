@@ -32,7 +32,7 @@ def config(**keys: Any) -> RunConfig:
 
 
 def test_by_default_only_gpus_are_reserved() -> None:
-    assert actor_options(config(), "learner", 4.0, gpus=2.0, imports="learner") == {"num_cpus": 0, "num_gpus": 2.0}
+    assert actor_options(config(), "learner", 4.0, gpus=2.0, imports="learner") == {"num_cpus": LEAST, "num_gpus": 2.0}
     spread = {"num_cpus": LEAST, "num_gpus": 0.0, "scheduling_strategy": "SPREAD"}
     assert actor_options(config(), "engine", 4.0) == spread
 
@@ -46,7 +46,7 @@ def test_labels_and_resources_are_of_one_role() -> None:
     placed = config(placement={"strategy": "pack", "engine": {"labels": FAST}, "learner": {"resource": "train"}})
     assert actor_options(placed, "engine", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "label_selector": FAST}
     assert actor_options(placed, "learner", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "resources": {"train": LEAST}}
-    assert actor_options(placed, "reward", 1.0) == {"num_cpus": 0, "num_gpus": 0.0}
+    assert actor_options(placed, "reward", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0}
 
 
 def test_an_actors_cpus_are_those_of_its_threads() -> None:

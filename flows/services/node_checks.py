@@ -1,0 +1,133 @@
+"""Ask every node of a cluster whether a run can work there, and find what is wrong.
+
+Every wait is bounded. A node that does not answer, or has no rollflow, is a fault of that node and not an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.flows.services import cluster
+from rollflow.storage.errors import RollflowError
+from rollflow.tasks.actors.node_report import NodeReport, NodeReporter, read_versions
+
+ANSWER_SECONDS = 120.0  # a worker's start, with its imports, on a slow machine
+CLOCK_TRIES = 5
+CLOCK_SECONDS = 30.0  # clocks may be so far apart
+GIB = 2**30
+LEAST_DISK = 5 * GIB
+EVERYWHERE = ("python", "rollflow", "ray")  # the same as here; the others only where actors may be
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """A node as it was asked. `clock` is how far its clock is ahead of this machine's, in seconds.
+
+    `report` is None where the node did not answer, and `silent` says why.
+    """
+
+    address: str
+    cpus: float
+    gpus: float
+    report: NodeReport | None = None
+    clock: float = 0.0
+    silent: str = ""
+
+
+def ask_nodes(store: str, runtime_env: Mapping[str, Any]) -> list[NodeState]:
+    """Ask every living node of the cluster that this process is attached to, all at once."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = []
+    for node in sorted(cluster.living_nodes(), key=lambda node: str(node["NodeManagerAddress"])):
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": there, **runtime_env}
+        actor = ray.remote(NodeReporter).options(**options).remote()
+        asked.append((node, actor, actor.report.remote(store)))
+    return [_read(node, actor, report) for node, actor, report in asked]
+
+
+def _read(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
+    resources = node["Resources"]
+    state = NodeState(str(node["NodeManagerAddress"]), resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+    try:
+        found = cluster.call(report, ANSWER_SECONDS, f"node {state.address}")
+        clock = min((_clock(actor) for _ in range(CLOCK_TRIES)), key=lambda offset: offset[0])[1]
+        return NodeState(state.address, state.cpus, state.gpus, found, clock)
+    except RollflowError as error:
+        return NodeState(state.address, state.cpus, state.gpus, silent=str(error))
+    finally:
+        cluster.kill(actor)
+
+
+def _clock(actor: Any) -> tuple[float, float]:
+    """Return how long the answer took, and how far the node's clock is ahead, at least."""
+    sent, began = time.time(), time.monotonic()
+    there = cluster.call(actor.clock.remote(), ANSWER_SECONDS, "the clock of a node")
+    took = time.monotonic() - began
+    ahead = there - (sent + took / 2)
+    return took, max(0.0, abs(ahead) - took / 2) * (1 if ahead > 0 else -1)
+
+
+def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield a sentence with its cure for each thing that is wrong.
+
+    Args:
+        here: the versions of this machine.
+    """
+    here = read_versions() if here is None else here
+    usual = _usual_versions(nodes, here)
+    for node in nodes:
+        if node.report is None:
+            cure = f"install rollflow {here['rollflow']} there, or end the node"
+            yield f"{node.address} did not answer ({node.silent}); {cure}"
+            continue
+        yield from _version_faults(node, node.report, here, usual)
+        if node.report.store:
+            yield f"{node.address}: {node.report.store}; a node has its credentials from its own environment or role"
+        if abs(node.clock) > CLOCK_SECONDS:
+            direction = "ahead of" if node.clock > 0 else "behind"
+            yield (
+                f"{node.address}: its clock is {abs(node.clock):.0f} s {direction} this machine's; switch on NTP on "
+                "both (timedatectl set-ntp true)"
+            )
+        if node.gpus > node.report.gpus:
+            yield (
+                f"{node.address}: Ray offers {node.gpus:g} GPUs, and the node has {node.report.gpus} devices "
+                "(/dev/nvidia*); install its driver, or start Ray there with --num-gpus set to that"
+            )
+        if not node.report.cache:
+            yield f"{node.address}: no folder for what it fetches can be written; set ROLLFLOW_HOME there to one"
+        elif node.report.disk < LEAST_DISK:
+            yield (
+                f"{node.address}: {node.report.disk / GIB:.1f} GiB are free at {node.report.cache}, of "
+                f"{LEAST_DISK // GIB} that a run may fetch; free some, or set ROLLFLOW_HOME there to a larger disk"
+            )
+
+
+def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict[str, str]:
+    """Return what most of the nodes have on which actors may be; here, where that is as usual."""
+    usual = {}
+    for name in here:
+        found = [node.report.versions.get(name, "") for node in nodes if node.report and node.cpus]
+        counted = Counter([*found, here[name]] if here[name] in found else found)
+        usual[name] = counted.most_common(1)[0][0] if counted else here[name]
+    return usual
+
+
+def _version_faults(
+    node: NodeState, report: NodeReport, here: Mapping[str, str], usual: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what is not as elsewhere; a host without CPUs has no actors, and needs no engine."""
+    for name in here:
+        wanted = here[name] if name in EVERYWHERE else usual[name]
+        found = report.versions.get(name, "")
+        if found != wanted and (name in EVERYWHERE or node.cpus):
+            where = "here" if name in EVERYWHERE else "on most nodes"
+            has, cure = found or "not installed", f"install {name} {wanted}" if wanted else f"uninstall {name}"
+            yield f"{node.address}: {name} is {has}, and {wanted or 'not installed'} {where}; {cure} there"

