@@ -49,6 +49,7 @@ def recipe(case: Case, threads: int):  # type: ignore[no-untyped-def]
 
     return parse(
         {
+            "cluster": {"lease_seconds": 0},  # no supervisor watches it
             "name": "overhead",
             "versions": case.batches + 1,
             "async_ratio": case.batches + 1,

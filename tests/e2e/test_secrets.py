@@ -15,9 +15,11 @@ import pytest
 
 from rollflow.flows.services.process import MlflowServer, PrefectServer, start_together, stop_together
 from rollflow.flows.services.ray_head import RayHead
+from tests.support.certificates import make_certificates
 from tests.support.prefect_home import give
 from tests.support.s3_server import s3_server
 from tests.support.small_run import make_policy
+from tests.support.tls_proxy import tls_proxy
 from tests.support.waiting import RUN_SECONDS
 
 RECIPE = """
@@ -84,6 +86,10 @@ def files(folder: Path) -> Iterator[tuple[str, bytes]]:
             yield str(path), path.read_bytes()
 
 
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
 @pytest.mark.parametrize("secret", PLANTED.values(), ids=PLANTED)
 def test_the_search_finds_a_secret_however_it_is_written(secret: str) -> None:
     for text in (f"key={secret};", f"https://me:{quote(secret, safe='')}@host", f"me:{secret}"):
@@ -97,19 +103,30 @@ def test_the_search_finds_a_secret_however_it_is_written(secret: str) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_run_leaves_no_secret(tmp_path: Path, prefect_database: Path) -> None:
-    """Its Prefect server, Ray cluster and MLflow are given, and each gets its secret from the environment."""
+    """Its Prefect server, Ray cluster and MLflow are given, and each gets its secret from the environment.
+
+    Prefect and MLflow are reached by HTTPS, and their certificates by the settings of each.
+    """
     make_policy(tmp_path / "policy")
     give(prefect_database, tmp_path / "server")
     prefect, ray = PrefectServer(tmp_path / "server"), RayHead(tmp_path / "ray", cpus=2)
     mlflow = MlflowServer(tmp_path / "tracking")
-    home, recipe = tmp_path / "home", tmp_path / "recipe.toml"
-    with s3_server("secrets") as endpoint:
+    home, recipe, tls = tmp_path / "home", tmp_path / "recipe.toml", make_certificates(tmp_path / "tls")
+    with (
+        s3_server("secrets") as endpoint,
+        tls_proxy(tls, port_of(prefect.ui_url)) as to_prefect,
+        tls_proxy(tls, port_of(mlflow.url)) as to_mlflow,
+    ):
         start_together(prefect, ray, mlflow)
         try:
-            recipe.write_text(RECIPE.format(policy=tmp_path / "policy", ray=ray.address, mlflow=mlflow.url))
+            place = {"ray": ray.address, "mlflow": f"https://127.0.0.1:{to_mlflow}"}
+            recipe.write_text(RECIPE.format(policy=tmp_path / "policy", **place))
             token = {"RAY_AUTH_TOKEN": (ray.folder / "token").read_text()}
             secrets = PLANTED | token | {"PREFECT_API_AUTH_STRING": prefect.env["PREFECT_API_AUTH_STRING"]}
             given = {**prefect.env, **ray.env, "AWS_ENDPOINT_URL_S3": endpoint, "ROLLFLOW_HOME": str(home), **secrets}
+            given |= {"PREFECT_API_URL": f"https://127.0.0.1:{to_prefect}/api"}
+            authority = str(tls.authority)
+            given |= {"PREFECT_API_SSL_CERT_FILE": authority, "MLFLOW_TRACKING_SERVER_CERT_PATH": authority}
             given.pop("RAY_AUTH_TOKEN_PATH")
             command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", str(recipe), "--run-id", "planted"]
             ended = subprocess.run(

@@ -7,7 +7,6 @@ The clusters are started as people do, by `ray start`, with the dashboard that t
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -84,10 +83,12 @@ def on_a_host_without_cpus(attached: Attached) -> tuple[Machine, list[str]]:
 
 
 def as_a_job(attached: Attached) -> tuple[Machine, list[str]]:
-    """Submitted from the desk; Ray starts it on the head."""
-    inside = f"cd {attached.left.home} && ROLLFLOW_HOME={attached.left.home}/own " + shlex.join(attached.train("job"))
+    """Submitted from the desk; Ray starts it on the head, where a shell reads the command once more."""
+    home = attached.left.home
+    train = " ".join([*rollflow("run", "recipe.toml", "--run-id", "job"), "--set cluster.address=$RAY_ADDRESS"])
+    inside = f"cd {home} && ROLLFLOW_HOME={home}/own {train}"
     submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit"]
-    return attached.desk, [*submit, "--address", f"http://{attached.left.address}:8265", "--", f"sh -c {inside!r}"]
+    return attached.desk, [*submit, "--address", f"http://{attached.left.address}:8265", "--", "sh", "-c", inside]
 
 
 PLACES: Mapping[str, Callable[[Attached], tuple[Machine, list[str]]]] = {
