@@ -25,7 +25,8 @@ from rollflow.tasks.rollout.evaluation import evaluations
 from rollflow.tasks.run_context import RunContext
 
 Numbers = npt.NDArray[np.float64]
-NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study", "cluster.address")
+NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")
+PLACES = "cluster."  # where a run was trained, which its versions are not made of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +57,8 @@ class ComparedRun:
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
         """The same of two runs that are two seeds of one recipe."""
-        return tuple(sorted((key, value) for key, value in self.config.items() if key not in NO_RECIPE))
+        own = {key: value for key, value in self.config.items() if key not in NO_RECIPE and not key.startswith(PLACES)}
+        return tuple(sorted(own.items()))
 
 
 def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:

@@ -94,6 +94,11 @@ def test_seeds_are_one_band_as_far_as_all_have_come(monkeypatch: pytest.MonkeyPa
     assert (band.x[0], band.x[-1], len(band.x)) == (1, 6, SHOWN)
     assert (band.low[-1], band.middle[-1], band.high[-1]) == pytest.approx((0, 0.75, 1.5))  # 3.0 at half of the way
     assert "a and 1 other seed<" in compare_page(runs)
+    elsewhere = [
+        made_up("a", 11),
+        made_up("b", 11, **{"cluster.address": "10.0.0.1:6379", "cluster.lease_seconds": "60"}),
+    ]
+    assert [[run.name for run in group] for group in seeds(elsewhere)] == [["a", "b"]]  # what it ran on is no recipe
     again = [made_up("a", 11, seed="0"), made_up("b", 11, seed="0"), made_up("c", 11, seed="1")]
     assert "a and 2 other runs<" in compare_page(again)
 
