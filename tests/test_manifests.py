@@ -131,9 +131,12 @@ def test_images_and_gpus_are_the_overlays(objects: list[dict[str, Any]], request
     kind = request.node.callspec.params["objects"]
     images = {container["image"] for pod in pods(objects) for container in pod["containers"]}
     assert images == {"postgres:17", f"registry.example.com/rollflow:{kind}"}
-    (workers,) = named(objects, "RayCluster")["spec"]["workerGroupSpecs"]
-    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert ("nvidia.com/gpu" in limits) == (kind == "gpu")
+    groups = named(objects, "RayCluster")["spec"]["workerGroupSpecs"]
+    roles = {group["groupName"]: group.get("labels", {}).get("role") for group in groups}
+    assert roles == {"cpu": {"workers": None}, "gpu": {"rollout": "rollout", "train": "train"}}[kind]
+    for group in groups:
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert ("nvidia.com/gpu" in limits) == (kind == "gpu")
 
 
 def test_ray_version_is_the_pinned_one(objects: list[dict[str, Any]]) -> None:
