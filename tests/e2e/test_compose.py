@@ -42,7 +42,10 @@ def commands() -> list[list[str]]:
     """What the page runs beside the Ray head: doctor, run, audit."""
     block = re.search(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert block
-    return [shlex.split(line.removeprefix(EXEC)) for line in block[1].splitlines() if line.startswith(EXEC)]
+    assert block[1].count(EXEC) == 3
+    return [
+        shlex.split(line.removeprefix(EXEC), comments=True) for line in block[1].splitlines() if line.startswith(EXEC)
+    ]
 
 
 def small(command: list[str]) -> list[str]:
@@ -52,6 +55,7 @@ def small(command: list[str]) -> list[str]:
 
 
 def test_services_carry_the_run_of_the_page(compose: Compose) -> None:
+    print({name: f"{compose.memory(name) / 2**20:.0f} MiB" for name in compose.services})
     said = ""
     for command in map(small, commands()):
         began = time.monotonic()

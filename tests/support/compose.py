@@ -181,6 +181,14 @@ class Compose:
         """The end of what a service and the commands beside it have said."""
         return self.machines[name].output(100)
 
+    def memory(self, name: str) -> int:
+        """Return the bytes that a service takes now; what processes share is counted once."""
+        total = 0
+        for process in self.machines[name].processes():
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+        return total
+
     def _run(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
         log = self.machines[name].home / "output.log"
         shell = ["sh", "-c", f'exec "$@" >> {log} 2>&1', "sh", *command]
