@@ -5,6 +5,7 @@ Importing this module loads no torch, Ray, vLLM, Prefect or MLflow: each verb's 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -47,6 +48,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = parser().parse_args(arguments)
     bypass_proxies(os.environ)
     try:
+        if getattr(options, "settings", None):
+            _apply_settings(options)
         if options.verb in WITH_SERVICES:
             check_variables()
             check_home(home())
@@ -61,6 +64,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("rollflow: stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _apply_settings(options: argparse.Namespace) -> None:
+    """Set a settings file's variables; its keys come before those of `--set`, which win."""
+    from rollflow.flows.commands._settings import load_settings
+
+    options.settings = load_settings(options.settings)
+    os.environ.update(options.settings.variables)
+    options.set = [*options.settings.overrides, *options.set]
 
 
 def _open_streams() -> None:

@@ -1,5 +1,7 @@
 """`rollflow doctor`: what is installed, what answers, and which engine a run would use.
 
+With `--settings FILE` it checks a settings file (exit code 2 if the file itself is wrong) and asks every place in it.
+
 Guarantees: nothing heavy is imported (versions come from package metadata), every wait is bounded, and no secret
 value is read into a result: credentials are reported as present or absent.
 """
@@ -13,7 +15,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,10 +28,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.locations import home
-from rollflow.flows.services.reachability import check_prefect, redact
+from rollflow.flows.commands._settings import FILES, Settings
+from rollflow.flows.locations import home, store_uri
+from rollflow.flows.services.reachability import check_mlflow, check_prefect, check_ray, check_store_reach, redact
 from rollflow.flows.services.variables import PROXIES, check_variables
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects import open_store
 
 Outcome = Literal["ok", "note", "missing"]
 MARKS: Mapping[Outcome, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}
@@ -37,6 +41,7 @@ NEEDED = ("prefect", "ray", "torch", "transformers", "mlflow", "pyarrow", "s3fs"
 GIB = 2**30
 LEAST_MEMORY = 6 * GIB
 LEAST_DISK = 5 * GIB
+UNTRACKED = "SQLite in the run home"
 
 
 def command(options: argparse.Namespace) -> int:
@@ -45,7 +50,7 @@ def command(options: argparse.Namespace) -> int:
         from rollflow.flows.commands import _doctor_cluster  # imports Ray
 
         return _doctor_cluster.command(options)
-    checks = doctor(home())
+    checks = doctor(home(), options.settings)
     if options.json:
         print(json.dumps([asdict(check) for check in checks]))
     else:
@@ -62,8 +67,8 @@ class Check:
     found: str
 
 
-def doctor(home: Path) -> list[Check]:
-    """Look at everything that a run with this home needs."""
+def doctor(home: Path, settings: Settings | None = None) -> list[Check]:
+    """Look at everything that a run with this home needs, and at the places that `settings` names."""
     return [
         _python(),
         *[_package(name) for name in NEEDED],
@@ -71,8 +76,7 @@ def doctor(home: Path) -> list[Check]:
         _cuda(),
         _check_environment(),
         _check_prefect(),
-        _check_unused("Ray", "RAY_ADDRESS", "cluster.address", "a private cluster"),
-        _check_unused("MLflow", "MLFLOW_TRACKING_URI", "tracking.uri", "SQLite in the run home"),
+        *(_check_places(settings) if settings else _check_unnamed_places()),
         _credentials(),
         _cores(),
         _memory(),
@@ -140,6 +144,44 @@ def _check_prefect() -> Check:
     except ConfigError as error:
         return Check("Prefect server", "missing", str(error))
     return Check("Prefect server", "ok", f"{redact(value)} answers")
+
+
+def _check_unnamed_places() -> list[Check]:
+    return [
+        _check_unused("Ray", "RAY_ADDRESS", "cluster.address", "a private cluster"),
+        _check_unused("MLflow", "MLFLOW_TRACKING_URI", "tracking.uri", UNTRACKED),
+    ]
+
+
+def _check_places(settings: Settings) -> list[Check]:
+    """Ask each place that a settings file names, as `rollflow check` asks those of a recipe."""
+    config = settings.config
+    store, address, tracking = store_uri(config), config.cluster.address, config.tracking.uri
+    return [
+        *[_check_file(name, settings.variables[name]) for name in FILES if name in settings.variables],
+        _check_place("Ray server", "a private cluster" if address == "auto" else address, lambda: check_ray(address)),
+        _check_place("MLflow server", tracking or UNTRACKED, lambda: check_mlflow(tracking) if tracking else None),
+        _check_place("store", store, lambda: _check_store(store, address)),
+    ]
+
+
+def _check_store(uri: str, address: str) -> None:
+    check_store_reach(uri, address)
+    open_store(uri).check()
+
+
+def _check_place(name: str, place: str, check: Callable[[], None]) -> Check:
+    try:
+        check()
+    except ConfigError as error:
+        return Check(name, "missing", str(error))
+    return Check(name, "ok", redact(place))
+
+
+def _check_file(variable: str, path: str) -> Check:
+    if not os.access(path, os.R_OK):
+        return Check(variable, "missing", f"{path} cannot be read; create it, or correct variables.{variable}")
+    return Check(variable, "ok", path)
 
 
 def _check_unused(name: str, variable: str, key: str, otherwise: str) -> Check:

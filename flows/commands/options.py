@@ -28,6 +28,7 @@ def _recipe_commands(commands: Any) -> None:
     run = commands.add_parser("run", help="train a policy as a recipe says")
     run.add_argument("recipe", type=Path)
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. train.learning_rate=1e-4")
+    _settings_argument(run)
     run.add_argument("--run-id", help="default: the recipe's name and the time")
     run.set_defaults(verb="run")
 
@@ -35,6 +36,7 @@ def _recipe_commands(commands: Any) -> None:
     sweep.add_argument("recipe", type=Path)
     values = "several values: train.learning_rate=1e-4,3e-4"
     sweep.add_argument("--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]", help=values)
+    _settings_argument(sweep)
     sweep.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each value (default: 1)")
     sweep.add_argument("--study", help="what they are called together; one that was stopped goes on")
     sweep.set_defaults(verb="sweep")
@@ -48,6 +50,7 @@ def _recipe_commands(commands: Any) -> None:
     check = commands.add_parser("check", help="validate a recipe")
     check.add_argument("recipe", type=Path)
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    _settings_argument(check)
     check.add_argument("--offline", action="store_true", help="ask no service: no store, MLflow, Prefect or Ray")
     whole = check.add_mutually_exclusive_group()
     whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
@@ -83,7 +86,13 @@ def _helping_commands(commands: Any) -> None:
         help="ask every node of the recipe's Ray cluster instead, or of --set cluster.address=HOST:PORT",
     )
     doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --cluster")
+    doctor.add_argument("--settings", type=Path, metavar="FILE", help="check this settings file, and ask what it names")
     doctor.set_defaults(verb="doctor")
+
+
+def _settings_argument(command: argparse.ArgumentParser) -> None:
+    given = "variables, store, cluster and tracking of an installation; see docs/cluster.md"
+    command.add_argument("--settings", type=Path, metavar="FILE", help=given)
 
 
 class _Version(argparse.Action):

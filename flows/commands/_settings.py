@@ -1,0 +1,136 @@
+"""A settings file: what an installation gives to every run. Terraform writes one (`infra/terraform`), or a person does.
+
+    [variables]                                     # environment variables of a command
+    PREFECT_API_URL = "http://127.0.0.1:4200/api"
+    [store]                                         # sections of a recipe, checked as a recipe's are
+    uri = "s3://bucket/store"
+
+Guarantees:
+- A file that loads names only variables that rollflow or a library below it reads, and only keys of a recipe.
+- A secret in the file is refused, and its value is shown nowhere: neither a variable that holds one, nor a password in
+  an address.
+- `--settings FILE` sets the variables and then the keys; `--set` wins over the file, the file over the recipe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollflow.flows.config import parse, read_toml
+from rollflow.flows.services.reachability import redact
+from rollflow.flows.services.recipe_paths import anchor_paths
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.config import RunConfig
+
+SECTIONS = ("store", "cluster", "tracking")
+FILES = (  # variables that name a file
+    "AWS_CA_BUNDLE",
+    "PREFECT_API_SSL_CERT_FILE",
+    "RAY_AUTH_TOKEN_PATH",
+    "RAY_TLS_CA_CERT",
+    "RAY_TLS_SERVER_CERT",
+    "RAY_TLS_SERVER_KEY",
+)
+VARIABLES = (
+    *FILES,
+    *("AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_REGION"),
+    *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "TMPDIR"),
+    *("PREFECT_API_URL", "PREFECT_PROFILE", "RAY_AUTH_MODE", "RAY_USE_TLS"),
+    *("ROLLFLOW_HOME", "ROLLFLOW_LOG_FORMAT", "ROLLFLOW_STORE"),
+)
+SECRETS: Mapping[str, str] = {
+    "AWS_ACCESS_KEY_ID": "use a role or AWS_PROFILE",
+    "AWS_SECRET_ACCESS_KEY": "use a role or AWS_PROFILE",
+    "AWS_SESSION_TOKEN": "use a role or AWS_PROFILE",
+    "HF_TOKEN": "export it before the command",
+    "MLFLOW_TRACKING_PASSWORD": "export it before the command",
+    "MLFLOW_TRACKING_TOKEN": "export it before the command",
+    "PGPASSWORD": "export it before the command",
+    "PREFECT_API_AUTH_STRING": "export it before the command",
+    "PREFECT_API_KEY": "export it before the command",
+    "PREFECT_CLIENT_CUSTOM_HEADERS": "export it before the command",
+    "RAY_AUTH_TOKEN": "name its file in RAY_AUTH_TOKEN_PATH",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The variables of a settings file, its keys as `--set` takes them, and the config of a recipe with those alone."""
+
+    variables: Mapping[str, str]
+    overrides: tuple[str, ...]
+    config: RunConfig
+
+
+def load_settings(path: Path) -> Settings:
+    """Read a settings file and check it. Relative paths in it are relative to its folder.
+
+    Raises:
+        ConfigError: with one sentence for what the user must change.
+    """
+    tree = read_toml(path, "settings file")
+    variables = tree.pop("variables", {})
+    try:
+        _check_sections(tree)
+        _check_variables(variables)
+        _check_addresses(tree)
+        anchor_paths(tree, path.parent.resolve())
+        config = parse(tree)
+    except ConfigError as error:
+        raise ConfigError(f"settings file {str(path)!r}: {error}") from None
+    return Settings(variables, tuple(_overrides(tree)), config)
+
+
+def _check_sections(tree: Mapping[str, Any]) -> None:
+    for name, section in tree.items():
+        if name not in SECTIONS:
+            raise ConfigError(f"{name}: only [variables], [store], [cluster] and [tracking] belong here; remove it")
+        if not isinstance(section, dict):
+            raise ConfigError(f"{name} is a value, not a section; write [{name}] above its keys")
+
+
+def _check_variables(variables: object) -> None:
+    if not isinstance(variables, dict):
+        raise ConfigError("variables is a value, not a section; write [variables] above the names")
+    for name, value in variables.items():
+        key = f"variables.{name}"
+        if name in SECRETS:
+            raise ConfigError(f"{key} is a secret, which this file must not hold; remove it, and {SECRETS[name]}")
+        if name not in VARIABLES:  # its value may be a secret
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            cure = f"did you mean {close[0]}?" if close else "remove it"
+            raise ConfigError(f"{key}: rollflow reads no such variable; {cure}")
+        if not isinstance(value, str):
+            raise ConfigError(f'{key} = {json.dumps(value, default=str)} is not text; write "{value}"')
+        _check_address(key, value)
+
+
+def _check_addresses(tree: Mapping[str, Any]) -> None:
+    for name, section in tree.items():
+        for key, value in section.items():
+            if isinstance(value, str):
+                _check_address(f"{name}.{key}", value)
+
+
+def _check_address(key: str, value: str) -> None:
+    """Refuse an address with a password in it."""
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        return
+    if parts.password is not None:
+        raise ConfigError(f"{key} = {redact(value)!r} has a password, which this file must not hold; remove it")
+
+
+def _overrides(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _overrides(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={json.dumps(value, ensure_ascii=False)}"

@@ -1,0 +1,133 @@
+"""A settings file is refused by key, value and fix, holds no secret, and gives its places to doctor, check and run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.flows.commands._settings import SECRETS, VARIABLES, load_settings
+from rollflow.flows.commands.cli import main
+from rollflow.storage.errors import ConfigError
+from tests.support.s3_server import s3_server, use
+
+RECIPE = str(Path(__file__).parents[2] / "flows" / "recipes" / "sorting.toml")
+PLANTED = "planted-4711"
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home of the test's own; variables that a file sets end with the test."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+
+
+def written(folder: Path, text: str) -> Path:
+    """A settings file of that text."""
+    file = folder / "settings.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[train]\nlearner = 'torch'", "train: only [variables], [store], [cluster] and [tracking] belong here"),
+        ("store = 's3://b/p'", "store is a value, not a section; write [store] above its keys"),
+        ("variables = 1", "variables is a value, not a section; write [variables] above the names"),
+        ("[store]\nurl = 's3://b/p'", "store.url = 's3://b/p': there is no such key; did you mean store.uri?"),
+        ("[store]\nkeep_last = 1", "store.keep_last = 1 is less than the minimum of 2"),
+        ("[variables]\nRAY_ADDRESS = 'x:1'", "variables.RAY_ADDRESS: rollflow reads no such variable; remove it"),
+        ("[variables]\nPREFECT_URL = 'x'", "no such variable; did you mean PREFECT_API_URL?"),
+        ("[variables]\nRAY_USE_TLS = 1", 'variables.RAY_USE_TLS = 1 is not text; write "1"'),
+        ("[tracking]\nuri = 'http://a:planted-4711@h/'", "tracking.uri = 'http://h/' has a password"),
+        ("[variables]\nPREFECT_API_URL = 'http://a:planted-4711@h/api'", "_URL = 'http://h/api' has a password"),
+        ("[store", "is not valid TOML"),
+    ],
+)  # fmt: skip
+def test_settings_are_refused_in_one_sentence(
+    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, text)
+    for verb in (["doctor"], ["check", RECIPE]):
+        assert main([*verb, "--settings", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert sentence in said
+        assert str(file) in said
+        assert PLANTED not in said
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_settings_refuse_a_secret_unseen(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"variables.{name} is a secret") as refused:
+        load_settings(written(tmp_path, f"[variables]\n{name} = '{PLANTED}'"))
+    assert PLANTED not in str(refused.value)
+
+
+def test_settings_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--settings", str(tmp_path / "none.toml")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_settings_win_over_recipe_and_set_over_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[store]\nuri = "s3://mine/store"\nkeep_last = 7\n[tracking]\nexperiment = "mine"\n')
+    home = tmp_path / "other home"
+    file = written(
+        tmp_path,
+        f'[variables]\nROLLFLOW_HOME = "{home}"\n[store]\nuri = "s3://team/store"\n'
+        '[cluster]\naddress = "10.0.0.1:6379"\n[tracking]\nuri = "http://127.0.0.1:5000"\nexperiment = "a \\"b\\""\n',
+    )
+    given = ["check", str(recipe), "--offline", "--json", "--settings", str(file), "--set", "tracking.experiment=c"]
+    assert main(given) == 0
+    config = json.loads(capsys.readouterr().out)
+    assert (config["store"]["uri"], config["store"]["keep_last"]) == ("s3://team/store", 7)
+    assert config["cluster"]["address"] == "10.0.0.1:6379"
+    assert (config["tracking"]["uri"], config["tracking"]["experiment"]) == ("http://127.0.0.1:5000", "c")
+    assert os.environ["ROLLFLOW_HOME"] == str(home)
+    assert main(given[:-2]) == 0
+    assert json.loads(capsys.readouterr().out)["tracking"]["experiment"] == 'a "b"'
+
+
+def test_settings_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    settings = load_settings(written(tmp_path, "[store]\nuri = 'runs'\n[tracking]\nuri = 'sqlite:///t.db'"))
+    assert settings.config.store.uri == str(tmp_path / "runs")
+    assert settings.config.tracking.uri == f"sqlite:///{tmp_path}/t.db"
+
+
+def checked(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What doctor says of a settings file, by the name of the check."""
+    main(["doctor", "--json", "--settings", str(file)])
+    return {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+
+
+def test_doctor_asks_every_place_of_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(
+        tmp_path,
+        f'[variables]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\nRAY_AUTH_TOKEN_PATH = "{tmp_path}/token"\n'
+        '[store]\nuri = "/proc/none"\n[cluster]\naddress = "127.0.0.1:9"\n[tracking]\nuri = "http://127.0.0.1:9"\n',
+    )
+    found = checked(file, capsys)
+    for name in ("Prefect server", "Ray server", "MLflow server", "store", "RAY_AUTH_TOKEN_PATH"):
+        assert found[name]["outcome"] == "missing", name
+    (tmp_path / "token").write_text(PLANTED)
+    found = checked(file, capsys)
+    assert found["RAY_AUTH_TOKEN_PATH"]["outcome"] == "ok"
+    assert PLANTED not in json.dumps(found)
+
+
+def test_doctor_accepts_settings_whose_places_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with s3_server("team") as endpoint:
+        use(endpoint, monkeypatch)
+        found = checked(written(tmp_path, '[store]\nuri = "s3://team/store"\n'), capsys)
+    assert found["store"] == {"name": "store", "outcome": "ok", "found": "s3://team/store"}
+    assert found["Ray server"] == {"name": "Ray server", "outcome": "ok", "found": "a private cluster"}
+    assert found["MLflow server"]["outcome"] == "ok"
+    assert not [name for name, check in found.items() if check["outcome"] == "missing"]

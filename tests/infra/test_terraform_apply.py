@@ -1,0 +1,120 @@
+"""Both examples are validated, applied to moto and destroyed: the settings are accepted, and no secret is kept.
+
+moto shows that the calls exist and fit together. It does not show what AWS would do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.storage.errors import Conflict
+from rollflow.storage.objects import open_store
+from tests.infra.test_terraform import PLANTED
+from tests.support.aws_server import aws_server, variables
+from tests.support.terraform import BUCKET, Terraform, prepare, script, state_resources, why_not
+
+REGION = "eu-central-1"
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.xdist_group("terraform"),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+
+def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reach the server in this process, too."""
+    for name, value in {**variables(endpoint), "AWS_REGION": REGION}.items():
+        monkeypatch.setenv(name, value)
+
+
+def doctor_on(settings: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What doctor says of a settings file; it must load."""
+    file = folder / "settings.toml"
+    file.write_text(settings)
+    assert main(["doctor", "--json", "--settings", str(file)]) in (0, 1)
+    return {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+
+
+def check_bucket(endpoint: str) -> None:
+    """Conditional writes work under the bucket's policy, and a deleted object stays recoverable."""
+    store = open_store(f"s3://{BUCKET}/store")
+    store.create("probe", b"one")
+    with pytest.raises(Conflict):
+        store.create("probe", b"two")
+    store.delete("probe")
+    s3 = boto3.client("s3", region_name=REGION, endpoint_url=endpoint)
+    assert len(s3.list_object_versions(Bucket=BUCKET, Prefix="store/probe")["Versions"]) >= 1
+    store.create("probe", b"three")
+
+
+def check_secrets(terraform: Terraform, state: Mapping[str, Any]) -> None:
+    """Secrets are where machines read them, and in no file, output or script."""
+    client = boto3.client("secretsmanager", region_name=REGION, endpoint_url=terraform.endpoint)
+    names = {"ray_token": "rollflow/ray-token", "prefect_password": "rollflow/prefect-auth"}
+    for key, secret in PLANTED.items():
+        assert client.get_secret_value(SecretId=names[key])["SecretString"] == secret
+        for file in terraform.folder.iterdir():
+            assert not file.is_file() or secret.encode() not in file.read_bytes(), file
+        assert secret not in json.dumps(state)
+    password = json.loads(client.get_secret_value(SecretId=database_secret(state))["SecretString"])["password"]
+    given = [
+        address
+        for address, attributes in state_resources(state).items()
+        if attributes.get("user_data_base64") or attributes.get("user_data")
+        if any(secret in script(attributes) for secret in (*PLANTED.values(), password))
+    ]
+    assert given == []
+
+
+def database_secret(state: Mapping[str, Any]) -> str:
+    """The secret that RDS keeps the password in."""
+    database = state_resources(state)["module.control.aws_db_instance.this"]
+    return str(database["master_user_secret"][0]["secret_arn"])
+
+
+def check_gone(endpoint: str) -> None:
+    """Nothing that costs is left."""
+
+    def client(service: str) -> Any:
+        return boto3.client(service, region_name=REGION, endpoint_url=endpoint)
+
+    assert client("s3").list_buckets()["Buckets"] == []
+    reservations = client("ec2").describe_instances()["Reservations"]
+    states = {machine["State"]["Name"] for one in reservations for machine in one["Instances"]}
+    assert states <= {"terminated"}
+    nat = client("ec2").describe_nat_gateways()["NatGateways"]
+    assert {one["State"] for one in nat} <= {"deleted"}
+    assert client("rds").describe_db_instances()["DBInstances"] == []
+    assert client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"] == []
+    assert client("secretsmanager").list_secrets()["SecretList"] == []
+
+
+@pytest.mark.parametrize("example", ["small", "cluster"])
+def test_example_is_applied_and_destroyed(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    with aws_server() as endpoint:
+        use(endpoint, monkeypatch)
+        terraform = prepare(example, tmp_path, endpoint, PLANTED if example == "cluster" else {})
+        terraform.run("validate", "-no-color")
+        terraform.plan()
+        state = terraform.apply()
+        check_bucket(endpoint)
+        found = doctor_on(terraform.run("output", "-raw", "settings"), tmp_path, capsys)
+        assert found["store"] == {"name": "store", "outcome": "ok", "found": f"s3://{BUCKET}/store"}
+        if example == "small":
+            assert not {name for name, one in found.items() if one["outcome"] == "missing"} - {"disk"}
+        else:
+            assert found["Ray server"]["outcome"] == "missing", "no machine runs here"
+            check_secrets(terraform, state)
+        terraform.run("destroy", "-no-color", "-auto-approve")
+        check_gone(endpoint)

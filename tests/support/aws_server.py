@@ -1,0 +1,84 @@
+"""A moto server of this process that Terraform can apply to.
+
+moto proves that the calls exist and fit together, not what AWS would do. Two things differ here from moto as it comes:
+- `budgets` gets two calls that Terraform makes and moto 5.2.5 lacks.
+- A bucket's statement that denies requests without TLS is set aside: moto speaks HTTP and evaluates no condition, so it
+  would deny everything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from moto.backends import get_backend
+from moto.budgets.responses import BudgetsResponse
+from moto.iam.access_control import IAMPolicy, PermissionResult
+from moto.s3.models import FakeBucket
+from moto.server import ThreadedMotoServer
+
+USED = ("autoscaling", "budgets", "cloudwatch", "ec2", "iam", "kms", "rds", "s3", "secretsmanager", "sns", "ssm", "sts")
+
+
+@contextmanager
+def aws_server() -> Iterator[str]:
+    """The endpoint of an empty moto server."""
+    for service in USED:
+        for account in get_backend(service).values():  # type: ignore[call-overload]
+            for backend in account.values():
+                backend.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeBucket, "get_permission", _get_permission)
+        patch.setattr(BudgetsResponse, "describe_subscribers_for_notification", _describe_subscribers, raising=False)
+        patch.setattr(BudgetsResponse, "list_tags_for_resource", _list_tags, raising=False)
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+        server.stop()
+
+
+def variables(endpoint: str) -> dict[str, str]:
+    """The environment by which Terraform and rollflow reach the server and nothing else."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "2",
+    }
+
+
+def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
+    """Evaluate a bucket's policy as for a request by TLS."""
+    if bucket.policy is None:
+        return PermissionResult.NEUTRAL
+    policy = json.loads(bucket.policy)
+    policy["Statement"] = [one for one in policy["Statement"] if not is_tls_only(one)]
+    return IAMPolicy(json.dumps(policy)).is_action_permitted(action, resource)
+
+
+def is_tls_only(statement: dict[str, Any]) -> bool:
+    """Whether a statement denies every request without TLS and no other."""
+    return (
+        statement["Effect"] == "Deny"
+        and statement["Principal"] in ("*", {"AWS": "*"})
+        and statement["Action"] == "s3:*"
+        and statement.get("Condition") == {"Bool": {"aws:SecureTransport": "false"}}
+    )
+
+
+def _describe_subscribers(response: BudgetsResponse) -> str:
+    wanted = response._get_param("Notification")
+    budget = response.backend.budgets[response._get_param("AccountId")][response._get_param("BudgetName")]
+    for notification in budget.notifications:
+        if wanted.items() <= notification.details.items():
+            return json.dumps({"Subscribers": notification.subscribers})
+    return json.dumps({"Subscribers": []})
+
+
+def _list_tags(response: BudgetsResponse) -> str:
+    return json.dumps({"ResourceTags": []})
