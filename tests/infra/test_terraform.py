@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollflow.flows.commands._settings import load_settings
-from tests.support.aws_server import aws_server
 from tests.support.terraform import (
+    PLANTED,
     SOURCE,
-    prepare,
     resources,
     script,
     statements,
@@ -27,18 +25,10 @@ from tests.support.terraform import (
 )
 
 FILES = sorted(SOURCE.rglob("*.tf"))
-PLANTED = {"ray_token": "planted-ray-token-4711", "prefect_password": "planted-password-4711"}
 WILDCARD = re.compile(r'"[^"]*\*[^"]*"')
 
 pytestmark = pytest.mark.xdist_group("terraform")
 needs_terraform = pytest.mark.skipif(bool(why_not()), reason=why_not())
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The plan of the cluster, made with secrets of one's own."""
-    with aws_server() as endpoint:
-        yield prepare("cluster", tmp_path_factory.mktemp("cluster"), endpoint, PLANTED).plan()
 
 
 def test_files_exist() -> None:
@@ -217,7 +207,7 @@ class TestPlan:
         file = tmp_path / "settings.toml"
         file.write_text(plan["planned_values"]["outputs"]["settings"]["value"])
         settings = load_settings(file)
-        assert settings.config.store.uri == "s3://rollflow-tests/store"
+        assert settings.variables["ROLLFLOW_STORE"] == "s3://rollflow-tests/store"
         assert settings.config.cluster.address == "10.42.0.10:6379"
         assert settings.config.tracking.uri == "http://127.0.0.1:5000"
         assert settings.variables["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"

@@ -16,9 +16,8 @@ import pytest
 from rollflow.flows.commands.cli import main
 from rollflow.storage.errors import Conflict
 from rollflow.storage.objects import open_store
-from tests.infra.test_terraform import PLANTED
 from tests.support.aws_server import aws_server, variables
-from tests.support.terraform import BUCKET, Terraform, prepare, script, state_resources, why_not
+from tests.support.terraform import BUCKET, PLANTED, Terraform, prepare, script, state_resources, why_not
 
 REGION = "eu-central-1"
 

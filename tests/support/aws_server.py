@@ -1,7 +1,8 @@
 """A moto server of this process that Terraform can apply to.
 
-moto proves that the calls exist and fit together, not what AWS would do. Two things differ here from moto as it comes:
+moto proves that the calls exist and fit together, not what AWS would do. Three things differ from moto as it comes:
 - `budgets` gets two calls that Terraform makes and moto 5.2.5 lacks.
+- The versions of a key can be deleted from a bucket whose versioning is suspended, delete markers included.
 - A bucket's statement that denies requests without TLS is set aside: moto speaks HTTP and evaluates no condition, so it
   would deny everything.
 """
@@ -17,7 +18,7 @@ import pytest
 from moto.backends import get_backend
 from moto.budgets.responses import BudgetsResponse
 from moto.iam.access_control import IAMPolicy, PermissionResult
-from moto.s3.models import FakeBucket
+from moto.s3.models import FakeBucket, FakeDeleteMarker
 from moto.server import ThreadedMotoServer
 
 USED = ("autoscaling", "budgets", "cloudwatch", "ec2", "iam", "kms", "rds", "s3", "secretsmanager", "sns", "ssm", "sts")
@@ -34,6 +35,7 @@ def aws_server() -> Iterator[str]:
         patch.setattr(FakeBucket, "get_permission", _get_permission)
         patch.setattr(BudgetsResponse, "describe_subscribers_for_notification", _describe_subscribers, raising=False)
         patch.setattr(BudgetsResponse, "list_tags_for_resource", _list_tags, raising=False)
+        patch.setattr(FakeDeleteMarker, "dispose", lambda marker, garbage=False: None, raising=False)
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()

@@ -23,9 +23,10 @@ from tests.support.aws_server import variables
 SOURCE = Path(__file__).resolve().parents[2] / "infra" / "terraform"
 PLUGINS = Path(os.environ.get("ROLLFLOW_TF_PLUGINS", "/opt/tf-plugins"))
 VERSION = "5.100.0"
-HANG_SECONDS = 900
+HANG_SECONDS = 600
 IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"  # moto has no images with a GPU driver
 BUCKET = "rollflow-tests"
+PLANTED: Mapping[str, str] = {"ray_token": "planted-ray-token-4711", "prefect_password": "planted-password-4711"}
 GIVEN: Mapping[str, object] = {
     "region": "eu-central-1",
     "bucket": BUCKET,

@@ -6,6 +6,7 @@ locals {
   node_variables = {
     AWS_REGION          = var.region
     ROLLFLOW_HOME       = "/var/lib/rollflow/home"
+    ROLLFLOW_STORE      = local.store_uri
     RAY_AUTH_MODE       = "token"
     RAY_AUTH_TOKEN_PATH = "/run/rollflow-ray/token"
     RAY_USE_TLS         = "1"
@@ -22,9 +23,6 @@ locals {
     ],
     [for name, value in local.variables : "${name} = ${jsonencode(value)}"],
     [
-      "",
-      "[store]",
-      "uri = ${jsonencode(local.store_uri)}",
       "",
       "[cluster]",
       "address = ${jsonencode("${local.head_ip}:6379")}",

@@ -66,6 +66,7 @@ module "machine" {
   security_group_ids = [module.network.members_security_group_id]
   subnet_id          = module.network.subnets[0].id
   user_data = join("\n", [module.software.install_script, templatefile("${path.module}/start.sh.tftpl", {
-    settings = local.settings
+    settings  = local.settings
+    variables = local.variables
   })])
 }

@@ -1,14 +1,17 @@
 locals {
-  settings = join("\n", [
-    "# What rollflow reads on the machine: rollflow doctor --settings /etc/rollflow/settings.toml",
-    "[variables]",
-    "AWS_REGION = ${jsonencode(var.region)}",
-    "ROLLFLOW_HOME = \"/var/lib/rollflow/home\"",
-    "",
-    "[store]",
-    "uri = ${jsonencode("s3://${module.bucket.name}/store")}",
-    "",
-  ])
+  variables = {
+    AWS_REGION     = var.region
+    ROLLFLOW_HOME  = "/var/lib/rollflow/home"
+    ROLLFLOW_STORE = "s3://${module.bucket.name}/store"
+  }
+  settings = join("\n", concat(
+    [
+      "# What rollflow reads on the machine: rollflow doctor --settings /etc/rollflow/settings.toml",
+      "[variables]",
+    ],
+    [for name, value in local.variables : "${name} = ${jsonencode(value)}"],
+    [""],
+  ))
 }
 
 output "settings" {

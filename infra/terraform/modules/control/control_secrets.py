@@ -30,12 +30,11 @@ def read_secret(name: str) -> str:
 def environment_files(host: str, database: dict[str, str], prefect: str) -> dict[str, str]:
     """Return the content of each file by its name."""
     login = f"{quote(database['username'], safe='')}:{quote(database['password'], safe='')}@{host}:5432"
-    client = f"PREFECT_API_AUTH_STRING=rollflow:{prefect}\n"
     return {
         "prefect": f"PREFECT_SERVER_DATABASE_CONNECTION_URL=postgresql+asyncpg://{login}/prefect\n"
         f"PREFECT_SERVER_API_AUTH_STRING=rollflow:{prefect}\n",
         "mlflow": f"MLFLOW_BACKEND_STORE_URI=postgresql://{login}/mlflow\n",
-        "client": client,
+        "client": f"PREFECT_API_URL=http://127.0.0.1:4200/api\nPREFECT_API_AUTH_STRING=rollflow:{prefect}\n",
     }
 
 

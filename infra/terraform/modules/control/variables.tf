@@ -102,8 +102,8 @@ variable "settings" {
   description = "Settings file of rollflow, which the machine gets as /etc/rollflow/settings.toml."
   type        = string
   validation {
-    condition     = strcontains(var.settings, "[store]")
-    error_message = "It is a TOML file with a section [store]."
+    condition     = strcontains(var.settings, "[variables]")
+    error_message = "It is a TOML file with a section [variables]."
   }
 }
 

@@ -1,0 +1,245 @@
+"""Parts of the machines' user data, run: credentials by OpenSSL and a stand-in `aws`, passwords, GPUs waited for.
+
+The scripts are taken from the plan, so Terraform has rendered them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from tests.support.aws_server import aws_server, variables
+from tests.support.terraform import SOURCE, resources, script, why_not
+
+REGION = "eu-central-1"
+ADDRESS = "10.42.0.10"
+CREDENTIALS = ("rollflow/ray-token", "rollflow/ray-authority")
+
+needs_terraform = pytest.mark.skipif(bool(why_not()), reason=why_not())
+group = pytest.mark.xdist_group("terraform")
+
+# Two calls of the AWS command line, with its exit code for a refusal.
+AWS = f"""#!{sys.executable}
+import sys
+import boto3
+from botocore.exceptions import ClientError
+client = boto3.client("secretsmanager", region_name="{REGION}")
+_, verb, _, secret, _, value, *_ = sys.argv[1:]
+try:
+    if verb == "get-secret-value":
+        print(client.get_secret_value(SecretId=secret)["SecretString"])
+    else:
+        client.put_secret_value(SecretId=secret, SecretString=open(value.removeprefix("file://")).read())
+except ClientError as error:
+    print(error, f"({{error.response['Error']['Code']}})", file=sys.stderr)
+    sys.exit(254)
+"""
+
+
+def program(body: str, name: str) -> str:
+    """The program that user data writes to the file of that name."""
+    found = re.search(rf"^cat > \S*/{name} <<'PROGRAM'\n(.*?)^PROGRAM$", body, flags=re.DOTALL | re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+def user_data(plan: dict[str, Any]) -> dict[str, str]:
+    """The scripts that a plan knows, by kind of machine; the control machine's names a secret that RDS makes."""
+    found = {**resources(plan, "aws_launch_template"), **resources(plan, "aws_instance")}
+    kinds = {"head": "module.head", "rollout": '["rollout"]', "train": '["train"]'}
+    return {kind: script(next(one for at, one in found.items() if part in at)) for kind, part in kinds.items()}
+
+
+def imported(file: Path) -> Any:
+    """A program of `infra/` as a module."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of Secrets Manager, with the token and an empty secret for the authority; `aws` is in the path."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "aws").write_text(AWS)
+    (tmp_path / "bin" / "aws").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    with aws_server() as endpoint:
+        for name, value in {**variables(endpoint), "AWS_REGION": REGION, "AWS_DEFAULT_REGION": REGION}.items():
+            monkeypatch.setenv(name, value)
+        client = boto3.client("secretsmanager", region_name=REGION)
+        client.create_secret(Name=CREDENTIALS[0], SecretString="the-token")
+        client.create_secret(Name=CREDENTIALS[1])
+        yield client
+
+
+def fetch(body: str, folder: Path, *secrets: str) -> subprocess.CompletedProcess[str]:
+    """Run the credentials script of a machine's user data in a new folder."""
+    folder.mkdir()
+    file = folder.parent / f"{folder.name}.sh"
+    file.write_text(program(body, "rollflow-ray-credentials"))
+    command = ["bash", str(file), str(folder), ADDRESS, *(secrets or CREDENTIALS)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def openssl(*arguments: str) -> str:
+    """What OpenSSL prints."""
+    return subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@needs_terraform
+@group
+@pytest.mark.long
+def test_user_data_is_valid_shell(plan: dict[str, Any], tmp_path: Path) -> None:
+    for kind, body in user_data(plan).items():
+        file = tmp_path / kind
+        file.write_text(body)
+        done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), kind
+        assert "#!/bin/bash" not in body.partition("\n")[2].partition("PROGRAM")[0], "one script, with one beginning"
+
+
+@needs_terraform
+@group
+@pytest.mark.soak
+def test_credentials_are_made_once_and_shared(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
+    bodies = user_data(plan)
+    early = fetch(bodies["rollout"], tmp_path / "early")
+    assert early.returncode != 0, "there is no authority yet"
+    assert "ResourceNotFoundException" in early.stderr
+    head = fetch(bodies["head"], tmp_path / "head")
+    assert head.returncode == 0, head.stderr
+    authority = secrets.get_secret_value(SecretId=CREDENTIALS[1])["SecretString"]
+    for name, body in (("node", bodies["rollout"]), ("again", bodies["head"])):
+        done = fetch(body, tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    assert secrets.get_secret_value(SecretId=CREDENTIALS[1])["SecretString"] == authority
+    for name in ("head", "node", "again"):
+        folder = tmp_path / name
+        assert {file.name for file in folder.iterdir()} == {"token", "ca.crt", "node.crt", "node.key"}, name
+        assert (folder / "token").read_text() == "the-token"
+        assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+        assert openssl("verify", "-CAfile", str(tmp_path / "head" / "ca.crt"), str(folder / "node.crt")).endswith(
+            "OK\n"
+        )
+        names = openssl("x509", "-in", str(folder / "node.crt"), "-noout", "-ext", "subjectAltName")
+        assert f"IP Address:{ADDRESS}, IP Address:127.0.0.1, DNS:localhost" in names
+    keys = {(tmp_path / name / "node.key").read_text() for name in ("head", "node", "again")}
+    assert len(keys) == 3
+
+
+@needs_terraform
+@group
+@pytest.mark.soak
+def test_head_makes_no_authority_when_it_may_not_read_it(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
+    aws = tmp_path / "bin" / "aws"
+    aws.write_text(aws.read_text().replace("try:\n", "if 'authority' in secret: sys.exit('AccessDenied')\ntry:\n", 1))
+    done = fetch(user_data(plan)["head"], tmp_path / "head")
+    assert done.returncode != 0
+    assert "AccessDenied" in done.stderr
+    assert not (tmp_path / "head" / "key.pem").exists()
+
+
+@needs_terraform
+@group
+@pytest.mark.soak
+def test_services_take_the_options_they_are_given(plan: dict[str, Any]) -> None:
+    text = "\n".join([*user_data(plan).values(), (SOURCE / "modules/control/control.sh.tftpl").read_text()])
+    for command in ("ray start", "prefect server start", "prefect worker start", "mlflow server"):
+        calls = [part for line in text.splitlines() for part in line.split(command)[1:]]
+        given = {word for call in calls for word in re.findall(r"--[a-z-]+", call)}
+        binary = str(Path(sys.executable).parent / command.split()[0])
+        helped = subprocess.run(
+            [binary, *command.split()[1:], "--help"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "COLUMNS": "300"},
+        ).stdout
+        known = set(re.findall(r"--[a-z-]+", helped))
+        assert given, command
+        assert given <= known, command
+
+
+def test_passwords_reach_files_of_their_owner_alone(tmp_path: Path) -> None:
+    control = imported(SOURCE / "modules" / "control" / "control_secrets.py")
+    database = {"username": "rollflow", "password": "p@s/s:w%rd #1"}
+    files = control.environment_files("db.internal", database, "an-auth-string")
+    assert files["prefect"] == (
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL="
+        "postgresql+asyncpg://rollflow:p%40s%2Fs%3Aw%25rd%20%231@db.internal:5432/prefect\n"
+        "PREFECT_SERVER_API_AUTH_STRING=rollflow:an-auth-string\n"
+    )
+    assert "/mlflow\n" in files["mlflow"]
+    assert "password" not in files["client"]
+    assert control.write_changed(tmp_path, files)
+    assert not control.write_changed(tmp_path, files), "nothing has changed, so nothing is restarted"
+    assert control.write_changed(tmp_path, {**files, "mlflow": "another\n"})
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+    assert {file.name for file in tmp_path.iterdir()} == {"prefect", "mlflow", "client"}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_gpus_that_actors_wait_for_are_counted(ray_node: None) -> None:
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    count_gpus = imported(SOURCE / "modules" / "ray" / "gpu_demand.py").count_gpus
+    address = ray.get_runtime_context().gcs_address
+    assert count_gpus(get_cluster_status(address)) == {"GpusWaiting": 0, "GpusWanted": 0}
+
+    @ray.remote(num_cpus=0)
+    class Idle:
+        pass
+
+    actors = [Idle.options(num_gpus=2).remote(), Idle.options(num_gpus=1).remote()]
+    actors.append(Idle.options(num_gpus=1, resources={"train": 1}).remote())
+    try:
+        limit = time.monotonic() + 120
+        while (counted := count_gpus(get_cluster_status(address)))["GpusWaiting"] != 3 and time.monotonic() < limit:
+            time.sleep(0.5)
+        assert counted == {"GpusWaiting": 3, "GpusWanted": 3}
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@pytest.mark.soak
+@pytest.mark.xdist_group("terraform")
+def test_gpu_demand_reaches_the_alarms(tmp_path: Path) -> None:
+    """The program as systemd starts it, on a Ray node of its own; the alarms ask for these names."""
+    code = """
+        import runpy, sys, ray, boto3
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        sys.argv = ["gpu_demand.py", ray.get_runtime_context().gcs_address, "rollflow/rollflow"]
+        runpy.run_path(sys.path.pop(0), run_name="__main__")
+        metrics = boto3.client("cloudwatch").list_metrics()["Metrics"]
+        print(sorted((one["Namespace"], one["MetricName"]) for one in metrics))
+        """
+    demand = SOURCE / "modules" / "ray" / "gpu_demand.py"
+    code = textwrap.dedent(code).replace("sys.path.pop(0)", repr(str(demand)))
+    with aws_server() as endpoint:
+        environment = {**os.environ, **variables(endpoint), "AWS_REGION": REGION, "AWS_DEFAULT_REGION": REGION}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 0, done.stderr
+    wanted = [("rollflow/rollflow", "GpusWaiting"), ("rollflow/rollflow", "GpusWanted")]
+    assert done.stdout.splitlines()[-1] == str(wanted), json.dumps(done.stdout)
