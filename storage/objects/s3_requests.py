@@ -108,7 +108,9 @@ class Connection:
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
         timeouts = {"connect_timeout": patience.connect_seconds, "read_timeout": patience.silence_seconds}
+        region = os.environ.get("AWS_REGION")  # botocore reads AWS_DEFAULT_REGION alone
         self._filesystem = s3fs.S3FileSystem(
+            client_kwargs={"region_name": region} if region else {},
             use_listings_cache=False,
             skip_instance_cache=True,
             config_kwargs={

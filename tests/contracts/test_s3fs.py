@@ -32,6 +32,15 @@ def test_the_client_is_one_and_tries_once(connection: Connection) -> None:
     assert config.max_pool_connections == 4 * AT_ONCE
 
 
+def test_the_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    for name, region in (("AWS_DEFAULT_REGION", "eu-west-1"), ("AWS_REGION", "eu-central-1")):  # the second wins
+        monkeypatch.setenv(name, region)
+        client = (one := Connection(Patience())).wait(one._filesystem.set_session)
+        assert client.meta.region_name == region
+
+
 def test_a_condition_that_the_client_does_not_know_is_refused(connection: Connection) -> None:
     """Left out in silence, it would let two writers create one object."""
     with pytest.raises(botocore.exceptions.ParamValidationError, match="IfNobodyDid"):

@@ -5,6 +5,7 @@ locals {
   # The environment of every node. The files are there while Ray runs.
   node_variables = {
     AWS_REGION          = var.region
+    AWS_DEFAULT_REGION  = var.region # what botocore reads, in MLflow's server for one
     ROLLFLOW_HOME       = "/var/lib/rollflow/home"
     ROLLFLOW_STORE      = local.store_uri
     RAY_AUTH_MODE       = "token"

@@ -1,8 +1,9 @@
 locals {
   variables = {
-    AWS_REGION     = var.region
-    ROLLFLOW_HOME  = "/var/lib/rollflow/home"
-    ROLLFLOW_STORE = "s3://${module.bucket.name}/store"
+    AWS_REGION         = var.region
+    AWS_DEFAULT_REGION = var.region # what botocore reads, in MLflow's server for one
+    ROLLFLOW_HOME      = "/var/lib/rollflow/home"
+    ROLLFLOW_STORE     = "s3://${module.bucket.name}/store"
   }
   settings = join("\n", concat(
     [
