@@ -2,8 +2,8 @@
 
     control_secrets.py FOLDER DATABASE_HOST DATABASE_SECRET PREFECT_SECRET
 
-It makes MLflow's database where there is none. Exit code 0: the files are as they were; 3: they have changed, because RDS
-has rotated the password, say, and who reads them is to be restarted.
+It makes MLflow's database where there is none. Exit code 0: the files are as they were; 3: they have changed, because
+RDS has rotated the password, say, and who reads them is to be restarted.
 """
 
 from __future__ import annotations
