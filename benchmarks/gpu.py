@@ -3,9 +3,9 @@
     this process --"head"--> a child with torch --ROW {...}--> the table, and the JSON after each part
                              the next child imports meanwhile
 
-Each part of it (`gpu_checks`, `gpu_memory`, `gpu_engine`, `gpu_speed`) runs in a process of its own, for at most its
-seconds: a part that fails, hangs or breaks the device is a row of the table. Without a GPU all parts run in one process
-at a small size, and what needs a GPU is skipped by name. The exit code is 1 if a check failed.
+Each part of it (`gpu_checks`, `gpu_memory`, `gpu_engine`, `gpu_bits`, `gpu_speed`) runs in a process of its own, for at
+most its seconds: a part that fails, hangs or breaks the device is a row of the table. Without a GPU all parts run in
+one process at a small size, and what needs a GPU is skipped by name. The exit code is 1 if a check failed.
 
 It needs torch, transformers, peft, pyarrow and pydantic, and no Ray, Prefect, vLLM or MLflow; rollflow is read from the
 source tree, installed or not. `--wheels FOLDER` has wheels of what is missing.
@@ -55,6 +55,7 @@ PARTS = {  # name: its module in `benchmarks`, and the most seconds that it may 
     "recompute": ("gpu_memory", 40),
     "speed": ("gpu_speed", 90),
     "turns": ("gpu_engine", 60),
+    "bits": ("gpu_bits", 60),
     "generation": ("gpu_speed", 60),
 }
 SECONDS = 330.0  # of all parts, on a GPU

@@ -10,8 +10,8 @@ import asyncio
 import statistics
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ from benchmarks.gpu_models import (
 from benchmarks.gpu_rows import NO_GPU, Row, check_at_most, guard, target_at_least
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.tasks.engines import fixed_shape
-from rollflow.tasks.learners import chosen_tokens, token_logprobs
+from rollflow.tasks.engines.fixed_shape import Shape
+from rollflow.tasks.learners import token_logprobs
 from rollflow.tasks.learners.torch_learner import load_model
-from rollflow.tasks.policies import adding_linear
 
 TIMED = 3 if GPU else 1  # steps
 MICRO = 8192 if GPU else 256  # padded tokens in a pass
@@ -130,8 +130,8 @@ def run_speed() -> Iterator[Row]:
         }
         for name, keys in sides.items():
             yield from guard(name, partial(_own_rows, name, folder, batch, found, keys))
-        for times in (2, 32) if GPU else ():
-            name = f"rollflow, chunks of {64 * times} MiB"
+        for times in (8, 32) if GPU else ():
+            name = f"rollflow, same micro-batches, chunks of {64 * times} MiB"
             yield from guard(name, partial(_chunked, name, folder, batch, found, times))
         if GPU:
             yield from guard("profile", partial(_profile, folder, batch))
@@ -164,12 +164,8 @@ def _time_learner(folder: Path, batch: TrajectoryBatch, keys: Mapping[str, Any])
 def _chunked(
     name: str, folder: Path, batch: TrajectoryBatch, found: dict[str, tuple[float, float]], times: int
 ) -> Iterator[Row]:
-    """As `_own_rows`, with chunks of logits that are so many times as large as on a processor, and pieces of 4 MiB."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(token_logprobs, "ON_GPU", times))
-        if times == 2:  # as it was before a GPU was measured
-            stack.enter_context(mock.patch.object(chosen_tokens, "ON_GPU", 1))
-            stack.enter_context(mock.patch.object(adding_linear, "ON_GPU", 1))
+    """As `_own_rows`, with chunks of logits that are so many times as large as on a processor."""
+    with mock.patch.object(token_logprobs, "ON_GPU", times):
         yield from _own_rows(name, folder, batch, found, {"share_prompts": False})
 
 
@@ -252,16 +248,29 @@ def _profile(folder: Path, batch: TrajectoryBatch) -> Iterator[Row]:
 
     learner = build(folder, DEVICE, "bfloat16", micro_tokens=MICRO, share_prompts=False)
     learner.step(batch, 0)
+    yield Row("profile: waits for the device in a step", float(_count_waits(lambda: learner.step(batch, 1))))
     with Peak() as peak, profile(activities=[ProfilerActivity.CUDA]) as seen:
-        learner.step(batch, 1)
+        learner.step(batch, 2)
         wait()
-    events = seen.key_averages()
+    events = [event for event in seen.key_averages() if event.self_device_time_total]
     busy = sum(event.self_device_time_total for event in events) / 1e6
     yield Row("profile: step, with the profiler", peak.seconds, "s")
     yield Row("profile: device busy", busy, "s")
-    yield Row("profile: launches", float(sum(event.count for event in events)))
+    yield Row("profile: kernels and copies", float(sum(event.count for event in events)))
     for event in sorted(events, key=lambda event: -event.self_device_time_total)[:10]:
         yield Row(f"profile: {event.count} x {event.key[:60]}", event.self_device_time_total / 1e3, "ms")
+
+
+def _count_waits(act: Callable[[], Any]) -> int:
+    """How often the processor waits for the device, as torch sees it."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            act()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
 
 
 def run_generation() -> Iterator[Row]:
@@ -270,17 +279,18 @@ def run_generation() -> Iterator[Row]:
     with policy_folder("qwen2", "bfloat16", **SIZES) as folder:
         speeds: dict[str, float] = {}
         yield from guard("model.generate", partial(_generate_plainly, folder, count, tokens, speeds))
-        shapes = {"engine": {}, "engine, 256 rows at a time": {"R": 256, "P": 64, "C": 64}}
+        shapes = {"engine": fixed_shape.ON_GPU}
+        if GPU:
+            shapes["engine, prefill of 16 rows"] = Shape(256, 16, 64)
+            shapes["engine, a processor's groups of 64 rows"] = fixed_shape.ON_CPU
         for name, shape in shapes.items():
             yield from guard(name, partial(_generate, name, folder, count, tokens, speeds, shape))
 
 
 def _generate(
-    name: str, folder: Path, count: int, tokens: int, speeds: Mapping[str, float], shape: Mapping[str, int]
+    name: str, folder: Path, count: int, tokens: int, speeds: Mapping[str, float], shape: Shape
 ) -> Iterator[Row]:
-    with ExitStack() as stack:
-        for constant, value in shape.items():
-            stack.enter_context(mock.patch.object(fixed_shape, constant, value))
+    with mock.patch.object(fixed_shape, "ON_GPU", shape):
         made, seconds, peak = asyncio.run(_generated(folder, count, tokens))
     clear_memory()
     yield Row(f"{name}: tokens/s", made / seconds)

@@ -71,6 +71,7 @@ PARTS = {  # that a benchmark above runs, or a test of their own
     "chaos_table": "chaos",
     "defaults": "scheduling",
     "faulty_s3": "chaos",
+    "gpu_bits": "gpu",
     "gpu_checks": "gpu",
     "gpu_engine": "gpu",
     "gpu_memory": "gpu",

@@ -1,7 +1,7 @@
 """Batched sampling from a Hugging Face causal model whose results do not depend on the batch.
 
 Guarantee: the tokens and log-probs of a request are a function of (prompt, max_new_tokens, temperature, seed,
-weights, threads), bit for bit, whatever else runs beside it.
+weights, threads, card), bit for bit, whatever else runs beside it.
 
 How: matrix kernels may round differently for different shapes, but a row's result in a fixed shape does not
 depend on the other rows. So every forward pass has one of two shapes, and which tokens of a request go
@@ -10,7 +10,8 @@ through which of them depends on that request alone:
     prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded
     decode   R x 1   the newest token of each row; idle rows compute something that nobody reads
 
-The attention spans S keys, masked beyond a row's position; S comes from the request's own length. A response's
+The attention spans S keys, masked beyond a row's position; S comes from the request's own length. R, P and C come from
+the device and, on a GPU, R from S too: there a pass of 256 rows takes no longer than one of 64. A response's
 random draws come from its own generator and are indexed by the token's position. The tokens of a prefix take the
 same shape as on the engine that sampled them. Tokens of the present version go through decode, one by one. Older ones
 go through prefill, because an update had made that engine compute them anew.
@@ -22,6 +23,7 @@ Notation: R rows of a group, P rows and C tokens of a prefill, S keys, H heads, 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -41,11 +43,32 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.runnable import hindrance
 from rollflow.tasks.policies.attention import attention_of
 from rollflow.tasks.policies.context import context_length
-from rollflow.tasks.policies.device import find_device
+from rollflow.tasks.policies.device import find_device, fix_workspace, send
 from rollflow.tasks.policies.head import OwnHead
 
-R, P, C = 64, 16, 16
 SMALLEST_SPAN = 64  # keys; spans are this, doubled as often as a request needs
+GROUP_BYTES = 2**32  # of a group's attention state on a GPU, at most, where it has more than FEWEST rows
+FEWEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the two passes: see the module's docstring."""
+
+    R: int
+    P: int
+    C: int
+
+
+ON_CPU, ON_GPU = Shape(64, 16, 16), Shape(256, 64, 64)
+
+
+def fit_rows(shape: Shape, row_bytes: int) -> int:
+    """Return how many rows a group has on a GPU: R, or as many times a half as its attention state needs."""
+    rows = shape.R
+    while rows > FEWEST and rows * row_bytes > GROUP_BYTES:
+        rows //= 2
+    return rows
 
 
 @dataclass(eq=False, slots=True)
@@ -101,12 +124,15 @@ class Row:
 class Group:
     """R rows with attention state for S keys; some of them taken."""
 
-    def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (R, config.num_key_value_heads, span, head_size)
+        one = (config.num_key_value_heads, span, head_size)
+        row_bytes = 2 * config.num_hidden_layers * math.prod(one) * dtype.itemsize
+        count = fit_rows(fixed, row_bytes) if device.type == "cuda" else fixed.R
+        shape = (count, *one)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.rows: list[Row | None] = [None] * R
+        self.rows: list[Row | None] = [None] * count
 
     @property
     def taken(self) -> list[tuple[int, Row]]:
@@ -142,6 +168,10 @@ class FixedShapeSampler:
         self._config = config
         attention = attention_of(config) or "sdpa"
         self._device = find_device()
+        self._shape = ON_CPU
+        if self._device.type == "cuda":
+            self._shape = ON_GPU
+            fix_workspace()  # else the bits could be others beside a learner that has one
         with no_init_weights():  # `load` brings them
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.tie_weights()  # a part of the initialisation
@@ -215,7 +245,7 @@ class FixedShapeSampler:
                 if row.fed == 0:
                     row.recall(version)
             while waiting := [(index, row) for index, row in group.taken if row.prefilling]:
-                ended += self._prefill(group, waiting[:P], version)
+                ended += self._prefill(group, waiting[: self._shape.P], version)
             if running := group.taken:
                 ended += self._decode(group, running, version)
         return ended
@@ -228,16 +258,27 @@ class FixedShapeSampler:
         room = self._slots - sum(len(group.taken) for group in self._all())
         while self._queue and room > 0:
             row = self._queue.popleft()
-            groups = self._groups.setdefault(_span(row.request), [])
+            span = self._span(row.request)
+            groups = self._groups.setdefault(span, [])
             group = next((group for group in groups if None in group.rows), None)
             if group is None:
-                group = Group(self._config, _span(row.request), self._dtype, self._device)
+                group = Group(self._config, span, self._dtype, self._device, self._shape)
                 groups.append(group)
             group.rows[group.rows.index(None)] = row
             room -= 1
 
+    def _span(self, request: GenerationRequest) -> int:
+        """Keys for prompt and response, and for the padding of the last prefill chunk."""
+        chunk = self._shape.C
+        needed = -(-(len(request.prompt) + request.max_new_tokens) // chunk) * chunk
+        span = SMALLEST_SPAN
+        while span < needed:
+            span *= 2
+        return span
+
     def _prefill(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
         """Feed one chunk of each row; a row whose last known token was in it samples its next one."""
+        P, C = self._shape.P, self._shape.C
         tokens_PC = torch.zeros(P, C, dtype=torch.long)
         starts_P = torch.zeros(P, dtype=torch.long)
         last_P = torch.zeros(P, dtype=torch.long)
@@ -257,6 +298,7 @@ class FixedShapeSampler:
         return self._sample(group, hidden_PCH[slots_P, last_P], done, version) if done else []
 
     def _decode(self, group: Group, rows: list[tuple[int, Row]], version: int) -> list[Generation]:
+        R = len(group.rows)
         tokens_R1 = torch.zeros(R, 1, dtype=torch.long)
         positions_R1 = torch.zeros(R, 1, dtype=torch.long)
         indices_N = torch.tensor([index for index, _ in rows])
@@ -271,7 +313,7 @@ class FixedShapeSampler:
 
     def _moved(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors on the model's device."""
-        return [tensor.to(self._device) for tensor in tensors]
+        return [send(tensor, self._device) for tensor in tensors]
 
     def _forward(self, group: Group, tokens: Tensor, positions: Tensor, cache: Writes) -> Tensor:
         span = group.keys[0].shape[2]
@@ -325,12 +367,3 @@ class _DecodeWrites(Writes):
     def _store(self, state: Tensor, new: Tensor) -> Tensor:
         state[self._into, :, self._positions] = new[self._into, :, 0]
         return state
-
-
-def _span(request: GenerationRequest) -> int:
-    """Keys for prompt and response, and for the padding of the last prefill chunk."""
-    needed = -(-(len(request.prompt) + request.max_new_tokens) // C) * C
-    span = SMALLEST_SPAN
-    while span < needed:
-        span *= 2
-    return span

@@ -20,6 +20,7 @@ from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.optimized import Optimized, check_fit
 from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.objectives.packing import MicroBatch
+from rollflow.tasks.policies.device import send
 
 WEIGHT = "weight/"  # what names of its weights begin with in its state
 
@@ -57,7 +58,7 @@ class Critic:
     def values(self, micro: MicroBatch) -> Tensor:
         """(M,) float32, what is expected before each of the tokens."""
         device = self.model.head.weight.device
-        row, position = (index.to(device) for index in micro.where)
+        row, position = (send(index, device) for index in micro.where)
         hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
         found: Tensor = self.model.head(hidden_MH.float()).squeeze(-1)
         return found

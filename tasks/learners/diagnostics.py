@@ -33,11 +33,12 @@ COLUMNS = 6  # that are kept of each token; see `add`
 
 
 class Diagnostics:
-    """Gathers what micro-batches tell of one version, on the CPU."""
+    """Gathers what micro-batches tell of one version: on their device until it is asked for, since to read waits."""
 
     def __init__(self, version: int) -> None:
         self.updates = 0  # that the version has had
         self.version = version
+        self._added: list[tuple[Tensor, Tensor | None, bool]] = []  # columns, divergences, before the first update
         self._found: list[np.ndarray] = []  # columns: see `add`
         self._gaps: list[np.ndarray] = []
         self._divergences: list[np.ndarray] = []
@@ -50,22 +51,22 @@ class Diagnostics:
         up_M = tokens.advantage_M > 0
         corrected_M = torch.zeros_like(up_M) if loss.corrected_M is None else loss.corrected_M
         columns = age_M, change_M, loss.clipped_M & up_M, loss.clipped_M & ~up_M, corrected_M, entropy_M
-        found = torch.stack([column.double() for column in columns]).cpu().numpy()  # one wait for a GPU, not six
-        self._found.append(found)
+        divergence_M = None
         if tokens.reference_M is not None:
             off_M = (tokens.reference_M - tokens.logp_M.detach()).double().clamp(-BOUND, BOUND)
-            self._divergences.append((off_M.exp() - 1 - off_M).cpu().numpy())
-        if not self.updates:
-            self._gaps.append(np.abs(found[1][found[0] == 0]))
+            divergence_M = off_M.exp() - 1 - off_M
+        self._added.append((torch.stack([column.double() for column in columns]), divergence_M, not self.updates))
 
     def gather(self, ranks: Ranks) -> None:
         """Take in what the other ranks saw."""
+        self._read()
         self._found = [part.reshape(COLUMNS, -1) for part in ranks.gathered(_flat(self._found))]
         self._gaps = ranks.gathered(_flat(self._gaps))
         self._divergences = ranks.gathered(_flat(self._divergences))
 
     def metrics(self, *, entropy: bool) -> Mapping[str, float]:
         """All of them; none where no token had a gradient."""
+        self._read()
         if not self._found:
             return {}
         found = np.concatenate(self._found, axis=1)
@@ -76,6 +77,17 @@ class Diagnostics:
             if sum(map(len, parts)):
                 told[name] = float(np.concatenate(parts).mean())
         return told
+
+    def _read(self) -> None:
+        """Take in what was added."""
+        for columns, divergence_M, is_first in self._added:
+            found = columns.cpu().numpy()
+            self._found.append(found)
+            if divergence_M is not None:
+                self._divergences.append(divergence_M.cpu().numpy())
+            if is_first:
+                self._gaps.append(np.abs(found[1][found[0] == 0]))
+        self._added.clear()
 
 
 def _flat(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -15,8 +15,8 @@ MANY = 2**28  # bytes of weights: with fewer, to take memory again costs more ti
 
 
 def give_back(weights: Iterable[Tensor]) -> None:
-    """Give it back to the system, where the `weights` are many. Costs the next step some page faults."""
-    if sum(tensor.nbytes for tensor in weights) >= MANY:
+    """Give it back to the system, where the processor has many `weights`. Costs the next step some page faults."""
+    if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()
 
 

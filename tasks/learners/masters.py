@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Trained:
@@ -50,16 +50,24 @@ class Trained:
 
     def take_gradients(self) -> None:
         """Add the policy's gradients to those of the masters, and free them."""
+        sums, added = list[Tensor](), list[Tensor]()
         for parameter, master in self._pairs():
-            if parameter.grad is not None:
-                found, parameter.grad = parameter.grad.float(), None
-                master.grad = found if master.grad is None else master.grad.add_(found)
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                sums.append(master.grad)
+                added.append(parameter.grad)
+            parameter.grad = None
+        if sums:
+            torch._foreach_add_(sums, added)
 
     @torch.no_grad()
     def publish(self) -> None:
         """The policy's weights become the masters, rounded to the nearest."""
-        for parameter, master in self._pairs():
-            parameter.copy_(master)
+        if pairs := self._pairs():
+            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter of the policy and its master; none where it is its own."""

@@ -7,16 +7,15 @@ that are picked more than once. With it torch takes an order of its own there, o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from rollflow.tasks.learners.config import Ranked
+from rollflow.tasks.policies.device import fix_workspace
 
 RNG, DEVICE_RNG = "rng", "device_rng"  # in a learner's state
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read by cuBLAS at its first use in a process
 
 
 def begin_process(config: Ranked, seed: int) -> None:
@@ -25,7 +24,7 @@ def begin_process(config: Ranked, seed: int) -> None:
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
-        os.environ.setdefault(WORKSPACE, ":4096:8")
+        fix_workspace()
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow; nobody reads such
 
 

@@ -28,7 +28,7 @@ from rollflow.tasks.objectives.config import PartsObjective, Penalties
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.penalties import adapted
 from rollflow.tasks.objectives.rows import Rows
-from rollflow.tasks.policies.device import find_device
+from rollflow.tasks.policies.device import find_device, send
 
 
 def _trained_policy(model: Any, config: Ranked, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
@@ -163,6 +163,6 @@ class Roles:
 
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
         """(M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
-        row, place = (index.to(self.device) for index in micro.where)
-        inputs, targets_M = micro.inputs(self.device, self.dtype), micro.targets.to(self.device)
+        row, place = (send(index, self.device) for index in micro.where)
+        inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
         return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

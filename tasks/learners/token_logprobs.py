@@ -27,7 +27,7 @@ from rollflow.tasks.policies.adding_embedding import AddingEmbedding
 from rollflow.tasks.policies.head import OwnHead
 
 LOGITS_BYTES = 2**26  # of one chunk's logits in float32
-ON_GPU = 8  # as many, where the head of few tokens leaves most of the device idle
+ON_GPU = 16  # times as many, where the head of few tokens leaves most of the device idle
 Pass = Callable[..., tuple[Tensor, Tensor | None]]  # what a `TokenLogprobs` is when it is called
 
 

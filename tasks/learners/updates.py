@@ -22,6 +22,7 @@ from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens
 from rollflow.tasks.objectives.packing import MicroBatch
 from rollflow.tasks.objectives.rows import Rows
+from rollflow.tasks.policies.device import send
 
 
 class Updates:
@@ -40,12 +41,12 @@ class Updates:
         roles, data, seen = self.roles, self.data, self.seen
         weight_R = self.weights_of(part)
         roles.policy.clear()
-        total = 0.0
+        added = torch.zeros((), dtype=torch.float64, device=self.device)  # read once: to read it waits for a GPU
         for micro in roles.micros(data, roles.to_run(part, self.before.signal_R)):
             with self.token_logprobs.adding():
-                total += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
+                added += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
             roles.policy.trained.take_gradients()
-        total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), total)
+        total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), float(added))
         found = {"loss": total, "grad_norm": roles.policy.clip()}
         check_figures(found, seen.version)
         self.settle()
@@ -65,30 +66,30 @@ class Updates:
         tokens = self._masked_tokens(micro, some, hidden_MH)
         result = self.roles.objective.loss(tokens)
         versions_M = torch.from_numpy(self.data.versions)[micro.among[some]]
-        self.seen.add(tokens, result, versions_M.to(self.device))
-        return (result.loss_M * weight_R[micro.row_M[some]].to(self.device)).sum()
+        self.seen.add(tokens, result, send(versions_M, self.device))
+        return (result.loss_M * send(weight_R[micro.row_M[some]], self.device)).sum()
 
-    def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> float:
-        """Add up the gradient of a micro-batch's loss, and return the loss.
+    def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """Add up the gradient of a micro-batch's loss, and return the loss in float64.
 
         Of a large vocabulary the head and the loss are run forward and backward for some tokens at a time, so that only
         their logits are there at once; then the decoder is run backward for all of them.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
-        hidden_MH = self.token_logprobs.hidden(inputs, (row.to(self.device), place.to(self.device)))
+        hidden_MH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))
         parts = self.token_logprobs.parts(micro.row_M, by_token=self.roles.objective.by_token)
         if len(parts) == 1:
             loss = loss_of(parts[0], hidden_MH)
             loss.backward()  # type: ignore[no-untyped-call]
-            return float(loss.detach())
+            return loss.detach().double()
         if self.device.type == "cpu":
             give_back_all()  # what the last micro-batch has freed would lie beside the logits of this one
-        given, total = hidden_MH.detach(), 0.0
+        given, total = hidden_MH.detach(), torch.zeros((), dtype=torch.float64, device=self.device)
         leaves = [given[some].requires_grad_() for some in parts]
         for some, leaf in zip(parts, leaves, strict=True):
             loss = loss_of(some, leaf)
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+            total += loss.detach().double()
         hidden_MH.backward(torch.cat([cast(Tensor, leaf.grad) for leaf in leaves]))  # type: ignore[no-untyped-call]
         return total
 
@@ -111,22 +112,22 @@ class Updates:
         roles, before, among = self.roles, self.before, micro.among[some]
         logp_M, entropy_M = self.token_logprobs.of(
             hidden_MH,
-            micro.targets[some].to(self.device),
+            send(micro.targets[some], self.device),
             temperature=roles.temperature,
             entropy=roles.objective.uses_entropy,
         )
 
         def known(found_B: Tensor | None) -> Tensor | None:
-            return None if found_B is None else found_B[among].to(self.device)
+            return None if found_B is None else send(found_B[among], self.device)
 
         proximal_M = known(before.proximal_B) if roles.objective.uses_proximal else None
         if roles.objective.uses_proximal and proximal_M is None:
             proximal_M = logp_M.detach()
         return MaskedTokens(
             logp_M=logp_M,
-            behaviour_M=before.behaviour_B[among].to(self.device),
-            advantage_M=before.judged.advantage_B[among].to(self.device),
-            row_M=micro.row_M[some].to(self.device),
+            behaviour_M=send(before.behaviour_B[among], self.device),
+            advantage_M=send(before.judged.advantage_B[among], self.device),
+            row_M=send(micro.row_M[some], self.device),
             proximal_M=proximal_M,
             entropy_M=entropy_M,
             kept_M=known(before.kept_B),

@@ -83,13 +83,6 @@ class Laid:
     among: np.ndarray  # (M,) which of the batch's masked tokens it is
     row: np.ndarray  # (M,) of the batch
 
-    @property
-    def seen(self) -> np.ndarray:
-        """(L, 1, T, T) bool: which token (last axis) each one attends to. Padding sees padding, lest it see nothing."""
-        asks, asked = self.part[:, :, None], self.part[:, None, :]
-        found: np.ndarray = ((asked == asks) | (asked == 0)) & np.tri(self.part.shape[1], dtype=bool)
-        return found[:, None]
-
 
 def lay(data: Rows, lines: Sequence[Line]) -> Laid:
     """Put lines side by side, padded to the longest."""

@@ -30,16 +30,32 @@ class MicroBatch:
     row_M: Tensor  # int64: row of the batch that each of them is of
     among: Tensor  # (M,) int64: which of the batch's B masked tokens they are
     positions: Tensor | None = None  # (L, T) int64, where a line has several rows
-    seen: Tensor | None = None  # (L, 1, T, T) bool, likewise: what each token (third axis) attends to
+    part: Tensor | None = None  # (L, T) int64, likewise: see `Laid`
+
+    @property
+    def seen(self) -> Tensor | None:
+        """(L, 1, T, T) bool, where a line has several rows: what each token (third axis) attends to."""
+        return None if self.part is None else seen_of(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a decoder is called with, beside `use_cache`."""
-        found = {"input_ids": self.tokens.to(device)}
-        if self.positions is None or self.seen is None:
+        """What a decoder is called with, beside `use_cache`; sent without waiting (`policies/device.send`)."""
+        found = {"input_ids": self.tokens.to(device, non_blocking=True)}
+        if self.positions is None or self.part is None:
             return found
-        least = torch.finfo(dtype).min
-        mask = torch.zeros(self.seen.shape, dtype=dtype, device=device).masked_fill_(~self.seen.to(device), least)
-        return {**found, "position_ids": self.positions.to(device), "attention_mask": mask}
+        seen, least = (
+            seen_of(self.part.to(device, non_blocking=True)),
+            torch.finfo(dtype).min,
+        )  # T times as large as what is sent
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, least)
+        return {**found, "position_ids": self.positions.to(device, non_blocking=True), "attention_mask": mask}
+
+
+def seen_of(part: Tensor) -> Tensor:
+    """(L, 1, T, T) bool: what each token attends to (last axis), by the part of its line. Padding sees padding, lest it
+    see nothing."""
+    asks, asked = part[:, :, None], part[:, None, :]
+    before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool, device=part.device).tril_()
+    return (((asked == asks) | (asked == 0)) & before)[:, None]
 
 
 def micro_batches(
@@ -71,5 +87,5 @@ def _micro_batch(data: Rows, lines: Sequence[Line]) -> MicroBatch:
         row_M=torch.from_numpy(laid.row),
         among=torch.from_numpy(laid.among),
         positions=torch.from_numpy(laid.positions) if several else None,
-        seen=torch.from_numpy(laid.seen) if several else None,
+        part=torch.from_numpy(laid.part) if several else None,
     )

@@ -1,0 +1,58 @@
+"""The transformers engine's groups on a GPU: their rows, and the same guarantee in their shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollflow.storage.records import Ending
+from rollflow.tasks.engines import fixed_shape
+from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.fixed_shape import ON_CPU, ON_GPU, FixedShapeSampler, Group, fit_rows
+from tests.support.tiny_policy import make_policy, make_weights
+
+REQUESTS = [
+    # prompts shorter and longer than a chunk (64), and equal to one; spans of 64, 128 and 256 keys
+    GenerationRequest(f"r{n}", tuple(3 + (7 * n + 3 * k) % 300 for k in range(length)), 6, 1.0, seed=n)
+    for n, length in enumerate((1, 20, 63, 64, 65, 128, 150))
+]
+
+
+@pytest.fixture
+def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FixedShapeSampler:
+    """A sampler of the processor with a GPU's shape."""
+    make_policy(tmp_path)
+    make_weights(tmp_path, seed=0)
+    monkeypatch.setattr(fixed_shape, "ON_CPU", ON_GPU)
+    sampler = FixedShapeSampler(tmp_path, torch.float32, 256, ())
+    sampler.load(tmp_path)
+    return sampler
+
+
+def run_all(sampler: FixedShapeSampler, requests: list[GenerationRequest]) -> dict[str, Generation]:
+    for request in requests:
+        sampler.add(request)
+    ended: list[Generation] = []
+    while sampler.busy:
+        ended += sampler.step(0)
+    return {generation.id: generation for generation in ended}
+
+
+def test_gpu_shape_gives_each_request_its_bits(sampler: FixedShapeSampler) -> None:
+    together = run_all(sampler, REQUESTS)
+    assert {generation.ending for generation in together.values()} == {Ending.LENGTH}
+    for request in REQUESTS:
+        assert run_all(sampler, [request]) == {request.id: together[request.id]}
+
+
+@pytest.mark.parametrize(("row_bytes", "rows"), [(1, 256), (2**24, 256), (2**24 + 1, 128), (2**27, 32), (2**40, 16)])
+def test_long_spans_have_fewer_rows_on_a_gpu(row_bytes: int, rows: int) -> None:
+    assert fit_rows(ON_GPU, row_bytes) == rows
+
+
+def test_processor_groups_have_64_rows(sampler: FixedShapeSampler) -> None:
+    """Whatever their size: runs were recorded so."""
+    group = Group(sampler._config, 64, torch.float32, torch.device("meta"), ON_CPU)
+    assert len(group.rows) == 64
