@@ -41,7 +41,7 @@ class Trained:
     def follow(self) -> None:
         """Where a master does not round to the policy's weight, it takes the weight's value."""
         for parameter, master in self._pairs():
-            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+            torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
 
     def clear(self) -> None:
         """Forget gradients, those that a cold start has left on the policy, too."""
