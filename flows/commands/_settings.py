@@ -27,6 +27,7 @@ from rollflow.flows.services.reachability import redact
 from rollflow.flows.services.recipe_paths import anchor_paths
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.config import RunConfig
+from rollflow.tasks.sections import Section
 
 SECTIONS = ("store", "cluster", "tracking")
 FILES = (  # variables that name a file
@@ -86,7 +87,7 @@ def load_settings(path: Path) -> Settings:
         config = parse(tree)
     except ConfigError as error:
         raise ConfigError(f"settings file {str(path)!r}: {error}") from None
-    return Settings(variables, tuple(_overrides(tree)), config)
+    return Settings(variables, tuple(_overrides(tree, config)), config)
 
 
 def _check_sections(tree: Mapping[str, Any]) -> None:
@@ -116,7 +117,7 @@ def _check_variables(variables: object) -> None:
 def _check_addresses(tree: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         for key, value in section.items():
-            if isinstance(value, str):
+            if isinstance(value, str):  # an address is right below its section
                 _check_address(f"{name}.{key}", value)
 
 
@@ -130,9 +131,20 @@ def _check_address(key: str, value: str) -> None:
         raise ConfigError(f"{key} = {redact(value)!r} has a password, which this file must not hold; remove it")
 
 
-def _overrides(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> Iterator[str]:
+    """List the tree's keys as `--set` takes them; a table that is no section (labels, say) is one value."""
     for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _overrides(value, f"{prefix}{name}.")
+        below = getattr(section, name)
+        if isinstance(below, Section):
+            yield from _overrides(value, below, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}={json.dumps(value, ensure_ascii=False)}"
+            yield f"{prefix}{name}={_in_toml(value)}"
+
+
+def _in_toml(value: object) -> str:
+    """Return a value on one line of TOML; its strings and numbers are those of JSON."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_in_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_in_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -81,13 +81,15 @@ def test_settings_win_over_recipe_and_set_over_both(tmp_path: Path, capsys: pyte
     file = written(
         tmp_path,
         f'[variables]\nROLLFLOW_HOME = "{home}"\n[store]\nuri = "s3://team/store"\n'
-        '[cluster]\naddress = "10.0.0.1:6379"\n[tracking]\nuri = "http://127.0.0.1:5000"\nexperiment = "a \\"b\\""\n',
+        '[cluster]\naddress = "10.0.0.1:6379"\nplacement.engine = { labels = { "ray.io/market-type" = "spot" } }\n'
+        '[tracking]\nuri = "http://127.0.0.1:5000"\nexperiment = "a \\"b\\""\n',
     )
     given = ["check", str(recipe), "--offline", "--json", "--settings", str(file), "--set", "tracking.experiment=c"]
     assert main(given) == 0
     config = json.loads(capsys.readouterr().out)
     assert (config["store"]["uri"], config["store"]["keep_last"]) == ("s3://team/store", 7)
     assert config["cluster"]["address"] == "10.0.0.1:6379"
+    assert config["cluster"]["placement"]["engine"]["labels"] == {"ray.io/market-type": "spot"}
     assert (config["tracking"]["uri"], config["tracking"]["experiment"]) == ("http://127.0.0.1:5000", "c")
     assert os.environ["ROLLFLOW_HOME"] == str(home)
     assert main(given[:-2]) == 0

@@ -209,6 +209,11 @@ class TestPlan:
         settings = load_settings(file)
         assert settings.variables["ROLLFLOW_STORE"] == "s3://rollflow-tests/store"
         assert settings.config.cluster.address == "10.42.0.10:6379"
+        placement = settings.config.cluster.placement
+        bodies = "".join(script(after) for after in resources(plan, "aws_launch_template").values())
+        for role, resource in ((placement.engine, "rollout"), (placement.learner, "train")):
+            assert role.resource == resource
+            assert f'"--resources={{\\"{resource}\\":1}}"' in bodies
         assert settings.config.tracking.uri == "http://127.0.0.1:5000"
         assert settings.variables["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
         assert settings.variables["RAY_USE_TLS"] == "1"
