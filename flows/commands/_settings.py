@@ -26,7 +26,7 @@ from rollflow.flows.config import parse, read_toml
 from rollflow.flows.services.reachability import redact
 from rollflow.flows.services.recipe_paths import anchor_paths
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.config import SECRET_NAME, RunConfig
 from rollflow.tasks.sections import Section
 
 SECTIONS = ("store", "cluster", "tracking")
@@ -47,19 +47,7 @@ VARIABLES = (
     *("PREFECT_API_URL", "PREFECT_PROFILE", "RAY_AUTH_MODE", "RAY_USE_TLS"),
     *("ROLLFLOW_HOME", "ROLLFLOW_LOG_FORMAT", "ROLLFLOW_STORE"),
 )
-SECRETS: Mapping[str, str] = {
-    "AWS_ACCESS_KEY_ID": "use a role or AWS_PROFILE",
-    "AWS_SECRET_ACCESS_KEY": "use a role or AWS_PROFILE",
-    "AWS_SESSION_TOKEN": "use a role or AWS_PROFILE",
-    "HF_TOKEN": "export it before the command",
-    "MLFLOW_TRACKING_PASSWORD": "export it before the command",
-    "MLFLOW_TRACKING_TOKEN": "export it before the command",
-    "PGPASSWORD": "export it before the command",
-    "PREFECT_API_AUTH_STRING": "export it before the command",
-    "PREFECT_API_KEY": "export it before the command",
-    "PREFECT_CLIENT_CUSTOM_HEADERS": "export it before the command",
-    "RAY_AUTH_TOKEN": "name its file in RAY_AUTH_TOKEN_PATH",
-}
+SECRETS = ("AWS_ACCESS_KEY_ID", "PREFECT_CLIENT_CUSTOM_HEADERS")  # besides those whose name says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +91,10 @@ def _check_variables(variables: object) -> None:
         raise ConfigError("variables is a value, not a section; write [variables] above the names")
     for name, value in variables.items():
         key = f"variables.{name}"
-        if name in SECRETS:
-            raise ConfigError(f"{key} is a secret, which this file must not hold; remove it, and {SECRETS[name]}")
         if name not in VARIABLES:  # its value may be a secret
+            if name in SECRETS or SECRET_NAME.search(name):
+                instead = f"name its file in {name}_PATH" if f"{name}_PATH" in FILES else "export it before the command"
+                raise ConfigError(f"{key} is a secret, which this file must not hold; remove it, and {instead}")
             close = difflib.get_close_matches(name, VARIABLES, n=1)
             cure = f"did you mean {close[0]}?" if close else "remove it"
             raise ConfigError(f"{key}: rollflow reads no such variable; {cure}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollflow.flows.commands._settings import SECRETS, VARIABLES, load_settings
+from rollflow.flows.commands._settings import VARIABLES, load_settings
 from rollflow.flows.commands.cli import main
 from rollflow.storage.errors import ConfigError
 from tests.support.s3_server import s3_server, use
@@ -62,9 +62,20 @@ def test_settings_are_refused_in_one_sentence(
         assert PLANTED not in said
 
 
-@pytest.mark.parametrize("name", SECRETS)
-def test_settings_refuse_a_secret_unseen(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"variables.{name} is a secret") as refused:
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("RAY_AUTH_TOKEN", "name its file in RAY_AUTH_TOKEN_PATH"),
+        *(
+            (name, "export it before the command")
+            for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "HF_TOKEN")
+        ),
+        *((name, "export it before the command") for name in ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY")),
+        *((name, "export it before the command") for name in ("PGPASSWORD", "MLFLOW_TRACKING_TOKEN", "TEAM_SECRET")),
+    ],
+)
+def test_settings_refuse_a_secret_unseen(name: str, instead: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"variables.{name} is a secret.*{instead}") as refused:
         load_settings(written(tmp_path, f"[variables]\n{name} = '{PLANTED}'"))
     assert PLANTED not in str(refused.value)
 
