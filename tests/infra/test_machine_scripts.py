@@ -5,10 +5,15 @@ The scripts are taken from the plan, so Terraform has rendered them.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
 import re
+import shutil
+import signal
+import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -18,14 +23,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import boto3
 import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.support.aws_server import aws_server, variables
 from tests.support.terraform import SOURCE, resources, script, why_not
 
 REGION = "eu-central-1"
 ADDRESS = "10.42.0.10"
+POSTGRES = Path("/usr/lib/postgresql")
 CREDENTIALS = ("rollflow/ray-token", "rollflow/ray-authority")
 
 needs_terraform = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -180,7 +189,7 @@ def test_services_take_the_options_they_are_given(plan: dict[str, Any]) -> None:
 def test_passwords_reach_files_of_their_owner_alone(tmp_path: Path) -> None:
     control = imported(SOURCE / "modules" / "control" / "control_secrets.py")
     database = {"username": "rollflow", "password": "p@s/s:w%rd #1"}
-    files = control.environment_files("db.internal", database, "an-auth-string")
+    files = control.environment_files("db.internal:5432", database, "an-auth-string")
     assert files["prefect"] == (
         "PREFECT_SERVER_DATABASE_CONNECTION_URL="
         "postgresql+asyncpg://rollflow:p%40s%2Fs%3Aw%25rd%20%231@db.internal:5432/prefect\n"
@@ -193,6 +202,90 @@ def test_passwords_reach_files_of_their_owner_alone(tmp_path: Path) -> None:
     assert control.write_changed(tmp_path, {**files, "mlflow": "another\n"})
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
     assert {file.name for file in tmp_path.iterdir()} == {"prefect", "mlflow", "client"}
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[tuple[str, Path, str]]:
+    """A Postgres with TLS alone: its endpoint, the authority that it shows, its password."""
+    binaries = max(POSTGRES.glob("*/bin"))
+    data, password, authority = tmp_path / "data", "p@s/s:w%rd #1", tmp_path / "authority.crt"
+    as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    data.mkdir()
+    (tmp_path / "password").write_text(password)
+    if as_postgres:
+        shutil.chown(data, "postgres", "postgres")
+    made = [f"{binaries}/initdb", "-D", str(data), "--username=rollflow", "--auth=scram-sha-256"]
+    made.append(f"--pwfile={tmp_path}/password")
+    subprocess.run([*as_postgres, *made], check=True, capture_output=True, timeout=120)
+    key, subject = str(data / "server.key"), ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    openssl(
+        "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, "-keyout", key, "-out", str(authority)
+    )
+    shutil.copy(authority, data / "server.crt")
+    (data / "pg_hba.conf").write_text("hostssl all all 127.0.0.1/32 scram-sha-256\n")
+    if as_postgres:
+        shutil.chown(key, "postgres", "postgres")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["-c", "ssl=on", "-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={data}"]
+    serve = [*as_postgres, f"{binaries}/postgres", "-D", str(data), "-p", str(port), *options]
+    server = subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"localhost:{port}", authority, password
+    finally:
+        server.send_signal(signal.SIGINT)  # at once: SIGTERM waits for clients
+        server.wait(60)
+
+
+@pytest.mark.soak
+@group
+@pytest.mark.skipif(not [*POSTGRES.glob("*/bin/postgres")], reason="no Postgres server (Debian's package postgresql)")
+def test_passwords_open_a_real_database(
+    database: tuple[str, Path, str], tmp_path: Path, secrets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, authority, password = database
+    monkeypatch.setenv("PGSSLMODE", "verify-full")
+    monkeypatch.setenv("PGSSLROOTCERT", str(authority))
+    client = {"host": "localhost", "port": int(endpoint.split(":")[1]), "user": "rollflow", "password": password}
+
+    async def make_prefect() -> None:
+        connection = await asyncpg.connect(**client, database="postgres", timeout=60)
+        await connection.execute("CREATE DATABASE prefect")
+        await connection.close()
+
+    limit = time.monotonic() + 60
+    while True:
+        try:
+            asyncio.run(make_prefect())
+            break
+        except (OSError, asyncpg.CannotConnectNowError):
+            assert time.monotonic() < limit
+            time.sleep(0.2)
+    secrets.create_secret(Name="db", SecretString=json.dumps({"username": "rollflow", "password": password}))
+    secrets.create_secret(Name="auth", SecretString="an-auth-string")
+    control, folder = imported(SOURCE / "modules" / "control" / "control_secrets.py"), tmp_path / "run"
+    folder.mkdir()
+    arguments = (str(folder), endpoint, "db", "auth")
+    assert [control.main(*arguments) for _ in range(2)] == [control.CHANGED, 0]
+    urls = {name: (folder / name).read_text().splitlines()[0].partition("=")[2] for name in ("prefect", "mlflow")}
+
+    async def ask_prefect() -> str:
+        async with create_async_engine(urls["prefect"]).connect() as connection:
+            return str(await connection.scalar(text("SELECT current_database()")))
+
+    assert asyncio.run(ask_prefect()) == "prefect"
+    with create_engine(urls["mlflow"]).connect() as connection:
+        assert connection.scalar(text("SELECT current_database()")) == "mlflow"
+        assert connection.scalar(text("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")) is True
+    monkeypatch.setenv("PGSSLROOTCERT", "/etc/ssl/certs/ca-certificates.crt")
+    with pytest.raises(ssl.SSLError):
+        asyncio.run(ask_prefect())
+    secrets.put_secret_value(SecretId="auth", SecretString="another-string")
+    monkeypatch.setenv("PGSSLROOTCERT", str(authority))
+    assert control.main(*arguments) == control.CHANGED
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Fetch what the control machine's services need, into files of FOLDER that their systemd units read.
 
-    control_secrets.py FOLDER DATABASE_HOST DATABASE_SECRET PREFECT_SECRET
+    control_secrets.py FOLDER DATABASE_HOST:PORT DATABASE_SECRET PREFECT_SECRET
 
 It makes MLflow's database where there is none. Exit code 0: the files are as they were; 3: they have changed, because
 RDS has rotated the password, say, and who reads them is to be restarted.
@@ -27,9 +27,9 @@ def read_secret(name: str) -> str:
     return str(client.get_secret_value(SecretId=name)["SecretString"])
 
 
-def environment_files(host: str, database: dict[str, str], prefect: str) -> dict[str, str]:
+def environment_files(endpoint: str, database: dict[str, str], prefect: str) -> dict[str, str]:
     """Return the content of each file by its name."""
-    login = f"{quote(database['username'], safe='')}:{quote(database['password'], safe='')}@{host}:5432"
+    login = f"{quote(database['username'], safe='')}:{quote(database['password'], safe='')}@{endpoint}"
     return {
         "prefect": f"PREFECT_SERVER_DATABASE_CONNECTION_URL=postgresql+asyncpg://{login}/prefect\n"
         f"PREFECT_SERVER_API_AUTH_STRING=rollflow:{prefect}\n",
@@ -38,10 +38,12 @@ def environment_files(host: str, database: dict[str, str], prefect: str) -> dict
     }
 
 
-async def make_database(host: str, database: dict[str, str]) -> None:
+async def make_database(endpoint: str, database: dict[str, str]) -> None:
     """Make the database "mlflow" where there is none; TLS as `PGSSLMODE` says."""
-    user, password = database["username"], database["password"]
-    connection = await asyncpg.connect(host=host, user=user, password=password, database="prefect", timeout=60)
+    (host, _, port), user, password = endpoint.rpartition(":"), database["username"], database["password"]
+    connection = await asyncpg.connect(
+        host=host, port=int(port), user=user, password=password, database="prefect", timeout=60
+    )
     try:
         await connection.execute("CREATE DATABASE mlflow")
     except asyncpg.DuplicateDatabaseError:
@@ -64,11 +66,11 @@ def write_changed(folder: Path, files: dict[str, str]) -> bool:
     return changed
 
 
-def main(folder: str, host: str, database_secret: str, prefect_secret: str) -> int:
+def main(folder: str, endpoint: str, database_secret: str, prefect_secret: str) -> int:
     """Return the exit code."""
     database = json.loads(read_secret(database_secret))
-    asyncio.run(make_database(host, database))
-    files = environment_files(host, database, read_secret(prefect_secret))
+    asyncio.run(make_database(endpoint, database))
+    files = environment_files(endpoint, database, read_secret(prefect_secret))
     return CHANGED if write_changed(Path(folder), files) else 0
 
 

@@ -112,7 +112,7 @@ module "machine" {
     store    = var.store_uri
     program  = file("${path.module}/control_secrets.py")
     arguments = join(" ", [
-      aws_db_instance.this.address, aws_db_instance.this.master_user_secret[0].secret_arn, var.prefect_secret,
+      aws_db_instance.this.endpoint, aws_db_instance.this.master_user_secret[0].secret_arn, var.prefect_secret,
     ])
   })])
   depends_on = [aws_iam_role_policy.password]
