@@ -102,7 +102,7 @@ def test_the_search_finds_a_secret_however_it_is_written(secret: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_run_leaves_no_secret(tmp_path: Path, prefect_database: Path) -> None:
+def test_a_run_leaves_no_secret(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Prefect server, Ray cluster and MLflow are given, and each gets its secret from the environment.
 
     Prefect and MLflow are reached by HTTPS, and their certificates by the settings of each.
@@ -117,13 +117,15 @@ def test_a_run_leaves_no_secret(tmp_path: Path, prefect_database: Path) -> None:
         tls_proxy(tls, port_of(prefect.ui_url)) as to_prefect,
         tls_proxy(tls, port_of(mlflow.url)) as to_mlflow,
     ):
+        for name, value in {**PLANTED, "AWS_ENDPOINT_URL_S3": endpoint}.items():
+            monkeypatch.setenv(name, value)  # a node has its credentials from its own environment
         start_together(prefect, ray, mlflow)
         try:
             place = {"ray": ray.address, "mlflow": f"https://127.0.0.1:{to_mlflow}"}
             recipe.write_text(RECIPE.format(policy=tmp_path / "policy", **place))
             token = {"RAY_AUTH_TOKEN": (ray.folder / "token").read_text()}
             secrets = PLANTED | token | {"PREFECT_API_AUTH_STRING": prefect.env["PREFECT_API_AUTH_STRING"]}
-            given = {**prefect.env, **ray.env, "AWS_ENDPOINT_URL_S3": endpoint, "ROLLFLOW_HOME": str(home), **secrets}
+            given = {**prefect.env, **ray.env, "ROLLFLOW_HOME": str(home), **secrets}
             given |= {"PREFECT_API_URL": f"https://127.0.0.1:{to_prefect}/api"}
             authority = str(tls.authority)
             given |= {"PREFECT_API_SSL_CERT_FILE": authority, "MLFLOW_TRACKING_SERVER_CERT_PATH": authority}
@@ -139,8 +141,9 @@ def test_a_run_leaves_no_secret(tmp_path: Path, prefect_database: Path) -> None:
             objects = {f"s3://{key}": store.get_object(Bucket="secrets", Key=key)["Body"].read() for key in keys}
         finally:
             stop_together(prefect, ray, mlflow)
-    places = {"stdout": ended.stdout, "stderr": ended.stderr, **objects, **dict(files(tmp_path))}
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    places = {"output": ended.stdout + ended.stderr, **objects, **dict(files(tmp_path))}
+    said = (ended.stdout + ended.stderr).decode(errors="replace")
+    assert ended.returncode == 0, said[-4000:]
     for where in ("s3://", str(home / "logs"), str(tmp_path / "server"), str(tmp_path / "tracking"), str(ray.folder)):
         read = [place for place, content in places.items() if place.startswith(where) and b"planted" in content]
         assert read, f"nothing of the run is in {where}: it is not where this test looks"

@@ -122,6 +122,13 @@ def test_the_lease_is_that_of_the_config(tmp_path: Path) -> None:
     assert (found.uri, found.seconds, found.patience) == (str(tmp_path), 30.0, 3600.0)
 
 
+def test_a_run_recorded_before_there_were_leases_has_one(tmp_path: Path) -> None:
+    describe(open_store(str(tmp_path)), "run", {"cluster": {"address": "10.0.0.1:6379"}})
+    context = RunContext(str(tmp_path), tmp_path / "cache")
+    assert Lease.of(context).seconds == 600.0
+    assert context.config.cluster.placement == RunConfig().cluster.placement
+
+
 @pytest.mark.long
 def test_a_process_that_computes_ends_with_its_children(tmp_path: Path) -> None:
     (tmp_path / STATUS).write_bytes(b"1")
