@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -98,12 +100,12 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield client
 
 
-def fetch(body: str, folder: Path, *secrets: str) -> subprocess.CompletedProcess[str]:
+def fetch(body: str, folder: Path, address: str = ADDRESS) -> subprocess.CompletedProcess[str]:
     """Run the credentials script of a machine's user data in a new folder."""
     folder.mkdir()
     file = folder.parent / f"{folder.name}.sh"
     file.write_text(program(body, "rollflow-ray-credentials"))
-    command = ["bash", str(file), str(folder), ADDRESS, *(secrets or CREDENTIALS)]
+    command = ["bash", str(file), str(folder), address, *CREDENTIALS]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -286,6 +288,48 @@ def test_passwords_open_a_real_database(
     secrets.put_secret_value(SecretId="auth", SecretString="another-string")
     monkeypatch.setenv("PGSSLROOTCERT", str(authority))
     assert control.main(*arguments) == control.CHANGED
+
+
+@needs_terraform
+@group
+@pytest.mark.soak
+def test_ray_starts_with_the_credentials(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
+    """The head's own command, on loopback; a driver gets in with the credentials, and not without the token."""
+    body = user_data(plan)["head"].replace("$address", "127.0.0.1")
+    folder = tmp_path / "head"
+    assert fetch(body, folder, address="127.0.0.1").returncode == 0
+    found = re.search(r"^ExecStart=/opt/rollflow/bin/ray (start .*)$", body, flags=re.MULTILINE)
+    assert found
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = ["--num-cpus=1", "--include-dashboard=false", f"--temp-dir={tempfile.mkdtemp(prefix='ray', dir='/tmp')}"]
+    options = [*shlex.split(found[1].replace("6379", str(port))), *own]
+    named = dict(re.findall(r"^(RAY_\w+)=(.*)$", body, flags=re.MULTILINE))
+    assert named.keys() >= {"RAY_USE_TLS", "RAY_AUTH_MODE"}
+    environment = {
+        **os.environ,
+        **{key: value.replace("/run/rollflow-ray", str(folder)) for key, value in named.items()},
+    }
+    code = f"import ray; ray.init(address='127.0.0.1:{port}', log_to_driver=False); print(ray.get(ray.put('in')))"
+
+    def drive(**changed: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env={**environment, **changed}, capture_output=True, text=True, timeout=200)
+
+    ray = str(Path(sys.executable).parent / "ray")
+    with open(tmp_path / "log", "w") as log:
+        head = subprocess.Popen([ray, *options], env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        limit = time.monotonic() + 200
+        while (driven := drive()).returncode != 0 and time.monotonic() < limit:
+            time.sleep(2)
+        assert driven.stdout.splitlines()[-1] == "in", driven.stderr + (tmp_path / "log").read_text()
+        (tmp_path / "other").write_text("not-the-token")
+        assert drive(RAY_AUTH_TOKEN_PATH=str(tmp_path / "other")).returncode != 0
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        head.wait(60)
 
 
 @pytest.mark.slow
