@@ -110,7 +110,7 @@ variable "head_instance_type" {
 variable "rollout" {
   description = "Rollout group, on spot instances: types that may be taken (all with the same number of GPUs), GPUs of one, fewest and most machines."
   type        = object({ instance_types = list(string), gpus = number, min = number, max = number })
-  default     = { instance_types = ["g6e.xlarge", "g6.2xlarge", "g5.2xlarge"], gpus = 1, min = 0, max = 4 }
+  default     = { instance_types = ["g6e.xlarge", "g6.2xlarge", "g5.2xlarge"], gpus = 1, min = 1, max = 4 }
   validation {
     condition     = length(var.rollout.instance_types) > 0 && alltrue([for type in var.rollout.instance_types : can(regex("^[a-z0-9-]+\\.[a-z0-9-]+$", type))])
     error_message = "Write at least one type such as g6e.xlarge."
