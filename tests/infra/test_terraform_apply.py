@@ -17,7 +17,17 @@ from rollflow.flows.commands.cli import main
 from rollflow.storage.errors import Conflict
 from rollflow.storage.objects import open_store
 from tests.support.aws_server import aws_server, variables
-from tests.support.terraform import BUCKET, PLANTED, Terraform, prepare, script, state_resources, why_not
+from tests.support.terraform import (
+    BUCKET,
+    PLANTED,
+    Terraform,
+    prepare,
+    resources,
+    script,
+    state_resources,
+    statements,
+    why_not,
+)
 
 REGION = "eu-central-1"
 
@@ -94,6 +104,34 @@ def check_gone(endpoint: str) -> None:
     assert client("rds").describe_db_instances()["DBInstances"] == []
     assert client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"] == []
     assert client("secretsmanager").list_secrets()["SecretList"] == []
+
+
+def test_runs_outlive_a_destroy_by_default(tmp_path: Path) -> None:
+    key = "arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555"
+    with aws_server() as endpoint:
+        terraform = prepare("cluster", tmp_path, endpoint, delete_runs_on_destroy=False, kms_key_arn=key)
+        plan = terraform.plan()
+        (bucket,) = resources(plan, "aws_s3_bucket").values()
+        assert bucket["force_destroy"] is False
+        (database,) = resources(plan, "aws_db_instance").values()
+        assert (database["deletion_protection"], database["skip_final_snapshot"]) == (True, False)
+        secrets = resources(plan, "aws_secretsmanager_secret").values()
+        assert {secret["recovery_window_in_days"] for secret in secrets} == {7}
+        assert {secret["kms_key_id"] for secret in secrets} == {database["kms_key_id"]} == {key}
+        (encryption,) = resources(plan, "aws_s3_bucket_server_side_encryption_configuration").values()
+        (default,) = encryption["rule"][0]["apply_server_side_encryption_by_default"]
+        assert (default["sse_algorithm"], default["kms_master_key_id"]) == ("aws:kms", key)
+        allowed = [one["resources"] for _, one in statements(plan) if one["sid"] == "UseKey"]
+        assert allowed == [[key]] * 3
+
+
+def test_variables_are_validated(tmp_path: Path) -> None:
+    wrong = {"region": "Frankfurt", "bucket": "Team_Runs", "dollars_per_month": 0, "emails": [], "disk_gib": 1}
+    with aws_server() as endpoint:
+        terraform = prepare("small", tmp_path, endpoint, **wrong)
+        done = terraform.run("plan", "-no-color", code=1)
+    for name in wrong:
+        assert f"var.{name}" in done, name
 
 
 @pytest.mark.parametrize("example", ["small", "cluster"])

@@ -60,8 +60,8 @@ class Terraform:
     endpoint: str
     secrets: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
-        """Run a command of Terraform; returns its output."""
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """Run a command of Terraform that ends with this exit code; returns its output, or its errors."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "AWS_"))}
         own = {"TF_IN_AUTOMATION": "1", "TF_INPUT": "0", "CHECKPOINT_DISABLE": "1", "TF_CLI_CONFIG_FILE": os.devnull}
         secret = {f"TF_VAR_{name}": value for name, value in self.secrets.items()}
@@ -73,8 +73,8 @@ class Terraform:
             text=True,
             timeout=HANG_SECONDS,
         )
-        assert done.returncode in codes, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stderr if code else done.stdout
 
     def plan(self) -> dict[str, Any]:
         """The plan as JSON; `apply` applies it."""
@@ -89,14 +89,16 @@ class Terraform:
         return state
 
 
-def prepare(example: str, folder: Path, endpoint: str, secrets: Mapping[str, str] | None = None) -> Terraform:
-    """Copy the modules and an example, with values for its variables, and initialise it."""
+def prepare(
+    example: str, folder: Path, endpoint: str, secrets: Mapping[str, str] | None = None, **changed: object
+) -> Terraform:
+    """Copy the modules and an example, with values for its variables (`changed` wins), and initialise it."""
     copy = folder / "terraform"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*", "*.tfvars"))
     wheel, pins = folder / "rollflow-0-py3-none-any.whl", folder / "pins.txt"
     wheel.write_bytes(b"a wheel")
     pins.write_text("rollflow==0\n")
-    given = {**GIVEN, **EXAMPLES[example], "wheel": str(wheel), "pins": str(pins)}
+    given = {**GIVEN, **EXAMPLES[example], "wheel": str(wheel), "pins": str(pins), **changed}
     terraform = Terraform(copy / "examples" / example, endpoint, secrets or {})
     (terraform.folder / "tests.auto.tfvars.json").write_text(json.dumps(given))
     terraform.run("init", "-no-color", f"-plugin-dir={PLUGINS}")
