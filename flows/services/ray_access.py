@@ -11,9 +11,6 @@ import contextlib
 import os
 from typing import Any
 
-import psutil
-
-from rollflow.flows.services.reachability import here
 from rollflow.storage.errors import ConfigError, Unreachable
 
 ANSWER_SECONDS = 10.0
@@ -41,15 +38,15 @@ def check_membership(address: str) -> None:
         Unreachable: it gives no answer.
     """
     found = _ask(address, nodes=True)
-    if found and not any(map(here, found)) and not _has_raylet():
+    if not found & _local_nodes():
         raise ConfigError(
             f"cluster.address = {address!r}: this machine is none of the cluster's {len(found)} nodes; let it join, "
             f"without CPUs if you like: ray start --address={address} --num-cpus=0"
         )
 
 
-def _ask(address: str, *, nodes: bool) -> list[str]:
-    """Return the addresses of the living nodes, if these are asked for."""
+def _ask(address: str, *, nodes: bool) -> set[str]:
+    """Return the ids of the living nodes, if these are asked for."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
@@ -60,12 +57,12 @@ def _ask(address: str, *, nodes: bool) -> list[str]:
             stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             known = stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=ANSWER_SECONDS)
             if not nodes:
-                return []
+                return set()
             identity = [("ray_cluster_id", known.cluster_id.hex())]
             request = gcs_service_pb2.GetAllNodeInfoRequest()
             answer = stub.GetAllNodeInfo(request, timeout=ANSWER_SECONDS, metadata=identity)
             alive = gcs_pb2.GcsNodeInfo.GcsNodeState.ALIVE
-            return [node.node_manager_address for node in answer.node_info_list if node.state == alive]
+            return {node.node_id.hex() for node in answer.node_info_list if node.state == alive}
     except grpc.RpcError as error:
         raise _refusal(address, error) from None
     except (RayError, RuntimeError, ValueError) as error:  # of a token that is asked for by RAY_AUTH_MODE alone
@@ -86,7 +83,8 @@ def _has_token() -> bool:
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
-def _has_raylet() -> bool:
-    """Return whether a Ray node runs on this machine, whatever its address is to others."""
-    names = (process.info["name"] for process in psutil.process_iter(["name"]))
-    return "raylet" in names
+def _local_nodes() -> set[str]:
+    """Return the ids of the Ray nodes that run on this machine: a driver is connected to one of them."""
+    from ray._private.services import find_node_ids
+
+    return set(find_node_ids())

@@ -151,6 +151,8 @@ def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False)
             peer = ray_context().wrap_socket(connection) if uses_tls() else connection
             peer.sendall(HTTP2_PREFACE)
             answer = peer.recv(9)
+    except ConnectionResetError:  # it is there, and takes this for nonsense
+        return False
     except OSError:
         if raising:
             raise

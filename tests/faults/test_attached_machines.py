@@ -31,7 +31,8 @@ class Attached:
     """The machines, their cluster, and what a process needs to use it."""
 
     def __init__(self, machines: Machines, database: Path) -> None:
-        self.left, self.right, self.desk, self.stranger = every = [machines.machine(name) for name in NAMES]
+        every = [machines.machine(name, own_processes=True) for name in NAMES]
+        self.left, self.right, self.desk, self.stranger = every
         self.address = f"{self.left.address}:6379"
         self.environments: dict[str, dict[str, str]] = {}
         for machine in every:

@@ -25,9 +25,8 @@ from rollflow.flows.services.reachability import check_ray
 from rollflow.storage.errors import RollflowError
 
 address, verb = sys.argv[1:]
-if verb == "strange":  # as if neither an address of the cluster nor a node of it were here
-    ray_access.here = lambda address: False
-    ray_access._has_raylet = lambda: False
+if verb == "strange":  # as if no node of it ran here
+    ray_access._local_nodes = lambda: {"another cluster's"}
 began = time.monotonic()
 try:
     check_ray(address)

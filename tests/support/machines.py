@@ -55,7 +55,7 @@ class Machines:
 
     def __enter__(self) -> Self:
         self._hub = _helper([*NAMESPACES], "hub")
-        self.pid = _only_child(self._hub)
+        self.pid = _only_child(self._hub.pid)
         self.endpoint = _line(self._hub)["endpoint"]
         return self
 
@@ -74,10 +74,10 @@ class Machines:
         self._hub.stdin.flush()
         return dict(_line(self._hub))
 
-    def machine(self, name: str) -> Machine:
-        """A new machine, connected."""
+    def machine(self, name: str, *, own_processes: bool = False) -> Machine:
+        """A new machine, connected; with `own_processes` none sees those of another, as Ray looks for its nodes."""
         self.names.append(name)
-        return Machine(self, name, f"{NETWORK}.{len(self.names)}")
+        return Machine(self, name, f"{NETWORK}.{len(self.names)}", own_processes=own_processes)
 
     def share_disk(self) -> None:
         """Give all machines that are made from now on one common disk, at /mnt."""
@@ -92,12 +92,15 @@ class Machines:
 class Machine:
     """One machine."""
 
-    def __init__(self, machines: Machines, name: str, address: str) -> None:
+    def __init__(self, machines: Machines, name: str, address: str, *, own_processes: bool = False) -> None:
         self.machines, self.name, self.address, self.home = machines, name, address, Path("/home", name)
         inside = ["nsenter", "--target", str(machines.pid), "--net", "--mount", "--pid", "unshare", "--net", "--mount"]
+        inside += ["--pid", "--fork", "--mount-proc", "--kill-child"] if own_processes else []
         self._holder = _helper(inside, "machine", name)
         _line(self._holder)
-        self.pid = _only_child(self._holder)
+        self.pid = _only_child(self._holder.pid)
+        if own_processes:  # the first of them; what was found is `unshare`
+            self.pid = _only_child(self.pid)
         machines.ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
         machines.ip("link", "set", name, "master", "bridge", "up")
         for command in (
@@ -148,7 +151,10 @@ class Machine:
 
     def processes(self) -> list[psutil.Process]:
         """All that run on it but the one that holds it."""
-        own = os.readlink(f"/proc/{self.pid}/ns/net")
+        try:
+            own = os.readlink(f"/proc/{self.pid}/ns/net")
+        except FileNotFoundError:  # it has lost its power
+            return []
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
@@ -185,10 +191,10 @@ def _line(helper: subprocess.Popen[str]) -> Any:
     return json.loads(line)
 
 
-def _only_child(process: subprocess.Popen[str]) -> int:
+def _only_child(pid: int) -> int:
     """The process that unshare or nsenter forked into the process namespace."""
     limit = time.monotonic() + START_SECONDS
-    while not (found := psutil.Process(process.pid).children()) and time.monotonic() < limit:
+    while not (found := psutil.Process(pid).children()) and time.monotonic() < limit:
         time.sleep(0.01)
     return int(found[0].pid)
 
