@@ -67,12 +67,14 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _apply_settings(options: argparse.Namespace) -> None:
-    """Set a settings file's variables; its keys come before those of `--set`, which win."""
+    """Set a settings file's variables, and those of its keys that no `--set` gives."""
     from rollflow.flows.commands._settings import load_settings
 
     options.settings = load_settings(options.settings)
     os.environ.update(options.settings.variables)
-    options.set = [*options.settings.overrides, *options.set]
+    given = {override.partition("=")[0].strip() for override in options.set}
+    own = [override for override in options.settings.overrides if override.partition("=")[0] not in given]
+    options.set = [*own, *options.set]
 
 
 def _open_streams() -> None:

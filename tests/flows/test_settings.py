@@ -107,6 +107,12 @@ def test_settings_win_over_recipe_and_set_over_both(tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["tracking"]["experiment"] == 'a "b"'
 
 
+def test_sweep_takes_a_key_from_set_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, '[tracking]\nexperiment = "team"\n')
+    assert main(["sweep", RECIPE, "--settings", str(file), "--set", "tracking.experiment=mine"]) == 2
+    assert "a sweep needs several values or seeds" in capsys.readouterr().err
+
+
 def test_settings_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     settings = load_settings(written(tmp_path, "[store]\nuri = 'runs'\n[tracking]\nuri = 'sqlite:///t.db'"))
     assert settings.config.store.uri == str(tmp_path / "runs")
