@@ -6,6 +6,7 @@ moto shows that the calls exist and fit together. It does not show what AWS woul
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,16 @@ def check_secrets(terraform: Terraform, state: Mapping[str, Any]) -> None:
     assert given == []
 
 
+def check_scripts(state: Mapping[str, Any], folder: Path) -> None:
+    """The user data of every machine is valid shell."""
+    given = [one for one in state_resources(state).values() if one.get("user_data_base64") or one.get("user_data")]
+    assert given
+    for attributes in given:
+        (folder / "script").write_text(script(attributes))
+        done = subprocess.run(["bash", "-n", str(folder / "script")], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def database_secret(state: Mapping[str, Any]) -> str:
     """The secret that RDS keeps the password in."""
     database = state_resources(state)["module.control.aws_db_instance.this"]
@@ -146,6 +157,7 @@ def test_example_is_applied_and_destroyed(
         terraform.plan()
         state = terraform.apply()
         check_bucket(endpoint)
+        check_scripts(state, tmp_path)
         found = doctor_on(terraform.run("output", "-raw", "settings"), tmp_path, capsys)
         assert found["store"] == {"name": "store", "outcome": "ok", "found": f"s3://{BUCKET}/store"}
         if example == "small":
