@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_engine import KEYS, TINY, generate_all, make_requests, start_engine
+from benchmarks.gpu_engine import KEYS, TINY, count_differences, generate_all, make_requests, start_engine
 from benchmarks.gpu_models import DEVICE, GPU, QWEN_05B, BatchShape, build, clear_memory, make_batch, policy_folder
 from benchmarks.gpu_rows import Row, check_that
 from rollflow.tasks.engines import fixed_shape
@@ -39,7 +39,7 @@ class Made:
 def run_bits() -> Iterator[Row]:
     """Say what changes the engine's bits."""
     sizes = QWEN_05B if GPU else TINY
-    count, tokens = (128, 24) if GPU else (6, 6)
+    count, tokens = (128, 96) if GPU else (6, 6)
     given = os.environ.pop(WORKSPACE, None)
     try:
         with (
@@ -75,7 +75,7 @@ def _compare(folder: Path, requests: Sequence[GenerationRequest], vocabulary: in
 
 def _differences(name: str, first: Made, made: Made) -> Iterator[Row]:
     pairs = list(zip(first.generations, made.generations, strict=True))
-    yield Row(f"{name}: responses that differ from the first engine's", sum(a != b for a, b in pairs))
+    yield from count_differences(name, first.generations, made.generations)
     gaps = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in pairs]
     yield Row(f"{name}: log-probs of first tokens differ by at most", max(gaps), "nats")
     where = next((place for place, value in first.digests.items() if made.digests.get(place) != value), "nothing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,26 @@ async def update_engine(engine: TransformersEngine, version: int, folder: Path) 
 async def generate_all(engine: TransformersEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
     """Generate all at once."""
     return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+def count_differences(what: str, first: Sequence[Generation], made: Sequence[Generation]) -> Iterator[Row]:
+    """Say how many responses differ, in which tokens first, and what differs beside tokens and log-probs."""
+    pairs = [(a, b) for a, b in zip(first, made, strict=True) if a != b]
+    yield Row(f"{what}: responses that differ", len(pairs))
+    places = [_first_difference(a, b) for a, b in pairs]
+    if places:
+        yield Row(f"{what}: first token that differs, of the first such response", min(places))
+        fields = sorted({f.name for f in dataclasses.fields(Generation) for a, b in pairs if _differ(f.name, a, b)})
+        yield Row(f"{what}: fields that differ", ", ".join(fields))
+
+
+def _differ(name: str, a: Generation, b: Generation) -> bool:
+    return bool(getattr(a, name) != getattr(b, name))
+
+
+def _first_difference(a: Generation, b: Generation) -> int:
+    same = zip(a.tokens, a.logprobs, b.tokens, b.logprobs, strict=False)
+    return next((n for n, (t, p, u, q) in enumerate(same) if (t, p) != (u, q)), min(len(a.tokens), len(b.tokens)))
 
 
 def run_engine() -> Iterator[Row]:
@@ -139,6 +160,7 @@ def _turns(runner: asyncio.Runner, folder: Path, requests: Sequence[GenerationRe
         made = _generate(runner, engine, requests)
         learner.step(batch, 0)
     yield check_that("generation beside a learner: the bits of the engine alone", made == apart_made)
+    yield from count_differences("beside a learner", apart_made, made)
     yield from _peak_row("peak with both side by side", beside.whole)
     yield from _peak_row("side by side over the larger of the two", beside.whole, larger)
     move_learner(learner, "cpu")
@@ -146,6 +168,7 @@ def _turns(runner: asyncio.Runner, folder: Path, requests: Sequence[GenerationRe
     with Peak() as turns:
         made = _generate(runner, engine, requests)
         yield check_that("generation in turns: the bits of the engine alone", made == apart_made)
+        yield from count_differences("in turns", apart_made, made)
         yield from _train_between(runner, engine, learner, batch)
         last = _generate(runner, engine, requests[:8])
     yield from _peak_row("peak in turns", turns.whole)
