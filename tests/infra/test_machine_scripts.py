@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -18,8 +17,6 @@ import ssl
 import stat
 import subprocess
 import sys
-import tempfile
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,48 +287,6 @@ def test_passwords_open_a_real_database(
     assert control.main(*arguments) == control.CHANGED
 
 
-@needs_terraform
-@group
-@pytest.mark.soak
-def test_ray_starts_with_the_credentials(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
-    """The head's own command, on loopback; a driver gets in with the credentials, and not without the token."""
-    body = user_data(plan)["head"].replace("$address", "127.0.0.1")
-    folder = tmp_path / "head"
-    assert fetch(body, folder, address="127.0.0.1").returncode == 0
-    found = re.search(r"^ExecStart=/opt/rollflow/bin/ray (start .*)$", body, flags=re.MULTILINE)
-    assert found
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    own = ["--num-cpus=1", "--include-dashboard=false", f"--temp-dir={tempfile.mkdtemp(prefix='ray', dir='/tmp')}"]
-    options = [*shlex.split(found[1].replace("6379", str(port))), *own]
-    named = dict(re.findall(r"^(RAY_\w+)=(.*)$", body, flags=re.MULTILINE))
-    assert named.keys() >= {"RAY_USE_TLS", "RAY_AUTH_MODE"}
-    environment = {
-        **os.environ,
-        **{key: value.replace("/run/rollflow-ray", str(folder)) for key, value in named.items()},
-    }
-    code = f"import ray; ray.init(address='127.0.0.1:{port}', log_to_driver=False); print(ray.get(ray.put('in')))"
-
-    def drive(**changed: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code]
-        return subprocess.run(command, env={**environment, **changed}, capture_output=True, text=True, timeout=200)
-
-    ray = str(Path(sys.executable).parent / "ray")
-    with open(tmp_path / "log", "w") as log:
-        head = subprocess.Popen([ray, *options], env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        limit = time.monotonic() + 200
-        while (driven := drive()).returncode != 0 and time.monotonic() < limit:
-            time.sleep(2)
-        assert driven.stdout.splitlines()[-1] == "in", driven.stderr + (tmp_path / "log").read_text()
-        (tmp_path / "other").write_text("not-the-token")
-        assert drive(RAY_AUTH_TOKEN_PATH=str(tmp_path / "other")).returncode != 0
-    finally:
-        os.killpg(head.pid, signal.SIGTERM)
-        head.wait(60)
-
-
 @pytest.mark.long
 def test_gpus_in_use_and_waited_for_are_counted() -> None:
     from ray.autoscaler.v2 import schema
@@ -351,40 +306,3 @@ def test_gpus_in_use_and_waited_for_are_counted() -> None:
     )
     assert demand.count_gpus(status) == {"GpusWaiting": 5.0, "GpusWanted": 10.0}
     assert demand.count_gpus(schema.ClusterStatus()) == {"GpusWaiting": 0.0, "GpusWanted": 0.0}
-
-
-@pytest.mark.soak
-@pytest.mark.xdist_group("terraform")
-def test_gpu_demand_reaches_the_alarms(tmp_path: Path) -> None:
-    """The program as systemd starts it, on a Ray node of its own; the alarms ask for these names."""
-    code = """
-        import datetime, runpy, sys, time, boto3, ray
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-
-        @ray.remote(num_cpus=0)
-        class Idle:
-            pass
-
-        waiting = [Idle.options(num_gpus=2).remote(), Idle.options(num_gpus=1).remote()]
-        waiting.append(Idle.options(num_gpus=4, resources={"train": 0.001}).remote())
-        client, limit, value = boto3.client("cloudwatch"), time.monotonic() + 120, None
-        sys.argv = ["gpu_demand.py", ray.get_runtime_context().gcs_address, "rollflow/rollflow"]
-        while value != 3.0 and time.monotonic() < limit:
-            runpy.run_path(PROGRAM, run_name="__main__")
-            now = datetime.datetime.now(datetime.timezone.utc)
-            span = {"StartTime": now - datetime.timedelta(hours=1), "EndTime": now + datetime.timedelta(hours=1)}
-            asked = {"Namespace": "rollflow/rollflow", "MetricName": "GpusWaiting", "Period": 7200, **span}
-            points = client.get_metric_statistics(Statistics=["Maximum"], **asked)["Datapoints"]
-            value = max(point["Maximum"] for point in points)
-            time.sleep(0.5)
-        names = sorted({(one["Namespace"], one["MetricName"]) for one in client.list_metrics()["Metrics"]})
-        print(value, names)
-        """
-    program = repr(str(SOURCE / "modules" / "ray" / "gpu_demand.py"))
-    with aws_server() as endpoint:
-        environment = {**os.environ, **variables(endpoint), "AWS_REGION": REGION, "AWS_DEFAULT_REGION": REGION}
-        command = [sys.executable, "-c", textwrap.dedent(code).replace("PROGRAM", program)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    wanted = [("rollflow/rollflow", "GpusWaiting"), ("rollflow/rollflow", "GpusWanted")]
-    assert done.stdout.splitlines()[-1] == f"3.0 {wanted}", done.stdout
