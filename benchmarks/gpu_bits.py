@@ -78,7 +78,7 @@ def _compare(folder: Path, requests: Sequence[GenerationRequest], vocabulary: in
 
 def _without_cudnn(folder: Path, requests: Sequence[GenerationRequest]) -> Iterator[Row]:
     """Compare two engines whose attention is not cuDNN's, which may share a row's keys out and add in any order."""
-    was = torch.backends.cuda.cudnn_sdp_enabled()
+    was = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         first, second = _generate(folder, requests), _generate(folder, requests)
