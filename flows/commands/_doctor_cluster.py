@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.config import load_recipe, override_config
@@ -53,7 +53,19 @@ def _config(options: argparse.Namespace) -> RunConfig:
 def print_nodes(nodes: Sequence[NodeState], faults: Sequence[str], console: Console | None = None) -> None:
     """Print the table, and below it what is wrong."""
     console = console or Console(highlight=False)
-    table = Table("node", "CPUs", "GPUs", "store", "rollflow", "ray", "torch", "vllm", "clock", "disk free", box=None)
+    table = Table(
+        Column("node", no_wrap=True, overflow="ignore"),
+        "CPUs",
+        "GPUs",
+        Column("store", no_wrap=True, overflow="ignore"),
+        "rollflow",
+        "ray",
+        "torch",
+        "vllm",
+        "clock",
+        "disk free",
+        box=None,
+    )
     for node in nodes:
         table.add_row(node.address, f"{node.cpus:g}", f"{node.gpus:g}", *_cells(node))
     console.print(table)

@@ -90,9 +90,11 @@ def test_nodes_may_have_an_engine_that_this_machine_has_not() -> None:
 
 def test_the_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
     silent = dataclasses.replace(SOUND, address="10.0.0.9", report=None, silent="no")
-    print_nodes([SOUND, silent], ["10.0.0.9 did not answer"], Console(width=200))
+    far = dataclasses.replace(SOUND, address="192.168.100.101")  # its address is whole, also on a narrow terminal
+    print_nodes([SOUND, silent, far], ["10.0.0.9 did not answer"], Console(width=80))
     shown = capsys.readouterr().out
-    assert "10.0.0.1" in shown
+    assert "10.0.0.1 " in shown
+    assert "192.168.100.101 " in shown
     assert "no answer" in shown
     assert shown.rstrip().endswith("✗ 10.0.0.9 did not answer")
 
