@@ -216,13 +216,16 @@ def test_ranks_wait_as_long_as_the_first_one_reads_its_weights(folder: Path, mon
     pipes = Pipes(*(multiprocessing.Pipe()[0] for _ in range(2)))
     start = LearnerStart(folder, trained=True, versions=10)
     given = 1, Meeting("127.0.0.1", store.port), "127.0.0.1", pipes, TorchTrain(ranks=2), start
-    Thread(target=rank_process.serve_rank, args=given, daemon=True).start()
+    rank = Thread(target=rank_process.serve_rank, args=given, daemon=True)
+    rank.start()
     until(lambda: store.check([rank_process.ready(1)]))
     assert not met.wait(1.0)
     store.set(rank_process.MEET, "")
     assert met.wait(ENDS_SECONDS)
     until(lambda: store.check([rank_process.failed(1)]))
     assert store.get(rank_process.failed(1)).startswith(b"Met")
+    rank.join(ENDS_SECONDS)  # it ends with `_exit`, which must be the stand-in still: the real one ends this process
+    assert not rank.is_alive()
 
 
 def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
