@@ -17,6 +17,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -306,3 +307,40 @@ def test_gpus_in_use_and_waited_for_are_counted() -> None:
     )
     assert demand.count_gpus(status) == {"GpusWaiting": 5.0, "GpusWanted": 10.0}
     assert demand.count_gpus(schema.ClusterStatus()) == {"GpusWaiting": 0.0, "GpusWanted": 0.0}
+
+
+@pytest.mark.soak
+@pytest.mark.xdist_group("terraform")
+def test_gpu_demand_reaches_the_alarms(tmp_path: Path) -> None:
+    """The program as systemd starts it, on a Ray node of its own; the alarms ask for these names."""
+    code = """
+        import datetime, runpy, sys, time, boto3, ray
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+
+        @ray.remote(num_cpus=0)
+        class Idle:
+            pass
+
+        waiting = [Idle.options(num_gpus=2).remote(), Idle.options(num_gpus=1).remote()]
+        waiting.append(Idle.options(num_gpus=4, resources={"train": 0.001}).remote())
+        client, limit, value = boto3.client("cloudwatch"), time.monotonic() + 120, None
+        sys.argv = ["gpu_demand.py", ray.get_runtime_context().gcs_address, "rollflow/rollflow"]
+        while value != 3.0 and time.monotonic() < limit:
+            runpy.run_path(PROGRAM, run_name="__main__")
+            now = datetime.datetime.now(datetime.timezone.utc)
+            span = {"StartTime": now - datetime.timedelta(hours=1), "EndTime": now + datetime.timedelta(hours=1)}
+            asked = {"Namespace": "rollflow/rollflow", "MetricName": "GpusWaiting", "Period": 7200, **span}
+            points = client.get_metric_statistics(Statistics=["Maximum"], **asked)["Datapoints"]
+            value = max(point["Maximum"] for point in points)
+            time.sleep(0.5)
+        names = sorted({(one["Namespace"], one["MetricName"]) for one in client.list_metrics()["Metrics"]})
+        print(value, names)
+        """
+    program = repr(str(SOURCE / "modules" / "ray" / "gpu_demand.py"))
+    with aws_server() as endpoint:
+        environment = {**os.environ, **variables(endpoint), "AWS_REGION": REGION, "AWS_DEFAULT_REGION": REGION}
+        command = [sys.executable, "-c", textwrap.dedent(code).replace("PROGRAM", program)]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    wanted = [("rollflow/rollflow", "GpusWaiting"), ("rollflow/rollflow", "GpusWanted")]
+    assert done.stdout.splitlines()[-1] == f"3.0 {wanted}", done.stdout
