@@ -163,7 +163,7 @@ class Kit:
             child.end()
 
     def _ready(self, child: Child) -> str | None:
-        """What it runs on, "gpu" or "cpu"; None if it did not start."""
+        """Return what the part runs on, "gpu" or "cpu"; None if it did not start."""
         line = next(child.lines(120), None)
         return line.removeprefix(READY).strip() if line else None
 

@@ -246,7 +246,7 @@ def _timed(what: str, act: Callable[[], None]) -> Row:
 
 
 def _free_engine(runner: asyncio.Runner, engine: TransformersEngine) -> None:
-    """Its weights to the processor, its attention state away."""
+    """Move the engine's weights to the processor and drop its attention state."""
     runner.run(engine.suspend("continue"))
     engine._sampler._groups.clear()
     engine._sampler._model.to("cpu")

@@ -131,7 +131,7 @@ def _off(found: Tensor, exact: Tensor) -> float:
 
 
 def _peak_of(way: Way, weight_VH: Tensor, count: int) -> Peak:
-    """Of the last of three runs."""
+    """Return the peak of the last of three runs."""
     for _ in range(3):
         hidden_MH, targets_M = _asked(weight_VH, count)
         weight_VH.grad = None

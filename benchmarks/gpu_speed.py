@@ -243,7 +243,7 @@ def _rows_of(group: Any) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _profile(folder: Path, batch: TrajectoryBatch) -> Iterator[Row]:
-    """Where a step's time goes on the device."""
+    """Profile a step: say where its time goes on the device."""
     from torch.profiler import ProfilerActivity, profile
 
     learner = build(folder, DEVICE, "bfloat16", micro_tokens=MICRO, share_prompts=False)
@@ -311,7 +311,7 @@ async def _generated(folder: Path, count: int, tokens: int) -> tuple[int, float,
 
 
 def _generate_plainly(folder: Path, count: int, tokens: int, speeds: dict[str, float]) -> Iterator[Row]:
-    """What transformers does by itself; it gives no log-probs."""
+    """Generate as transformers does by itself, without log-probs."""
     made, peak = _time_generate(folder, count, tokens)
     clear_memory()
     speeds["plain"] = made / peak.seconds

@@ -52,7 +52,7 @@ class Lease:
 
     @property
     def sentence(self) -> str:
-        """What is logged when it has run out."""
+        """The log line for a lease that has run out."""
         return (
             f"no supervisor has watched {self.uri} for {self.seconds:g} s (cluster.lease_seconds), so its actors end; "
             f"go on with: rollflow resume {self.uri}"

@@ -39,7 +39,7 @@ def compose() -> Iterator[Compose]:
 
 
 def commands() -> list[list[str]]:
-    """What the page runs beside the Ray head: doctor, run, audit."""
+    """Return the commands that the page runs beside the Ray head: doctor, run, audit."""
     block = re.search(r"^```\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert block
     assert block[1].count(EXEC) == 3

@@ -69,7 +69,7 @@ def forms(secret: str) -> list[bytes]:
 
 
 def leaks(places: Mapping[str, bytes], secrets: Mapping[str, str]) -> list[str]:
-    """Where which secret stands."""
+    """List where each secret was found."""
     wanted = {name: forms(secret) for name, secret in secrets.items()}
     return [
         f"{name} in {place}"

@@ -120,7 +120,7 @@ def test_settings_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def checked(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What doctor says of a settings file, by the name of the check."""
+    """Return what doctor says of a settings file, by the name of the check."""
     main(["doctor", "--json", "--settings", str(file)])
     return {check["name"]: check for check in json.loads(capsys.readouterr().out)}
 

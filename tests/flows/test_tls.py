@@ -32,7 +32,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """None of the machine's own."""
+    """Remove the machine's own settings."""
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
     for _, _, file, switch, _ in SETTINGS:
         monkeypatch.delenv(file, raising=False)
@@ -150,7 +150,7 @@ def test_certificates_that_are_missing_are_named(
             check_ray(f"127.0.0.1:{port}")
 
 
-def test_settings_of_a_persons_own_services_are_dropped_only_for_private_ones() -> None:
+def test_private_services_drop_settings_of_others() -> None:
     """A private Ray cluster has a token of its own and no TLS; MLflow's settings are nobody else's."""
     given = dict.fromkeys(
         [

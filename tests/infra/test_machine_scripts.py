@@ -108,7 +108,7 @@ def fetch(body: str, folder: Path, address: str = ADDRESS) -> subprocess.Complet
 
 
 def openssl(*arguments: str) -> str:
-    """What OpenSSL prints."""
+    """Return what OpenSSL prints."""
     return subprocess.run(["openssl", *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
 
 

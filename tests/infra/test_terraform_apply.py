@@ -46,7 +46,7 @@ def use(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor_on(settings: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What doctor says of a settings file; it must load."""
+    """Return what doctor says of a settings file, which must load."""
     file = folder / "settings.toml"
     file.write_text(settings)
     assert main(["doctor", "--json", "--settings", str(file)]) in (0, 1)
@@ -101,7 +101,7 @@ def database_secret(state: Mapping[str, Any]) -> str:
 
 
 def check_gone(endpoint: str) -> None:
-    """Nothing that costs is left."""
+    """Check that nothing is left that costs money."""
 
     def client(service: str) -> Any:
         return boto3.client(service, region_name=REGION, endpoint_url=endpoint)

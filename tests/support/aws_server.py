@@ -64,7 +64,7 @@ def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
 
 
 def is_tls_only(statement: dict[str, Any]) -> bool:
-    """Whether a statement denies every request without TLS and no other."""
+    """Tell whether a statement denies every request without TLS and no other."""
     return (
         statement["Effect"] == "Deny"
         and statement["Principal"] in ("*", {"AWS": "*"})

@@ -44,7 +44,7 @@ def why_not() -> str:
 
 
 def secrets() -> dict[str, str]:
-    """What `infra/secrets.sh` writes."""
+    """Return what `infra/secrets.sh` writes."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "env"
         subprocess.run([REPOSITORY / "infra/secrets.sh", file], check=True)
@@ -200,7 +200,7 @@ class Compose:
         return [*prefix, *command]
 
     def _environment(self, name: str) -> dict[str, str]:
-        """What the service's section says, and what its image would."""
+        """Return the variables that the service's section and its image set."""
         image = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), *self._postgres_path(), os.environ["PATH"]]),
             "HOME": str(self.machines[name].home),
