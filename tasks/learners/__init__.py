@@ -1,7 +1,7 @@
-"""Learners turn a trajectory batch into the next policy version: one contract (`base`), a file each.
+"""Learners turn a trajectory batch into the next policy version: one contract (`base`), one file for each learner.
 
-`build_learner` chooses one and loads only that. A learner's start is mostly imports, and a run whose learner died waits
-for them: so this module imports no torch, nor does a process that only starts the learner's actor.
+`build_learner` chooses a learner and imports only that one. Imports are most of a learner's start, and a run whose
+learner died waits for them. So this module imports no torch; nor does a process that only starts the learner's actor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
-    """The learner that `[train]` asks for, before its first step."""
+    """Build the learner that `[train]` asks for."""
     with quick_imports():
         match config:
             case DeepSpeedTrain() | TorchTrain() if config.ranks > 1:

@@ -2,21 +2,20 @@
 
 - `step` is a function of the learner's state and the batch: the same state and batch give the same weights,
   bit for bit, on the same kind of machine (so any step can be replayed).
-- What is not finite changes nothing: where a batch, a loss or a gradient holds a NaN or an infinity, `step` raises
-  before its optimizer's step. Of several such steps in a version those before it are taken: `load` goes back.
-- `state` is everything `load` needs to go on as if nothing had happened: optimizer, RNG and step count.
-- `weights` are ordinary Hugging Face safetensors; tied tensors are stored once. Their names begin with `weights/`, and
-  those of the state's files do not.
-- `load` refuses, with `Corrupt` and one sentence, what another learner or another model gave. The learner is then as
-  it was.
-
-- `load` reads one file after the other, and holds nothing of those before: a mapping may read them when asked.
+- NaN and infinity never reach the weights: where a batch, a loss or a gradient holds one, `step` raises before that
+  optimizer step. Earlier optimizer steps of the same version have been taken by then; `load` undoes them.
+- `state` is everything `load` needs to continue without a difference: optimizer, RNG and step count.
+- `weights` are ordinary Hugging Face safetensors; tied tensors are stored once. Names of weight files begin with
+  `weights/`, names of state files do not.
+- `load` refuses files of another kind of learner or of another model: it raises `Corrupt` with one sentence, and the
+  learner stays unchanged.
+- `load` reads one file after the other and keeps none in memory: a mapping may read each file when it is asked for it.
 
 A file is given as bytes, or as a sequence of buffers that are its bytes one after the other. The buffers are views of
-the tensors, valid until the next `load`, or until the next `step` calls its `settle`: before that it changes nothing
-that is stored, so that a version can be stored while the next one is computed.
+the tensors. They stay valid until the next `load`, or until the next `step` calls its `settle`: before that call `step`
+changes no stored tensor. So a version can be stored while the next one is computed.
 
-Each is tested once for all learners in `tests/contracts/test_learners.py`.
+`tests/contracts/test_learners.py` tests each sentence once for all learners.
 """
 
 from __future__ import annotations
@@ -30,74 +29,75 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
 from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
 
-WEIGHTS = "weights/"  # what names of weight files begin with
-AGAIN = "begin another run with what `rollflow export` gives"  # the cure of what stands in a run's config, which stays
+WEIGHTS = "weights/"  # prefix of the names of weight files
+AGAIN = "begin another run with what `rollflow export` gives"  # the fix where a run's config is at fault
 
 
 Settle = Callable[[], None]
 
 
 def at_once() -> None:
-    """The `Settle` of a step that nothing has to wait for."""
+    """Return at once: the `Settle` of a step that need not wait for anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerStart:
-    """What a learner begins with, beside `[train]`: the policy, and what it has to know of the run."""
+    """The values that a learner starts with, beside `[train]`: the policy, and facts about the run."""
 
     folder: Path  # a Hugging Face folder
-    trained: bool  # whether it begins with the folder's weights; else untrained, of the folder's architecture
-    blank: bool = False  # without any weights: whoever has it calls `load` before anything else
-    dtype: str = "float32"  # of the weights that are run and published; or bfloat16
-    temperature: float = 1.0  # that tokens are sampled at
-    versions: int = 1  # that the run trains, for schedules
-    longest: int = 1  # tokens that the policy may choose in a response
+    trained: bool  # True: start with the folder's weights; False: untrained, only the folder's architecture
+    blank: bool = False  # True: uninitialized weights; the caller must call `load` first
+    dtype: str = "float32"  # type of the weights in use and published: float32 or bfloat16
+    temperature: float = 1.0  # sampling temperature of the tokens
+    versions: int = 1  # number of versions that the run trains, for schedules
+    longest: int = 1  # most tokens that the policy may sample in a response
     seed: int = 0
-    shard_bytes: int = 2**28  # tensors in one file
-    first: Callable[[], Path] | None = None  # a folder with the weights that the run began with, for `load`
+    shard_bytes: int = 2**28  # most bytes of tensors in one file
+    first: Callable[[], Path] | None = None  # returns a folder with the run's first weights, for `load`
     ranks: RankHosts = NEAR
 
 
 class Learner(Protocol):
-    """Trains one policy. See the module's docstring for the guarantees."""
+    """Train one policy. See the module's docstring for the guarantees."""
 
     @property
     def model(self) -> Any:
-        """The policy as a transformers model in this process; a cold start trains it in place, before any `step`."""
+        """The policy as a transformers model in this process; a cold start trains it in place before any `step`."""
 
     def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
-        """Train `version` into `version + 1`; returns metrics.
+        """Train `version` into `version + 1`; return metrics.
 
         Args:
-            settle: called before anything is changed that is stored, and perhaps again; returns once it may be. What it
-                raises ends the step, and nothing stored is changed.
+            settle: called before any stored tensor is changed, perhaps several times. It returns once the tensors may
+                change. If it raises, the step ends and no stored tensor is changed.
 
         Raises:
-            NotFinite: of the batch, the loss or the gradient; the message names the version, the batch and the figure.
+            NotFinite: the batch, the loss or the gradient holds a NaN or an infinity; the message names the version,
+                the batch and the value.
         """
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability (nats, temperature 1) of tokens[1:] given their prefixes."""
+        """Return the log-probabilities (nats, temperature 1) of tokens[1:], each given its prefix."""
 
     def broken(self) -> str | None:
-        """The name of a tensor of the weights or the state that holds a NaN or an infinity; None if all are finite."""
+        """Return the name of a tensor in weights or state that holds a NaN or an infinity; None if there is none."""
 
     def check_ranks(self) -> None:
-        """To be asked while there is nothing to train.
+        """Raise if a rank has ended. Callers ask while there is nothing to train.
 
         Raises:
-            RankFailed: a process of this learner has ended, so that the next step would fail.
+            RankFailed: a process of this learner has ended, so the next step would fail.
         """
 
     def weights(self) -> Mapping[str, Data]:
-        """File name -> safetensors file."""
+        """Return the weights: file name -> safetensors file."""
 
     def state(self) -> Mapping[str, Data]:
-        """File name -> safetensors file."""
+        """Return the learner state: file name -> safetensors file."""
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Take over what `weights` and `state` returned.
+        """Replace weights and state by files that `weights` and `state` returned.
 
         Raises:
-            Corrupt: they are not those of this kind of learner and this model.
+            Corrupt: the files do not belong to this kind of learner and this model.
         """

@@ -1,4 +1,4 @@
-"""What is known of a batch before a version's first update: advantages, and what other policies say of its tokens.
+"""Values known before a version's first update: advantages, and the log-probs and values of the other models.
 
 Shapes: R rows, B masked tokens of the batch, one row after the other.
 """
@@ -23,31 +23,31 @@ from rollflow.tasks.objectives.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the batch's rewards make of its tokens."""
+    """Advantages and returns, computed from the batch's rewards."""
 
-    advantage_B: Tensor  # of the type of the rewards
-    signal_R: np.ndarray  # bool: whether a token of the row has an advantage
-    returns_B: Tensor | None = None  # float64, with a critic: what it is to expect
+    advantage_B: Tensor  # has the rewards' type
+    signal_R: np.ndarray  # bool: True if a token of the row has an advantage
+    returns_B: Tensor | None = None  # float64, with a critic: the critic's targets
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What is not needed is not there. Log-probs are in nats."""
+    """Values known before the first update; those not needed are None. Log-probs are in nats."""
 
     judged: Judged
-    behaviour_B: Tensor  # log-probs of the policy that sampled
-    proximal_B: Tensor | None  # of the learner; None with one update a version, which has them itself
-    kept_B: Tensor | None  # bool: which tokens count, where the objective looks at the whole batch
-    reference_B: Tensor | None  # of the reference
-    values_B: Tensor | None  # of the critic
+    behaviour_B: Tensor  # log-probs of the behaviour policy, which sampled the tokens
+    proximal_B: Tensor | None  # log-probs of the learner; None with one update a version, which computes them itself
+    kept_B: Tensor | None  # bool: True if the token counts, for objectives that need the whole batch
+    reference_B: Tensor | None  # log-probs of the reference
+    values_B: Tensor | None  # the critic's values
 
     @property
     def signal_R(self) -> np.ndarray:
-        """Whether a token of the row has an advantage."""
+        """(R,) bool: True if a token of the row has an advantage."""
         return self.judged.signal_R
 
     def metrics(self) -> Mapping[str, float]:
-        """What the critic knew."""
+        """Return the critic's metrics: explained variance and mean value."""
         if self.values_B is None or self.judged.returns_B is None or not len(self.values_B):
             return {}
         explained = explained_variance(self.values_B, self.judged.returns_B)
@@ -55,7 +55,7 @@ class Before:
 
 
 def known_before(roles: Roles, data: Rows) -> Before:
-    """What is known of the batch; a forward pass over it for each other policy that is asked."""
+    """Compute what is known before the first update, with one forward pass for each other model that is needed."""
     every = range(len(data.rewards))
     reference_B = roles.asked(data, every, roles.reference_logprobs) if roles.reference else None
     values_B = roles.asked(data, every, roles.critic.values) if roles.critic else None
@@ -71,16 +71,16 @@ def known_before(roles: Roles, data: Rows) -> Before:
 
 
 def _price(roles: Roles, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
-    """What each token takes from its response's reward."""
+    """Return the KL penalty of each token, which is subtracted from its response's reward."""
     if reference_B is None or roles.penalties.kl_in != "reward":
         return None
     return roles.kl_weight * kl_estimate(roles.penalties, behaviour_B, reference_B)
 
 
 def _proximal(roles: Roles, data: Rows, judged: Judged) -> Tensor | None:
-    """(B,) log-probs of the learner, of the rows that are run.
+    """Return (B,) log-probs of the learner for the rows that will run, or None.
 
-    With one update a version the proximal policy is the one being trained, whose log-probs that update has anyway.
+    With one update a version, the proximal policy is the trained one, and the update computes its log-probs anyway.
     """
     if roles.objective.uses_batch:
         return roles.asked(data, range(len(data.rewards)), roles.own_logprobs)
@@ -98,7 +98,7 @@ def judge(
     values_B: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Judged:
-    """Compute the advantages of a batch in `dtype`; `price_B` is taken from its rewards, `values_B` are a critic's."""
+    """Compute a batch's advantages in `dtype`; `price_B` is subtracted from rewards, `values_B` are a critic's."""
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
@@ -115,6 +115,6 @@ def judge(
 
 
 def _overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
-    """Whether sums of squares of the rewards may be no float32: a deviation would be infinite, an advantage zero."""
+    """Return True if sums of squared rewards may overflow float32: a deviation would be infinite, an advantage zero."""
     squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
     return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

@@ -2,9 +2,9 @@
 
     config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
 
-The new learner loads the files as a restored one does, so it goes on bit for bit. The files lie on this node meanwhile,
-and the old learner is gone before the new one is built. No key that may change (`config_changes`) affects the names or
-the shapes of these files.
+The new learner loads the files as a restored one does, so training continues bit for bit. The files are kept on this
+node meanwhile, and the old learner is released before the new one is built. Keys that may change (`config_changes`)
+affect neither the names nor the shapes of these files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollflow.tasks.node import node_cache
 
 
 class MappedFiles(Mapping[str, Data]):
-    """Files of this machine by name, each memory-mapped when it is asked for."""
+    """Files of this machine by name; each is memory-mapped when it is asked for."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
@@ -40,7 +40,7 @@ class MappedFiles(Mapping[str, Data]):
 
 
 class ChangingLearner:
-    """A `Learner` that switches configs. See the module's docstring."""
+    """Wrap a `Learner` and switch its config between versions. See the module's docstring."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ChangingLearner:
         config_at: Callable[[int], RunConfig],
         build: Callable[[RunConfig], Learner],
     ) -> None:
-        """`learner` has `config`; `config_at` returns a version's config; `build` makes a blank learner."""
+        """`learner` uses `config`; `config_at` returns a version's config; `build` builds a blank learner."""
         self._learner: Learner | None = learner
         self._terms, self._config_at, self._build = _terms(config), config_at, build
 
@@ -59,7 +59,7 @@ class ChangingLearner:
         return self._now.model
 
     def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
-        """See `Learner`; under the config of version `version + 1`."""
+        """See `Learner`; trains under the config of version `version + 1`."""
         config = self._config_at(version + 1)
         if _terms(config) != self._terms:
             self._change(config)
@@ -97,7 +97,7 @@ class ChangingLearner:
     def _change(self, config: RunConfig) -> None:
         (cache := node_cache()).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="change-", dir=cache) as folder:
-            state = _write_files(self._now.state(), Path(folder))  # before `_build`, which draws from its generators
+            state = _write_files(self._now.state(), Path(folder))  # before `_build`, which draws random numbers
             weights = _write_files(self._now.weights(), Path(folder))
             self._learner = None
             self._learner = self._build(config)

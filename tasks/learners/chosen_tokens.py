@@ -1,10 +1,10 @@
-"""Log-probs of chosen tokens and entropies from logits, in the logits' own memory.
+"""Log-probs of chosen tokens, and entropies, computed from logits in the logits' own memory.
 
-    logits --> log-softmax, in their place --> log-probs of the targets, entropies
-           <-- gradient, in its place      <-- gradients of both
+    logits --> log-softmax, in place --> log-probs of the targets, entropies
+           <-- gradient, in place    <-- gradients of both
 
-So of M tokens one (M, V) tensor is there at a time, where autograd has four. The values and the gradients are those of
-`log_softmax`, `gather` and -sum p log p, to the bit: the same operations, of some rows at a time.
+So there is one (M, V) tensor for M tokens, where autograd has four. Values and gradients equal those of
+`log_softmax`, `gather` and -sum p log p to the bit: the same operations run on some rows at a time.
 
 Shapes: M tokens, V vocabulary.
 """
@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # of the rows that are worked on at a time: they stay in the cache
-ON_GPU = 32  # as many there, where each piece costs three launches
+PIECE_BYTES = 2**22  # bytes of rows processed at a time, so that they stay in the CPU's cache
+ON_GPU = 32  # factor for GPUs, where each piece costs three kernel launches
 
 
 def chosen_tokens(
     logits_MV: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (M,) of `targets_M` in nats at `temperature`, and entropies with `entropy`. The logits are used up.
+    """Return log-probs (M,) of `targets_M`, in nats, at `temperature`, and entropies with `entropy`.
 
-    Backward is run once, and leaves nothing of the log-softmax either.
+    The logits are overwritten. The backward pass can run once, since it overwrites the log-softmax.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
-    if hasattr(made.grad_fn, "_saved_result"):  # they are needed once more on the way back, as those of a tanh are
+    if hasattr(made.grad_fn, "_saved_result"):  # the backward pass of e.g. tanh needs the logits again
         logits_MV = logits_MV.clone()
     logp_M, entropy_M = _ChosenTokens.apply(logits_MV, targets_M, temperature, entropy)  # type: ignore[no-untyped-call]
     return logp_M, entropy_M
 
 
 class _ChosenTokens(torch.autograd.Function):
-    """See the module's docstring. What made the logits does not look at them again; if it did, autograd would refuse,
-    since it sees that they have changed."""
+    """See the module's docstring. The operation that made the logits must not need them in its backward pass; if it
+    does, autograd raises, since it notices that they have changed."""
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, targets_M: Tensor, temperature: float, entropy: bool) -> Any:
@@ -75,14 +75,14 @@ def _entropy(logp_PV: Tensor) -> Tensor:
 
 
 def _add_of_entropy(found_PV: Tensor, logp_PV: Tensor, given_P1: Tensor) -> None:
-    """Add the gradient of -sum p log p by log p: the terms that autograd has, and in its order."""
+    """Add the entropy's gradient with respect to log p: the same terms as autograd's, in the same order."""
     p_PV, less_P1 = logp_PV.exp(), -given_P1
     found_PV += less_P1 * p_PV
     found_PV += less_P1 * logp_PV * p_PV
 
 
 def _pieces(logp_MV: Tensor) -> Iterator[slice]:
-    """Some rows at a time."""
+    """Yield slices of some rows each."""
     most = PIECE_BYTES * (ON_GPU if logp_MV.device.type == "cuda" else 1)
     count, rows = len(logp_MV), max(1, most // max(1, logp_MV[:1].nbytes))
     return (slice(begin, begin + rows) for begin in range(0, max(1, count), rows))

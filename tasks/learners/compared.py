@@ -1,13 +1,13 @@
-"""How far a replayed version is from what was published: tensor by tensor, a file at a time.
+"""Measure how far a replayed version is from the published one: tensor by tensor, one file at a time.
 
-Rounding is short beside what the step changed, whatever the learning rate is. AdamW makes much of it in single numbers,
-whose gradients are nearly zero; so lengths are compared, of all tensors of a kind together:
+Rounding is small relative to what the step changed, whatever the learning rate. AdamW can enlarge it in single elements
+whose gradients are nearly zero. So the lengths (L2 norms) of all tensors of a kind are compared together:
 
-    |made - published| <= share * |published - parent|
+    |replayed - published| <= share * |published - parent|
 
-A single number is short beside all others. It may be no further away than the step moved any of its kind, there and
-back, beyond the step of its type. A number that is not finite has no distance: both
-sides have it, or the two are far apart.
+A single element hardly counts in a norm, so elements have a bound of their own. Beyond the rounding step of its type,
+an element may differ by at most twice the step's largest change of any element of its kind. An element that is not
+finite has no distance: both sides must hold it, or the two versions count as far apart.
 """
 
 from __future__ import annotations
@@ -26,57 +26,57 @@ from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.restore import Replayed, files, name_of
 from rollflow.tasks.learners.shards import tensors_of
 
-SHARE = 0.1  # of what a step changed; gradients in bfloat16 take 0.02 of it
-SHORT = 0.5  # the same, of what is rounded to a short type, where most weights stay and chance moves others a step
-ALIKE = 2.0**-23  # of what is there: a step of float32, which rounding may always be
-STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # likewise, of shorter types
-TURNED = 2.0  # of the most that a step moved a number: the other sign, where a gradient is nearly zero
+SHARE = 0.1  # of the length of a step's change; gradients in bfloat16 use 0.02 of it
+SHORT = 0.5  # the same for bfloat16 and float16, where most weights stay and rounding moves others by chance
+ALIKE = 2.0**-23  # of an element: one rounding step of float32, which is always allowed
+STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # the same for shorter types
+TURNED = 2.0  # of a step's largest change of an element: a gradient near zero may turn its sign
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of all tensors of a kind: squares of lengths, and the most of single numbers."""
+    """Distances of all tensors of a kind: squared lengths, and the largest values of single elements."""
 
     apart: float
     allowed: float
-    furthest: float  # beyond the step of the type
-    moved: float  # by the step
+    furthest: float  # largest difference beyond the rounding step of the type
+    moved: float  # largest change by the train step
 
     @property
     def near(self) -> bool:
-        """Whether it is rounding."""
+        """True if the difference is rounding."""
         return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
 
     def plus(self, other: Kind) -> Kind:
-        """Of both together."""
+        """Return the distances of both together."""
         most = max(self.furthest, other.furthest), max(self.moved, other.moved)
         return Kind(self.apart + other.apart, self.allowed + other.allowed, *most)
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Of what was made and what was published, by kind of tensor."""
+    """The distance between a replayed and a published version, by kind of tensor."""
 
-    most: float = 0.0  # the largest difference of two numbers
+    most: float = 0.0  # the largest difference of two elements
     kinds: Mapping[str, Kind] = field(default_factory=dict)
 
     @property
     def near(self) -> bool:
-        """Whether it is rounding."""
+        """True if the difference is rounding."""
         return all(kind.near for kind in self.kinds.values())
 
     def plus(self, other: Distance) -> Distance:
-        """Of both together."""
+        """Return the distance of both together."""
         kinds = {**self.kinds, **other.kinds}
         kinds |= {name: self.kinds[name].plus(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
         return Distance(max(self.most, other.most), kinds)
 
 
-FAR = Distance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # of what has other tensors
+FAR = Distance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # for files that hold different tensors
 
 
 def distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance:
-    """Of the files that differ; `Corrupt` where one is not in storage any more."""
+    """Return the distance of the files that differ; raise `Corrupt` if one is missing from storage."""
     version, found = replayed.version, Distance()
     made, published = files(learner, state=bool(version.state)), _by_name(version)
     if made.keys() != published.keys():
@@ -89,7 +89,10 @@ def distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Dis
 
 
 def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> Distance:
-    """Of two safetensors files of one name; what the parent's has not was zero there, as moments are at first."""
+    """Return the distance of two safetensors files of one name.
+
+    A tensor that the parent's file lacks was zero there, as moments are at first.
+    """
     ours, theirs = (dict(tensors_of([(name, data)])) for data in (made, published))
     before = dict(tensors_of([(name, parent)])) if parent is not None else {}
     if ours.keys() != theirs.keys():
@@ -125,7 +128,7 @@ def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -
 
 
 def _square(tensor: Tensor) -> float:
-    """Of its length."""
+    """Return the square of the tensor's length."""
     return float(tensor.square().sum())
 
 
@@ -134,7 +137,7 @@ def _by_name(version: PolicyVersion) -> dict[str, StoredObject]:
 
 
 def _read(policies: PolicyStore, stored: StoredObject | None) -> Data | None:
-    """Of the parent; None where it is not in storage."""
+    """Read an object of the parent; return None if it is damaged or missing."""
     try:
         return None if stored is None else policies.read(stored)
     except Corrupt:

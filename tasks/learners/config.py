@@ -1,4 +1,4 @@
-"""The `[train]` section: what trains. One class a kind; the key `learner` says which, as `kind` does elsewhere."""
+"""The `[train]` section: one class for each kind of learner; the key `learner` names the kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STORED = "the learner's stored state depends on it"
 
 
 class Critic(Section):
-    """What estimates the reward to come, where `objective.advantage.baseline` is "critic"; else it is not there."""
+    """The estimator of future rewards; used if `objective.advantage.baseline` is "critic"."""
 
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
@@ -28,13 +28,13 @@ class Critic(Section):
 
 
 class Reference(Section):
-    """The frozen policy that a penalty measures the divergence from; without such a penalty it is not there."""
+    """The frozen policy from which a penalty measures the divergence; used only with such a penalty."""
 
     every: int = Field(0, ge=0, description="it becomes every n-th version; 0: it stays the version the run began with")
 
 
 class Lora(Section):
-    """Train a thin adapter beside each linear layer of the policy's decoder; the policy itself stays as it is."""
+    """Train a small adapter beside each linear layer of the policy's decoder; the policy's weights stay fixed."""
 
     rank: int = Field(16, gt=0, description="columns of one and rows of the other matrix of the adapter")
     alpha: float = Field(32.0, gt=0, description="what the adapter gives is multiplied by alpha / rank")
@@ -42,7 +42,7 @@ class Lora(Section):
 
 
 class TrainBase(Section):
-    """What all learners share."""
+    """Keys that all learners share."""
 
     kind_key: ClassVar[str] = "learner"
     fixed: ClassVar[Mapping[str, str]] = {"learner": STORED, "lora": STORED, "master_dtype": STORED}
@@ -98,7 +98,7 @@ class TrainBase(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """See `with_kinds`; and what stood here before objectives were made of parts, in the objective."""
+        """Apply `with_kinds`; move keys of older configs, from before objectives had parts, into the objective."""
         return with_kinds(cls, _as_parts(tree) if isinstance(tree, Mapping) else tree)
 
     @model_validator(mode="after")
@@ -109,7 +109,7 @@ class TrainBase(Section):
 
 
 class Ranked(TrainBase):
-    """What learners of several processes share."""
+    """Keys that learners of several processes share."""
 
     threads: int = Field(1, gt=0, description="CPU threads of the learner, or of each of its ranks")
     ranks: int = Field(
@@ -149,7 +149,7 @@ class TorchTrain(Ranked):
 
 
 class DeepSpeedTrain(Ranked):
-    # A form's values that name no learner are torch's: by the schema they fit one section, not both.
+    # A form that names no learner means torch: by the JSON schema its values must fit one section, not both.
     model_config = ConfigDict(json_schema_extra={"required": ["learner"]})
 
     learner: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed: its ZeRO optimizers, over ranks")
@@ -184,14 +184,14 @@ class DeepSpeedTrain(Ranked):
 
 
 def with_ranks(train: TorchTrain | DeepSpeedTrain, ranks: int) -> TorchTrain | DeepSpeedTrain:
-    """The same training by so many processes of one machine; by one it is torch's, whole."""
+    """Return the same training by `ranks` processes of one machine; one process runs torch, unsharded."""
     given = train.model_dump() | {"ranks": ranks, "spread": False}
     if ranks > 1:
         return type(train).model_validate(given)
     return TorchTrain.model_validate({name: given[name] for name in Ranked.model_fields})
 
 
-# Keys of DeepSpeed's config that the learner sets, and by what.
+# Keys of DeepSpeed's config that the learner sets, and the rollflow keys that set them.
 OURS = {
     "train_batch_size": "train.ranks",
     "train_micro_batch_size_per_gpu": "train.micro_tokens",
@@ -211,12 +211,12 @@ EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")
 
 
 def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree of a run recorded then, or of a recipe of then: its advantages were those of every objective."""
+    """Convert the tree of an older run or recipe, whose advantage keys applied to every objective."""
     old = {name: tree[name] for name in EARLIER if name in tree}
     objective = tree.get("objective", {})
     if not old or not isinstance(objective, Mapping) or not isinstance(old.get("normalize", True), bool):
         return tree
-    plain = old.get("baseline") == "none"  # then the rewards were taken as they are
+    plain = old.get("baseline") == "none"  # then rewards were used unscaled
     advantage = {"baseline": old["baseline"]} if "baseline" in old else {}
     if plain or old.get("normalize") is False:
         advantage["scale"] = "none"

@@ -1,8 +1,8 @@
-"""The critic: what reward is still to come, before each token (PPO: Schulman et al. 2017).
+"""The critic estimates the reward still to come, before each token (PPO: Schulman et al. 2017).
 
-It begins as a copy of the policy at the first version that is trained, with a head that expects nothing; or it is that
-head alone, on what the policy computes. It is trained towards the returns that `objectives/gae.py` gives, on every row,
-after the policy's own update on the same rows. Its weights and moments are part of the learner's state.
+At the first trained version the critic is a copy of the policy with a new head that outputs zero; or it is that head
+alone, on the policy's hidden states. It is trained on every row towards the returns of `objectives/gae.py`, after the
+policy's own update on the same rows. Its weights and moments are part of the learner's state.
 
 Shapes: M masked tokens of a micro-batch, B of a batch, H hidden.
 """
@@ -22,16 +22,16 @@ from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.objectives.packing import MicroBatch
 from rollflow.tasks.policies.device import send
 
-WEIGHT = "weight/"  # what names of its weights begin with in its state
+WEIGHT = "weight/"  # prefix of the weights' names in the critic's state
 
 
 class Values(nn.Module):
-    """One number a hidden state; `decoder` makes these, unless it is the policy's."""
+    """One number for each hidden state; `decoder` computes the states, or is None if the policy does."""
 
     def __init__(self, decoder: nn.Module | None, hidden: int) -> None:
         super().__init__()
         self.decoder = decoder
-        self.head = nn.Linear(hidden, 1)  # float32, whatever the decoder is
+        self.head = nn.Linear(hidden, 1)  # float32, whatever type the decoder has
 
 
 class Critic:
@@ -46,7 +46,7 @@ class Critic:
         self.begun = False
 
     def begin(self) -> None:
-        """Before a run's first update: what the policy is now, and values of zero."""
+        """Before a run's first update, copy the policy's decoder and set the head to zero."""
         if not self.begun:
             if self.model.decoder is not None:
                 self.model.decoder.load_state_dict(self._policy.get_decoder().state_dict())
@@ -56,7 +56,7 @@ class Critic:
             self.begun = True
 
     def values(self, micro: MicroBatch) -> Tensor:
-        """(M,) float32, what is expected before each of the tokens."""
+        """Return (M,) float32, the expected reward before each of the tokens."""
         device = self.model.head.weight.device
         row, position = (send(index, device) for index in micro.where)
         hidden_MH = self._hidden(micro.inputs(device, self._dtype))[row, position]
@@ -64,7 +64,7 @@ class Critic:
         return found
 
     def update(self, micros: Iterable[MicroBatch], values_B: Tensor, returns_B: Tensor, tokens: int) -> float:
-        """Add up the gradient of the mean loss over `tokens`; returns that loss. `values_B` are those of before."""
+        """Add up the gradient of the mean loss over `tokens`; return that loss. `values_B` are the values before it."""
         self.optimized.clear()
         total = 0.0
         for micro in micros:
@@ -77,29 +77,29 @@ class Critic:
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of its state; nothing before it has begun."""
+        """Return the critic's whole state; empty before its start."""
         return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """`Corrupt` if it is not what `tensors` gave."""
+        """Raise `Corrupt` unless `tensors` could have returned these."""
         if saved:
             check_fit("the critic's state does", saved, {**self._weights(), **self.optimized.like(others(saved))})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Take over what `tensors` gave."""
+        """Replace the state by tensors that `tensors` returned."""
         self.begun = False
         self.optimized.load(self._without_weights(saved))
 
     def _without_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """Its weights are taken on the way."""
+        """Load the critic's weights on the way; yield the other tensors."""
         for name, tensor in saved:
             self.begun = True
             if name.startswith(WEIGHT):
                 self._take(name.removeprefix(WEIGHT), tensor)
             else:
                 yield name, tensor
-            del tensor  # its file, before the next one is read
+            del tensor  # free its file before the next one is read
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.model.get_parameter(name).copy_(weight)
@@ -108,7 +108,7 @@ class Critic:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """(L, T, H); where the policy computes it, without a gradient."""
+        """Return (L, T, H) hidden states; without a gradient if the policy computes them."""
         own = self.model.decoder
         decoder = self._policy.get_decoder() if own is None else own
         with torch.set_grad_enabled(own is not None and torch.is_grad_enabled()):
@@ -117,16 +117,19 @@ class Critic:
 
 
 def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> Tensor:
-    """(M,) half the larger square of two errors: of the value, and of the value held within `clip` of the old one.
+    """Return (M,) half the larger of two squared errors: of the value, and of the value clipped around the old one.
 
-    The clip of PPO's first code (Schulman et al. 2017); verl and TRL have the same.
+    The value may move by at most `clip`. It is the clip of PPO's first code (Schulman et al. 2017), as in verl and TRL.
     """
     held_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return torch.maximum((value_M - return_M).square(), (held_M - return_M).square()) / 2
 
 
 def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
-    """1 - Var(return - value) / Var(return): 1 is a critic that knows, 0 one that says the mean; 0 where none vary."""
+    """Return 1 - Var(return - value) / Var(return).
+
+    It is 1 for a perfect critic, and 0 for a constant critic or constant returns.
+    """
     spread = float(returns_B.double().var(correction=0)) if len(returns_B) else 0.0
     if spread == 0.0:
         return 0.0
@@ -134,5 +137,5 @@ def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
 
 
 def others(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is no weight."""
+    """Return the tensors that are not weights."""
     return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

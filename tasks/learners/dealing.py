@@ -1,9 +1,9 @@
-"""How work is dealt to ranks: none waits long for the one that has the most.
+"""Work is dealt to ranks evenly, so that no rank waits long for the one with the most work.
 
     lengths --> the longest first, each to the rank that has the fewest tokens so far (LPT: Graham 1969)
 
-Every piece goes to one rank, whole. The fullest rank has at most the mean and one piece more, and at most
-4/3 - 1 / (3 ranks) of what the best deal would give it.
+Every piece goes whole to one rank. The fullest rank has at most one piece more than the mean, and at most
+4/3 - 1 / (3 ranks) times the load of an optimal deal.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """For each rank, which of the pieces it has, in their order; `lengths` in tokens."""
+    """Return for each rank the pieces that it gets, in their order; `lengths` in tokens."""
     found: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]  # a heap: the emptiest first, of equals the first rank
+    loads = [(0, rank) for rank in range(ranks)]  # a heap: the emptiest rank first, the lower rank among equals
     for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
         load, rank = loads[0]
         found[rank].append(piece)
@@ -24,6 +24,6 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """What the fullest rank has above the mean, as a share of the mean; 0 where all have the same."""
+    """Return how far the fullest rank is above the mean, as a share of the mean; 0 if all have the same load."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean - 1 if mean else 0.0

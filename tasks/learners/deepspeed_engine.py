@@ -1,7 +1,7 @@
-"""DeepSpeed: it shards moments (ZeRO 1), gradients too (2), weights too (3), adds up gradients, clips, and steps.
+"""DeepSpeed shards moments (ZeRO 1), gradients (2) and weights (3); it adds up gradients, clips and steps.
 
-Nothing of its own is stored. A rank's part of a tensor is a piece of it laid flat, and there it is put when the tensor
-is gathered; a rank may have none.
+None of DeepSpeed's own files is stored. A rank's shard of a tensor is a piece of the flattened tensor; a rank may have
+none. Gathering puts each shard back at its place.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollflow.tasks.learners.optimized import MASTER, MOMENTS
 from rollflow.tasks.learners.rank_gpus import begin_backend
 from rollflow.tasks.learners.shards import Named
 
-SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's own sums between processes; compiled at their first use
+SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's op for sums between processes, which it compiles at first use
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """The group of all ranks that DeepSpeed uses; one a process, so an earlier one is forgotten."""
+    """Create the process group that DeepSpeed uses. A process has one group: an earlier one is replaced."""
     backend = begin_backend(device, ranks.host, blocking=False)
-    local = ranks.rank if device.type == "cpu" else 0  # a rank sees its own GPU alone
+    local = ranks.rank if device.type == "cpu" else 0  # a rank sees only its own GPU
     os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": ranks.host, "MASTER_PORT": "0"}
     os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks.count)}
     import deepspeed
@@ -39,13 +39,13 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     from deepspeed.utils import groups, logger
 
     logger.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # at each of its calls
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # raised at each call
     deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 puts another in its place, for good. With that a bias has its gradient behind the weight's, not before; and
-    # ZeRO 2 adds gradients up in the order in which they come, which has to be that of the other ranks.
+    # ZeRO 3 replaces this function for good. With the replacement, a bias gets its gradient after the weight's.
+    # ZeRO 2 adds up gradients in the order in which they arrive, which must be the same on all ranks.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
@@ -66,21 +66,22 @@ class DeepSpeedOptimized(Engine):
         options = merged(config.options, set_options(config))
         self.engine, *_ = deepspeed.initialize(model=Whole(model).eval(), optimizer=adamw, config=options)
         self.zeroed: Any = self.engine.optimizer
-        self.step = 0.0  # steps taken
-        self._dirty = False  # whether there is a gradient
+        self.step = 0.0  # number of steps taken
+        self._dirty = False  # True if there is a gradient
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
         """See `Engine`."""
         if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
-            order._invalidate_trace()  # it would hold each pass of each rank to the order of modules of the one before
+            order._invalidate_trace()  # else each pass of each rank must follow the previous pass's order of modules
         found: Tensor = self.engine(of)
         return found
 
     def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
         """See `Engine`.
 
-        With ZeRO 2 and 3 each rank keeps its part of each pass's gradient only: DeepSpeed adds them up where it is told
-        which pass is the last. It gives the mean over ranks, where a loss here is weighed over the whole minibatch.
+        With ZeRO 2 and 3 each rank keeps only its shard of each pass's gradient. DeepSpeed adds gradients up over the
+        ranks at the pass that is marked as the last. It averages over ranks; a loss here is weighted over the whole
+        minibatch, so it is multiplied by the number of ranks.
         """
         given, found = list(passes), list[float]()
         for number, of in enumerate(given, 1):
@@ -109,17 +110,17 @@ class DeepSpeedOptimized(Engine):
         self._dirty = False
 
     def clip(self) -> float:
-        """How long the gradient is; `apply` scales it."""
+        """Return the gradient's length; `apply` scales the gradient."""
         if not self._dirty:
             return 0.0
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         zeroed = self.zeroed
         norm = zeroed.scaled_global_norm() if self.zero < 3 else combine_grad_norm_groups(zeroed._get_norm_groups())
-        return float(norm) if norm >= 0 else float("nan")  # it says -1 of what is not finite
+        return float(norm) if norm >= 0 else float("nan")  # DeepSpeed returns -1 if it is not finite
 
     def apply(self) -> None:
-        """See `Optimized`. Without a gradient on any rank nothing is done."""
+        """See `Optimized`. Do nothing if no rank has a gradient."""
         if self._dirty:
             self.engine.step()
             self.step += 1
@@ -135,7 +136,7 @@ class DeepSpeedOptimized(Engine):
         return list(self.given) if self.step else []
 
     def steps(self, name: str) -> Tensor:
-        """See `Engine`; all at once."""
+        """See `Engine`; the number is the same for all parameters."""
         return torch.tensor(self.step)
 
     def own(self, name: str, key: str | None) -> Tensor:
@@ -166,20 +167,23 @@ class DeepSpeedOptimized(Engine):
                 self._put_master(name, self.part_of(name, value))
             else:
                 self.own(name, key).copy_(self.part_of(name, value))
-            del value  # its file, before the next one is read
+            del value  # free its file before the next one is read
         for flat, of_flat in kept.items():
             of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
 
     def _flats(self) -> list[Tensor]:
-        """What this rank's AdamW changes."""
+        """Return the flat tensors that this rank's AdamW changes."""
         found: list[Tensor] = (
             self.zeroed.single_partition_of_fp32_groups if self.zero < 3 else self.zeroed.fp32_partitioned_groups_flat
         )
         return found
 
     def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
-        """Of a parameter this rank's part: in which of `_flats`, where it begins there and in the parameter, and its
-        numbers."""
+        """Return this rank's shard of a parameter; None if it has none.
+
+        The shard is given by its tensor of `_flats`, its offset there, its offset in the parameter, and its number of
+        elements.
+        """
         parameter: Any = self.given[name]
         if self.zero < 3:
             part = parameter._hp_mapping
@@ -194,7 +198,7 @@ class DeepSpeedOptimized(Engine):
 
     @torch.no_grad()
     def _put_policy(self, parameter: Any, value: Tensor) -> None:
-        """The weights that are run: with ZeRO 3 a part of them, and the small ones whole."""
+        """Set the weights that the model runs with; with ZeRO 3 a shard of them, and small parameters whole, too."""
         if self.zero < 3:
             parameter.copy_(value)
             return
@@ -206,7 +210,7 @@ class DeepSpeedOptimized(Engine):
 
 
 def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
-    """What we set. Parameters keep their type; with its mode for bfloat16 ZeRO 1 would be another optimizer."""
+    """Return the options that rollflow sets. Parameters keep their type: bfloat16 mode changes ZeRO 1's optimizer."""
     return {
         "train_batch_size": config.ranks,
         "train_micro_batch_size_per_gpu": 1,  # counted by itself, and by us
@@ -222,12 +226,12 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
 
 
 def _offloaded(config: DeepSpeedTrain) -> dict[str, Any]:
-    """What is in the processor's memory, by DeepSpeed's names; not pinned, which only a GPU copies faster from."""
+    """Return the offload options, not pinned: only copies to a GPU profit from pinned memory."""
     keys = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
     return {key: {"device": "cpu", "pin_memory": False} for key in keys[config.offload]}
 
 
 def merged(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; what we set is ours."""
+    """Merge both option trees; where both have a key, `own` counts."""
     inner = {n: merged(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
     return {**given, **own, **inner}

@@ -1,4 +1,4 @@
-"""A learner in parts on its ranks, by DeepSpeed's engines."""
+"""A learner sharded over its ranks by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollflow.tasks.learners.sharded import ShardedLearner, ShardedPolicy
 
 
 class DeepSpeedPolicy(ShardedPolicy, DeepSpeedOptimized):
-    """A policy behind DeepSpeed's engine."""
+    """A policy sharded by DeepSpeed."""
 
 
 class DeepSpeedLearner(ShardedLearner):

@@ -1,19 +1,19 @@
-"""What an update did with its tokens, by their age: metrics of a version. Shapes: M tokens of a micro-batch.
+"""Diagnostics of a version's updates, by the age of the tokens. Shapes: M tokens of a micro-batch.
 
-All of them are over the tokens that had a gradient, each counted once. An age is the version that is trained less the
-one that sampled the token; `OLDEST` stands for what is older, too. Names end in `_age_<age>`; without it, all ages.
+All metrics are over the tokens that had a gradient, each counted once. A token's age is the trained version minus the
+version that sampled it; `OLDEST` also covers older tokens. Names end in `_age_<age>`; names without it cover all ages.
 
-- `ratio_mean`, `ratio_max`, and of 1 and 99 in 100 tokens `ratio_p1`, `ratio_p99`: of pi/mu as the update saw it; fresh
-  tokens of an exact engine have 1.
-- `effective_samples`: (sum of pi/mu)^2 over the sum of its squares, by the number of tokens (Kish 1965): 1 where all
-  weights are equal.
-- `clipped_up`, `clipped_down`: share of tokens that a clip held back, by the sign of the advantage.
-- `corrected`: share of tokens whose ratio a correction found out of range, and capped or left out.
+- `ratio_mean`, `ratio_max`, and the percentiles `ratio_p1`, `ratio_p99`: of the ratio pi/mu in the update; for fresh
+  tokens of an exact engine it is 1.
+- `effective_samples`: (sum of pi/mu)^2 over the sum of its squares, divided by the number of tokens (Kish 1965): 1 if
+  all weights are equal.
+- `clipped_up`, `clipped_down`: share of clipped tokens, by the sign of the advantage.
+- `corrected`: share of tokens whose ratio was out of a correction's range, so that it was capped or left out.
 - `kl_behaviour`: KL(mu || pi) in nats by its estimator r - 1 - log r, r = pi/mu (k3).
-- `ratio_distance`: mean |log pi/mu|. Before the first update, on tokens of the newest version (`engine_gap`), that is
-  how far the learner's log-probs are from the engine's; the probe of a weight update looks at fixed tokens only.
-- `entropy`: of the policy where it chose a token, where the objective asks for it.
-- `kl_reference`: KL(pi || reference) in nats a token by k3, where there is a reference; of all ages together.
+- `ratio_distance`: mean |log pi/mu|. `engine_gap` is the same before the first update, on tokens of the newest version:
+  the distance of the learner's log-probs from the engine's. (The probe of a weight update uses fixed tokens only.)
+- `entropy`: entropy of the policy at each token, if the objective needs it.
+- `kl_reference`: KL(pi || reference) in nats a token by k3, if there is a reference; over all ages.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.objectives.ratios import BOUND
 
 OLDEST = 4
-COLUMNS = 6  # that are kept of each token; see `add`
+COLUMNS = 6  # values kept of each token; see `add`
 
 
 class Diagnostics:
-    """Gathers what micro-batches tell of one version: on their device until it is asked for, since to read waits."""
+    """Collects the values of a version's micro-batches. They stay on the device until read, since reading waits."""
 
     def __init__(self, version: int) -> None:
-        self.updates = 0  # that the version has had
+        self.updates = 0  # number of updates so far
         self.version = version
         self._added: list[tuple[Tensor, Tensor | None, bool]] = []  # columns, divergences, before the first update
         self._found: list[np.ndarray] = []  # columns: see `add`
@@ -44,7 +44,7 @@ class Diagnostics:
         self._divergences: list[np.ndarray] = []
 
     def add(self, tokens: MaskedTokens, loss: TokenLoss, versions_M: Tensor) -> None:
-        """Take in a micro-batch; `versions_M` sampled its tokens."""
+        """Add the tokens of a micro-batch; `versions_M` are the versions that sampled them."""
         change_M = (tokens.logp_M.detach() - tokens.behaviour_M).double().clamp(-BOUND, BOUND)
         entropy_M = torch.zeros_like(change_M) if tokens.entropy_M is None else tokens.entropy_M.detach()
         age_M = (self.version - versions_M).clamp(0, OLDEST)
@@ -58,14 +58,14 @@ class Diagnostics:
         self._added.append((torch.stack([column.double() for column in columns]), divergence_M, not self.updates))
 
     def gather(self, ranks: Ranks) -> None:
-        """Take in what the other ranks saw."""
+        """Add the values of the other ranks."""
         self._read()
         self._found = [part.reshape(COLUMNS, -1) for part in ranks.gathered(_flat(self._found))]
         self._gaps = ranks.gathered(_flat(self._gaps))
         self._divergences = ranks.gathered(_flat(self._divergences))
 
     def metrics(self, *, entropy: bool) -> Mapping[str, float]:
-        """All of them; none where no token had a gradient."""
+        """Return all metrics; empty if no token had a gradient."""
         self._read()
         if not self._found:
             return {}
@@ -79,7 +79,7 @@ class Diagnostics:
         return told
 
     def _read(self) -> None:
-        """Take in what was added."""
+        """Copy the added values from the device."""
         for columns, divergence_M, is_first in self._added:
             found = columns.cpu().numpy()
             self._found.append(found)
@@ -91,12 +91,12 @@ class Diagnostics:
 
 
 def _flat(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Parts one beside the other, as one line."""
+    """Join arrays side by side and flatten them."""
     return np.concatenate(parts, axis=-1).ravel() if parts else np.zeros(0)
 
 
 def _of(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
-    """Of some tokens; names end in `end`."""
+    """Return the metrics of some tokens; their names end in `end`."""
     _, change, up, down, corrected, entropies = found
     ratio = np.exp(change)
     told = {

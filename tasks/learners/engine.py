@@ -1,11 +1,11 @@
-"""An engine: what has parameters, gradients and moments in parts on all ranks, and gives them whole.
+"""A sharding backend: it keeps parameters, gradients and moments sharded over all ranks, and gathers them on request.
 
     put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> weight, tensor
 
-- All ranks call everything here, in the same order.
-- What it gives has the names, shapes and types that `Optimized` has of the same parameters on one rank. It is gathered
-  a tensor at a time: the other ranks send their parts of it to the one that stores it, and hold no more than these.
-- It begins with the values that the parameters have, and no gradient.
+- All ranks call each method here, in the same order.
+- Gathered tensors have the names, shapes and types that `Optimized` has on one rank. They are gathered one at a time:
+  every rank sends its shard to the rank that stores the tensor, and that rank alone holds it whole.
+- A new backend has the parameters' current values and no gradient.
 """
 
 from __future__ import annotations
@@ -24,69 +24,69 @@ from rollflow.tasks.learners.optimized import MASTER, MOMENTS, Optimized
 
 
 class Whole(nn.Module):
-    """What an engine runs: whatever it is given, so that decoder, head and loss are one forward pass to it."""
+    """The module that a backend wraps: it calls any function, so that decoder, head and loss are one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, of: Callable[[], Tensor]) -> Tensor:
-        """What `of` gives."""
+        """Return the result of `of`."""
         return of()
 
 
 class Engine(Optimized):
     """See the module's docstring."""
 
-    def __init__(  # what it does otherwise than `Optimized`, it does from the beginning
+    def __init__(  # does not call the constructor of `Optimized`
         self, model: nn.Module, config: Ranked, ranks: GlooRanks
     ) -> None:
         self.ranks = ranks
         given = dict(model.named_parameters())
         for parameter in given.values():
-            parameter.grad = None  # a cold start has left it
+            parameter.grad = None  # left by a cold start
         self.types = {name: parameter.dtype for name, parameter in given.items()}
         self.shapes = {name: parameter.shape for name, parameter in given.items()}
         self.wide = config.master_dtype == "float32" and any(kind != torch.float32 for kind in self.types.values())
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
-        """What `of` gives, with the weights where it needs them."""
+        """Return the result of `of`, with the weights gathered where `of` needs them."""
         raise NotImplementedError
 
     def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
-        """Add up the gradients of the losses that `passes` give, over all ranks; returns the losses."""
+        """Add up the gradients of the losses that `passes` return, over all ranks; return this rank's losses."""
         raise NotImplementedError
 
     def put(self, name: str, weight: Tensor) -> None:
-        """A parameter becomes this; `load` follows with the rest, or has it on its way."""
+        """Set a parameter to `weight`; `load` must follow, or be under way."""
         raise NotImplementedError
 
     def changed(self) -> Sequence[str]:
-        """The parameters that AdamW has changed; on each rank the same."""
+        """Return the names of the parameters that AdamW has changed; the same on each rank."""
         raise NotImplementedError
 
     def steps(self, name: str) -> Tensor:
-        """How often it has changed one of them."""
+        """Return the number of AdamW's steps on a changed parameter."""
         raise NotImplementedError
 
     def own(self, name: str, key: str | None) -> Tensor:
-        """This rank's part of a moment, or, without `key`, of the parameter as it is trained; no copy."""
+        """Return this rank's shard of a moment, or, if `key` is None, of the trained parameter; not a copy."""
         raise NotImplementedError
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where this rank's part begins in the whole of a parameter, laid flat, and its numbers."""
+        """Return where this rank's shard begins in the flattened parameter, and its number of elements."""
         raise NotImplementedError
 
     def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """Where in the whole of it `own` stands; a view."""
+        """Return the part of `whole` that this rank's shard covers; a view."""
         return _piece(whole, *self.place(name)).view_as(self.own(name, None))
 
     def weight(self, name: str, to: int) -> Tensor:
-        """A parameter, on rank `to`; on the others empty."""
+        """Gather a parameter on rank `to`; on other ranks the result is empty."""
         return self._gathered(name, None, self.types[name], to)
 
     def everywhere(self) -> dict[str, Tensor]:
-        """The parameters, whole, on each rank; not beside a step."""
+        """Gather all parameters on each rank. Not to be called beside a step."""
         return {name: self._everywhere(name).to(kind) for name, kind in self.types.items()}
 
     def _everywhere(self, name: str) -> Tensor:
@@ -96,11 +96,11 @@ class Engine(Optimized):
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Optimized`; on "meta", without values: `tensor` has these."""
+        """See `Optimized`; the tensors are on "meta", without values: `tensor` gathers them."""
         return {n: t.to("meta") for n, t in self.like([f"step/{name}" for name in self.changed()]).items()}
 
     def tensor(self, saved: str, to: int) -> Tensor:
-        """One of `tensors`, on rank `to`; on the others empty, but for steps."""
+        """Gather one of `tensors` on rank `to`; on other ranks the result is empty, except for steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.steps(name)
@@ -108,9 +108,9 @@ class Engine(Optimized):
         return self._gathered(name, None if key == MASTER else key, kind, to)
 
     def finite(self, weight: str = "") -> dict[str, bool]:
-        """Of each parameter and its moments, whether all is that this rank has of it; on each rank the same names.
+        """Return for each parameter and moment True if this rank's shard is finite; each rank returns the same names.
 
-        `weight`: what the parameters' names begin with where they are stored.
+        `weight` is the prefix that stored parameters' names have.
         """
         found = {f"{weight}{name}": all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
         keys = [(key, name) for key in MOMENTS[1:] for name in self.changed()]
@@ -125,20 +125,20 @@ class Engine(Optimized):
         return {f"{key}/{name}": one if key == "step" else full[name] for name in full for key in keys}
 
     def alike(self) -> dict[str, Tensor]:
-        """Tensors with the names, shapes and types of the parameters, and no values."""
+        """Return tensors with the names, shapes and types of the parameters, without values."""
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
 
     def _gathered(self, name: str, key: str | None, kind: torch.dtype, to: int) -> Tensor:
-        """The whole of what `own` has parts of, in the type that it is stored in."""
+        """Gather a whole tensor from the ranks' shards, in the type in which it is stored."""
         assert self.ranks.beside is not None
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
         self.ranks.beside.to_one(to, own, [_piece(found, *place) for place in places])
-        return found.add_(0.0)  # no -0: a sum over ranks had none, and runs were recorded with these
+        return found.add_(0.0)  # turns -0 into +0, as the sums over ranks in recorded runs did
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:
-        """Of each parameter, `place` on every rank; found out by all of them together."""
+        """`place` of each parameter on every rank; all ranks must ask for it together."""
         assert self.ranks.beside is not None
         found = torch.zeros(self.ranks.count, len(self.types), 2, dtype=torch.int64)
         found[self.ranks.rank] = torch.tensor([self.place(name) for name in self.types])
@@ -146,12 +146,12 @@ class Engine(Optimized):
         return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
     def _put_master(self, name: str, own: Tensor) -> None:
-        """This rank's part of a master; where it does not round to the parameter, that stays (see `masters`)."""
+        """Set this rank's shard of a master, except where it does not round to the parameter (see `masters`)."""
         kind, now = self.types[name], self.own(name, None)
         own = own.to(now.device)
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))
 
 
 def _piece(whole: Tensor, begin: int, numbers: int) -> Tensor:
-    """A view of it, laid flat."""
+    """Return a view of elements of the flattened tensor."""
     return whole.reshape(-1)[begin : begin + numbers]

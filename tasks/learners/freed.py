@@ -1,4 +1,4 @@
-"""Memory that a step has freed: the C library keeps it for the next one, beside what is published meanwhile."""
+"""Release of freed memory: otherwise the C library keeps a step's memory while the version is published."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MANY = 2**28  # bytes of weights: with fewer, to take memory again costs more time than it is worth
+MANY = 2**28  # bytes of weights; with fewer, allocating again costs more time than the memory is worth
 
 
 def give_back(weights: Iterable[Tensor]) -> None:
-    """Give it back to the system, where the processor has many `weights`. Costs the next step some page faults."""
+    """Release freed memory to the system if `weights` are large. It costs the next step some page faults."""
     if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()
 
 
 def give_back_all() -> None:
-    """As `give_back`, whatever it costs."""
+    """Release freed memory to the system, whatever the size of the weights."""
     if (trim := _trim()) is not None:
         trim(0)
 
 
 @cache
 def _trim() -> Any:
-    """glibc's `malloc_trim`; None with another C library."""
+    """Return glibc's `malloc_trim`; None with another C library."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def given_back(shape: torch.Size, kind: torch.dtype) -> Tensor:
-    """A tensor whose memory goes back to the system with it; the C library keeps much of what it gave itself."""
+    """Return a tensor whose memory the system gets back with it; the C library would keep much of its own."""
     if not shape.numel():
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(mmap.mmap(-1, shape.numel() * kind.itemsize), dtype=kind).view(shape)

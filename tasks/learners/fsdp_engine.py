@@ -1,14 +1,14 @@
-"""torch's own sharding (FSDP2): of each parameter, its gradient and its moments a rank has some rows.
+"""torch's own sharding (FSDP2): of each parameter, its gradient and its moments, each rank keeps some rows.
 
-    a layer: gathered --> forward --> parts
-             gathered --> backward --> parts, and its gradient, added up over ranks, in parts
+    a layer: gather --> forward --> reshard
+             gather --> backward --> reshard; its gradient is reduced over ranks and sharded
 
-- At most two layers are whole at a time, beside the head, which may be the embeddings.
-- AdamW changes the parts where FSDP has them. With masters the parts are these, in float32; what is gathered is rounded
-  to the policy's type.
-- Gradients are added up in float32, behind each pass.
-- Rows are those of the first dimension, as many on each rank; the last ranks may have fewer, or none. There a tensor
-  has them when it is gathered.
+- At most two layers are whole at a time, beside the head, which may be tied to the embeddings.
+- AdamW changes FSDP's shards in place. With masters the shards are the masters, in float32; gathered weights are
+  rounded to the policy's type.
+- Gradients are added up in float32 after each pass.
+- A shard is a number of rows of the first dimension, the same number on each rank; the last ranks may have fewer, or
+  none. A gathered tensor has the shards' rows in rank order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rollflow.tasks.learners.shards import Named
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """The group of all ranks that FSDP uses; one a process, so an earlier one is forgotten."""
+    """Create the process group that FSDP uses. A process has one group: an earlier one is replaced."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
@@ -48,7 +48,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
 
 
 class FsdpOptimized(Engine):
-    """Parameters of `model` in parts. `trained` has this rank's."""
+    """The sharded parameters of `model`; `trained` has this rank's shards."""
 
     def __init__(self, model: nn.Module, config: Ranked, ranks: GlooRanks) -> None:
         super().__init__(model, config, ranks)
@@ -61,7 +61,7 @@ class FsdpOptimized(Engine):
         """See `Engine`."""
         found: Tensor = self._root(of)
         if not found.requires_grad:
-            self._root.reshard()  # no backward pass will
+            self._root.reshard()  # without a backward pass FSDP does not reshard
         return found
 
     def added(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
@@ -81,7 +81,7 @@ class FsdpOptimized(Engine):
         self._model.zero_grad()
 
     def clip(self) -> float:
-        """See `Optimized`; over all ranks' parts."""
+        """See `Optimized`; the length is that of all ranks' shards."""
         own = self.trained.parameters.values()
         square = get_total_norm([part.grad for part in own if part.grad is not None]).double().square().cpu()
         self.ranks.add(square)
@@ -115,7 +115,7 @@ class FsdpOptimized(Engine):
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
-        """See `Optimized`. Masters are taken last: where weights are on the way, they come behind."""
+        """See `Optimized`. Masters are loaded last: where weights are loaded on the way, those come first."""
         self.clear()
         masters = dict[str, Tensor]()
         super().load(self._but_masters(given, masters))
@@ -123,17 +123,17 @@ class FsdpOptimized(Engine):
             self._put_master(name, own)
 
     def _but_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of what was saved; those of masters go into `masters`."""
+        """Yield this rank's shards of the saved tensors; put those of masters into `masters`."""
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
-                masters[name] = self.part_of(name, value).clone()  # else the whole file would stay
+                masters[name] = self.part_of(name, value).clone()  # a view would keep the whole file in memory
             else:
                 yield saved, value if key == "step" else self.part_of(name, value)
-            del value  # its file, before the next one is read
+            del value  # free its file before the next one is read
 
     def _in_parts(self) -> Any:
-        """The model, from here on in parts: its modules of another type than most, its layers, and the rest of it."""
+        """Shard the model: modules of another type than most, then separate modules and layers, then the rest."""
         root = Whole(self._model).eval()
         device = next(self._model.parameters()).device
         mesh = init_device_mesh(device.type, (self.ranks.count,))
@@ -143,7 +143,7 @@ class FsdpOptimized(Engine):
         return root
 
     def _cut(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Each rank keeps its part of what is not in parts yet."""
+        """Shard the parameters of a module that are not sharded yet."""
         given = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
         if len(types := {parameter.dtype for parameter in given}) > 1:
             why = f"a {type(module).__name__} has parameters of several types"
@@ -152,12 +152,12 @@ class FsdpOptimized(Engine):
         for parameter in given if self.wide else ():
             parameter.data = parameter.data.float()
         cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
-        cut.set_gradient_divide_factor(1.0)  # the sum: a loss here is weighed over the whole minibatch
+        cut.set_gradient_divide_factor(1.0)  # add up, do not average: our losses are weighted over the whole minibatch
         cut.set_force_sum_reduction_for_comms(True)
         gathered_once(cut)
 
     def _parts(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """This rank's, by name, where FSDP has them; none of a parameter without a gradient."""
+        """Yield this rank's shards, or their gradients, by name; parameters without a gradient are left out."""
         for name, parameter in self._model.named_parameters():
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:
@@ -165,10 +165,10 @@ class FsdpOptimized(Engine):
 
 
 def _apart(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    """Modules outside of the layers that can be gathered for themselves: norms, and embeddings that are no head too.
+    """Return modules outside the layers that can be gathered alone: norms, and embeddings that are not also the head.
 
-    What is left is mostly one tensor, whose weights `policies/head.py` reads outside of its module. So is what has
-    modules in it: they would be gathered with it, and once more for themselves.
+    The rest is mostly one tensor, the head's weights, which `policies/head.py` reads outside its module. Modules with
+    child modules belong to the rest, too: a child would be gathered with its parent, and once more alone.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]
@@ -180,7 +180,7 @@ def _apart(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
 
 
 def _of_another_type(model: nn.Module) -> list[nn.Module]:
-    """Modules with parameters of their own that are not of the type that most modules have: a group has one type."""
+    """Return modules whose own parameters are not of the most frequent type: an FSDP group must have one type."""
     kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
     every = [kind for found in kinds.values() for kind in found]
     most = max(every, key=every.count)

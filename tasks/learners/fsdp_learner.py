@@ -1,4 +1,4 @@
-"""The torch learner in parts on its ranks (`train.sharded`), by FSDP2."""
+"""The torch learner sharded over its ranks (`train.sharded`), by FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollflow.tasks.learners.sharded import ShardedLearner, ShardedPolicy
 
 
 class FsdpPolicy(ShardedPolicy, FsdpOptimized):
-    """A policy in parts."""
+    """A policy sharded by FSDP2."""
 
 
 class FsdpLearner(ShardedLearner):
@@ -22,7 +22,7 @@ class FsdpLearner(ShardedLearner):
 
     @classmethod
     def begun(cls, config: Ranked, start: LearnerStart) -> Self:
-        """See `TorchLearner`; raises `ConfigError` where no layers are found."""
+        """See `TorchLearner`; raise `ConfigError` if the model has no list of layers."""
         made = super().begun(config, start)
         layers_of(made.model, "train.sharded")
         return made

@@ -1,6 +1,6 @@
-"""Files that are put together from parts on several ranks when they are asked for: whoever stores them holds few.
+"""Files whose shards are gathered from several ranks when they are asked for, so that memory holds few at a time.
 
-Stored by `staged`, each is put together by a rank that stores it, several at a time.
+`staged` has several ranks gather and store files at the same time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rollflow.storage.records import StoredObject
 
 
 class Gathered(Mapping[str, Data]):
-    """Files by name, gathered one at a time whoever asks, and not kept. As long as what they are of does not change."""
+    """Files by name, gathered one at a time and not kept. They are valid until the tensors behind them change."""
 
     def __init__(
         self, names: Iterable[str], gather: Callable[[str], Data], put: Put | None = None, movers: int = 1
     ) -> None:
-        """`put` has any of them stored by a rank, `movers` at a time."""
+        """`put` has a rank store a file; `movers` is the number of files stored at a time."""
         self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
         self.put, self.movers = put, movers
 
@@ -38,7 +38,7 @@ class Gathered(Mapping[str, Data]):
 
 
 def staged(policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data]) -> tuple[StoredObject, ...]:
-    """Store files of a version that is not published yet."""
+    """Store the files of a version that is not published yet."""
     if isinstance(files, Gathered):
         return policies.stage(writer, version, files, files.movers, files.put)
     return policies.stage(writer, version, files)

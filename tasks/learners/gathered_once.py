@@ -1,14 +1,14 @@
-"""How FSDP2 gathers parameters on a CPU: with no more beside them than has to be.
+"""A patch of FSDP2 that gathers parameters on a CPU with little extra memory.
 
-FSDP2 gathers a group of parameters into one buffer and copies each out of it, for ranks' parts of several parameters
-lie there side by side.
+FSDP2 gathers a group of parameters into one buffer and copies each parameter out of it, since the buffer has the
+shards of several parameters side by side.
 
-- Of a group that is one parameter the buffer *is* the parameter, padded at its end as FSDP pads it. Embeddings are such
-  a group, and the largest: 100,000 tokens of 2,048 numbers in bfloat16 are 0.4 GB.
-- gloo gathers into a buffer of its own, too; its broadcasts need none, so embeddings are broadcast.
-- FSDP keeps a layer's buffer until the next layer's is there, for work on a GPU may still read it; on a CPU none does.
+- In a group of one parameter, the buffer *is* the parameter, padded at its end as FSDP pads it. Embeddings are such a
+  group, and the largest: 100,000 tokens of 2,048 numbers in bfloat16 take 0.4 GB.
+- gloo's all-gather has a buffer of its own; its broadcasts have none, so embeddings are broadcast.
+- FSDP keeps a layer's buffer until it has the next one, since work on a GPU may still read it. On a CPU it is freed.
 
-On a GPU all is FSDP's: which of its streams may take memory that another one has freed is its to know.
+On a GPU nothing is patched: only FSDP knows when one stream may reuse memory that another one has freed.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 
 def gathered_once(cut: FSDPModule) -> None:
-    """From here on."""
+    """Patch the gathering of this module's parameters on a CPU from here on."""
     for group in cut._get_fsdp_state()._fsdp_param_groups:
         if group.device.type == "cpu":
             cut.set_custom_all_gather(_Gathering(group))
 
 
 class _Gathering(DefaultAllGather):
-    """What gathers a group of parameters, as FSDP calls it; `group` is FSDP's own."""
+    """The all-gather of a group of parameters, called by FSDP; `group` is FSDP's own object."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer. Of one parameter, what FSDP copies out of it afterwards is the same memory."""
-        self._group.comm_ctx.all_gather_state = None  # the layer's before
+        """Allocate the buffer. For a single parameter it is the memory that FSDP would copy the parameter into."""
+        self._group.comm_ctx.all_gather_state = None  # free the previous layer's buffer
         if not self._is_one:
             return super().allocate(size, dtype=dtype, device=device)
         (parameter,) = self._group.fsdp_params
         parameter.init_all_gather_outputs([size[0]], [dtype], 1, device)
         parameter.alloc_all_gather_outputs()
         (found,) = parameter.all_gather_outputs
-        return found.data  # type: ignore[no-any-return]  # no change that autograd counts, as FSDP's copy is none
+        return found.data  # type: ignore[no-any-return]  # autograd must not count this change, as with FSDP's copy
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        """All ranks' parts; this rank's is in its place."""
+        """Gather the shards of all ranks; this rank's shard is in its place already."""
         if not self._is_one:
             return super().__call__(output_tensor, input_tensor, group, async_op)
         for rank, part in enumerate(output_tensor.chunk(group.size())):

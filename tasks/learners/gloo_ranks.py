@@ -1,8 +1,8 @@
-"""Ranks whose sums are gloo's, and of gradients on GPUs NCCL's.
+"""Ranks that add up tensors with gloo, and gradients on GPUs with NCCL.
 
-torch's own wrapper (DistributedDataParallel) is not used. It gives the mean over ranks, where our losses are weighed
-over the whole minibatch; it hooks into the model's forward, where we run decoder and head apart; and it waits for a
-backward pass of each rank, where one may have no rows.
+torch's own wrapper (DistributedDataParallel) does not fit. It averages over ranks, while our losses are weighted over
+the whole minibatch. It hooks into the model's forward, while we run decoder and head separately. It waits for a
+backward pass of each rank, while one of ours may have no rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rollflow.tasks.learners.dealing import deal, imbalance
 from rollflow.tasks.learners.rank_gpus import begin_backend
 from rollflow.tasks.learners.ranks import Lost, Piece, Ranks
 
-HOST = "127.0.0.1"  # of ranks that are processes of one machine
-BUCKET = 2**23  # numbers that are added up at a time: 32 MiB
-STORE_SECONDS = 60.0  # that an answer of their store may take
-START_SECONDS = 120.0  # for ranks that are all there to find each other
+HOST = "127.0.0.1"  # address of ranks on one machine
+BUCKET = 2**23  # elements in one all-reduce: 32 MiB
+STORE_SECONDS = 60.0  # longest time for an answer of the TCP store
+START_SECONDS = 120.0  # longest time for started ranks to find each other
 
 
 class GlooRanks(Ranks):
@@ -41,14 +41,14 @@ class GlooRanks(Ranks):
         name: str = "group",
         host: str = HOST,
     ) -> None:
-        """All ranks of a group come here at about the same time; `seconds` bound what they do together from then on.
+        """Join a group; all its ranks must join at about the same time. `seconds` bounds each later collective call.
 
-        `name`: of the group, where the same ranks have several. `host`: where the others reach this one.
+        `name` tells several groups of the same ranks apart. `host` is the address of this rank for the others.
         """
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
         self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _options(host))
-        self.beside: GlooRanks | None = None  # the same ranks, for what they do beside a step
+        self.beside: GlooRanks | None = None  # a second group of the same ranks, for work beside a step
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds
         self._done = 0
@@ -99,11 +99,11 @@ class GlooRanks(Ranks):
         return found
 
     def from_first(self, data: Tensor) -> None:
-        """Put what the first rank has in its place."""
+        """Broadcast the first rank's values into `data`."""
         self._together(lambda: self._group.broadcast(data, 0, timeout=self._bound).wait())
 
     def to_one(self, rank: int, own: Tensor, parts: Sequence[Tensor]) -> None:
-        """On one rank, put what each has as its `own` into the place of its part; all of them in one piece."""
+        """On `rank`, copy the `own` tensor of each rank into `parts`; each `own` is sent in one piece."""
         if self.rank != rank:
             self._together(lambda: self._sent(own, rank))
             return
@@ -111,20 +111,20 @@ class GlooRanks(Ranks):
         self._together(lambda: self._received(parts))
 
     def behind(self) -> list[int]:
-        """Ranks that have not come as far as this one; to be asked after a failure."""
+        """Return the ranks that have done fewer collective calls than this one. Callers ask after a failure."""
         found = [rank for rank in range(self.count) if rank != self.rank and self._came(rank) < self._done]
         return found or (self.beside.behind() if self.beside else [])
 
     def go_beside(self) -> None:
-        """Begin to have `beside`; work of all ranks."""
+        """Create the group `beside`; all ranks must call this together."""
         self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside", self.host)
 
     def _came(self, rank: int) -> int:
-        """How often a rank has come to do something together."""
+        """Return the number of collective calls that a rank has begun."""
         return int(self.store.get(self._at(rank))) if self.store.check([self._at(rank)]) else 0
 
     def _at(self, rank: int) -> str:
-        """Where a rank says how often it has come to do something together."""
+        """Return the store key that holds a rank's number of collective calls."""
         return f"{self._name}/at/{rank}"
 
     def _sent(self, own: Tensor, rank: int) -> None:
@@ -137,7 +137,7 @@ class GlooRanks(Ranks):
                 self._group.recv([part], rank, 0).wait(self._bound)
 
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """In float32, whatever type they have; a rank without a gradient adds zeros."""
+        """Add up the gradients in float32, whatever their type; a rank without a gradient adds zeros."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([grad.reshape(-1).float() for grad in found])
         if flat.is_cuda:
@@ -149,8 +149,8 @@ class GlooRanks(Ranks):
 
     @cached_property
     def _on_gpus(self) -> Any:
-        """The group for what is on GPUs; all ranks come here together."""
-        from torch.distributed import ProcessGroupNCCL  # not in torch for CPUs
+        """The NCCL group, for tensors on GPUs; all ranks must ask for it together."""
+        from torch.distributed import ProcessGroupNCCL  # missing from torch builds for CPUs
 
         begin_backend(torch.device("cuda"), self.host, blocking=True)
         options = ProcessGroupNCCL.Options()
@@ -167,20 +167,20 @@ class GlooRanks(Ranks):
 
 
 def first_store(host: str = HOST) -> TCPStore:
-    """Where the ranks find each other, and say how far they are; whoever reaches `host` can reach it."""
+    """Open the TCP store in which ranks find each other and count their calls; it listens on `host` only."""
     listening = socket.create_server((host, 0))
     port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
-    fd = listening.detach()  # the store's from now on
+    fd = listening.detach()  # the store owns it from here
     return TCPStore(host, port, is_master=True, timeout=bound, wait_for_workers=False, master_listen_fd=fd)
 
 
 def store_at(host: str, port: int) -> Store:
-    """The first rank's, for another one."""
+    """Connect to the first rank's TCP store."""
     return TCPStore(host, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
 
 
 def _options(host: str) -> Any:
-    """Of a group whose members listen at their hosts, and nowhere else."""
+    """Return options of a group whose members listen on `host` only."""
     found = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     found._devices = [ProcessGroupGloo.create_device(hostname=host)]
     found._timeout = timedelta(seconds=START_SECONDS)
@@ -188,7 +188,7 @@ def _options(host: str) -> Any:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters in their order, some at a time."""
+    """Split parameters into buckets of at most `BUCKET` elements, in their order."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:

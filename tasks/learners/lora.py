@@ -1,15 +1,15 @@
-"""LoRA: the policy stays as it is, and a thin adapter beside each of its linear layers is trained.
+"""LoRA: the policy's weights stay fixed, and a small adapter beside each linear layer is trained.
 
     y = W x + (alpha / rank) B A x        W (out, in) stays; A (rank, in) and B (out, rank) are trained
 
 (Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, section 4.1.)
 
-- Only the adapter has gradients, masters and moments; it is in float32, or in the policy's type where masters are.
-- A begins at random and B at zero, so that the policy is what it was, to the bit. Before the first version that is
-  trained the adapter is off: who trains the policy in place trains W.
-- What is published is W + (alpha / rank) B A, added in float32 and rounded to the policy's type, under the policy's own
-  names: whoever reads a version needs to know of no adapter.
-- The adapter is part of the learner's state, and W is not: it is read again from the weights that the run began with.
+- Only the adapter has gradients, masters and moments. It is in float32, or in the policy's type without masters.
+- A starts random and B at zero, so that the policy stays the same to the bit. The adapter is off before the first
+  trained version: a cold start, which trains the policy in place, trains W.
+- Published weights are W + (alpha / rank) B A, added in float32, rounded to the policy's type, under the policy's own
+  names. So a reader of a version need not know about adapters.
+- The adapter is part of the learner's state. W is not: it is read again from the run's first weights.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rollflow.tasks.learners.trained_policy import TrainedPolicy
 
 log = logging.getLogger(__name__)
 
-NAME = "default"  # peft's, of an adapter
-ADAPTER = "adapter/"  # what names of its weights begin with in the learner's state
+NAME = "default"  # peft's name of the adapter
+ADAPTER = "adapter/"  # prefix of the adapter's tensors in the learner state
 
 
 class LoraPolicy(TrainedPolicy):
-    """See the module's docstring. `first` gives the weights that the run began with, by Hugging Face name."""
+    """See the module's docstring. `first` returns the run's first weights by Hugging Face name."""
 
     def __init__(self, model: Any, config: Ranked, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
@@ -53,7 +53,7 @@ class LoraPolicy(TrainedPolicy):
         self.begun = False
 
     def begin(self, rate: float) -> None:
-        """See `Optimized`; from now on the policy itself stays."""
+        """See `Optimized`; also freezes the policy's own weights and switches the adapter on."""
         self._begin()
         super().begin(rate)
 
@@ -63,7 +63,7 @@ class LoraPolicy(TrainedPolicy):
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """See `TrainedPolicy`: without the adapter, on weights that have it in them."""
+        """See `TrainedPolicy`: the adapter is off, and the weights include it."""
         if not self.begun:
             yield
             return
@@ -78,7 +78,7 @@ class LoraPolicy(TrainedPolicy):
             self._switch(True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter, and what AdamW keeps of it."""
+        """Return the adapter's tensors and AdamW's state of them."""
         return {**self._adapter(), **super().tensors()}
 
     def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
@@ -87,25 +87,25 @@ class LoraPolicy(TrainedPolicy):
 
     @torch.no_grad()
     def load(self, given: Named) -> None:
-        """See `Optimized`; the model has the weights that were published with it.
+        """See `Optimized`; the model must already have the weights that were published with this state.
 
-        W is that of the run's first weights where these and the adapter give the published weight. Where they do not
-        (another kind of machine published it), W is the published weight less the adapter's part: the log decides what
-        a version is. What is published next then has that difference, too.
+        W is the run's first weight if that and the adapter give the published weight. If they do not (another kind of
+        machine published it), W is the published weight minus the adapter's part: the log decides what a version is.
+        Later published weights then contain that difference, too.
         """
         super().load(self._without_adapter(given))
         self._begin()
         self._find_base()
 
     def _without_adapter(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """The adapter's tensors are taken on the way."""
+        """Load the adapter's tensors on the way; yield the others."""
         own = self._adapter()
         for name, tensor in saved:
             if name in own:
                 own[name].copy_(tensor)
             else:
                 yield name, tensor
-            del tensor  # its file, before the next one is read
+            del tensor  # free its file before the next one is read
 
     def _find_base(self) -> None:
         first = self._first()
@@ -129,13 +129,13 @@ class LoraPolicy(TrainedPolicy):
 
     @torch.no_grad()
     def _sum(self, base: Tensor, layer: Any) -> Tensor:
-        """The weight that is published of a layer; where nothing is added, to the bit (-0 + 0 is another zero)."""
+        """Return a layer's published weight; the base weight to the bit where the part is zero (-0 + 0 gives +0)."""
         part = self._part(layer)
         return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
 
     @torch.no_grad()
     def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Warn once of the share of the adapter's change that is lost when published weights are rounded."""
+        """Log once which share of the adapter's change is lost by rounding the published weights."""
         if self._warned or self.model.dtype == torch.float32:
             return
         added = lost = 0.0
@@ -154,20 +154,20 @@ class LoraPolicy(TrainedPolicy):
             )
 
     def _part(self, layer: Any) -> Tensor:
-        """(out, in) float32, the adapter's."""
+        """Return the adapter's part of a layer's weight: (out, in), float32."""
         found: Tensor = self._scale * (layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float())
         return found
 
     def _named(self) -> dict[str, Tensor]:
-        """By the names that were there before the adapter."""
+        """Return the model's tensors by the names that they had before the adapter was added."""
         named = named_tensors(self.model)
         return {name.replace(".base_layer.", "."): t for name, t in named.items() if ".lora_" not in name}
 
 
 class AdapterReference(Reference):
-    """A reference without a model of its own: an adapter that is put in the place of the policy's while it is asked.
+    """A reference that is an adapter, without a model of its own: it replaces the policy's adapter during a pass.
 
-    The first one changes nothing: it is the policy without an adapter.
+    The first reference is the policy without an adapter, so its adapter adds zero.
     """
 
     def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
@@ -189,7 +189,7 @@ class AdapterReference(Reference):
 
 @contextmanager
 def swapped(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """While it lasts, each parameter has the other's values."""
+    """Give each parameter the values of the other tensor during the block."""
     own = [(parameter, parameter.data, other) for parameter, other in pairs]
     try:
         for parameter, _, other in own:
@@ -201,7 +201,7 @@ def swapped(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
 
 
 def _adapted(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
-    """Put adapters into the model's decoder; the layers that have one, by the names that the model has for them.
+    """Put adapters into the model's decoder; return the adapted layers by their names in the model.
 
     Raises:
         ConfigError: a target names no linear layer.
@@ -219,7 +219,7 @@ def _adapted(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
 
 
 def _chosen(linear: Sequence[str], config: Lora) -> list[str]:
-    """Those of a decoder's linear layers that are to have an adapter."""
+    """Return the names of the decoder's linear layers that get an adapter."""
     targets = config.targets or linear
     chosen = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
     if lost := [target for target in targets if not chosen[target]] or ([] if linear else ["all"]):
@@ -231,7 +231,7 @@ def _chosen(linear: Sequence[str], config: Lora) -> list[str]:
 
 
 def _parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """By the names that peft gives them in a file, but for its prefix "base_model.model."."""
+    """Yield the adapters' parameters by peft's names in a file, without its prefix "base_model.model."."""
     for name, layer in layers.items():
         yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight
         yield f"{name}.lora_B.weight", layer.lora_B[NAME].weight

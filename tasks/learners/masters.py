@@ -1,14 +1,14 @@
-"""Weights as the optimizer changes them: float32 ones behind a policy in a shorter type, or the policy's own.
+"""Master weights: float32 weights behind a policy in a shorter type, or the policy's own weights.
 
-A bfloat16 has 8 bits: at a learning rate of 1e-6, 99 of 100 changes are less than half a step of it, and are lost. So
-the optimizer adds them up in float32 (Micikevicius et al. 2018, Mixed precision training), and the policy's weights are
-these, rounded:
+A bfloat16 has 8 significant bits. At a learning rate of 1e-6, 99 of 100 changes are smaller than half its rounding step
+and would be lost. So the optimizer changes float32 masters (Micikevicius et al. 2018, Mixed precision training), and
+the policy's weights are the masters, rounded:
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 
 - After `publish`, each weight of the policy is its master, rounded.
-- Where a weight was changed by somebody else (a cold start, say), `follow` gives its master the weight's value.
-- Without masters the parameters are the policy's own, and nothing is copied.
+- If other code has changed a weight (a cold start, say), `follow` sets the master to the weight's value.
+- Without masters the optimizer changes the policy's own parameters, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 
 class Trained:
-    """What the optimizer changes of a policy: `parameters`, by the names of those that it is given."""
+    """The parameters that the optimizer changes, under the names in `given`: masters or the policy's own."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], *, wide: bool) -> None:
-        """`wide`: float32 masters, where a parameter is in another type."""
+        """`wide`: use float32 masters if a parameter has another type."""
         self._policy = dict(given)
         self.wide = wide and any(parameter.dtype != torch.float32 for parameter in self._policy.values())
         self.parameters = {
@@ -33,18 +33,18 @@ class Trained:
 
     @torch.no_grad()
     def begin(self, but: Collection[str] = ()) -> None:
-        """The masters become the policy's weights, and nothing is left of what they were; those in `but` stay."""
+        """Set the masters to the policy's weights, except those named in `but`."""
         for name in self._policy.keys() - set(but) if self.wide else ():
             self.parameters[name].copy_(self._policy[name])
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Where a master does not round to the policy's weight, it takes the weight's value."""
+        """Set a master to the policy's weight where it does not round to that weight."""
         for parameter, master in self._pairs():
             torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
 
     def clear(self) -> None:
-        """Forget gradients, those that a cold start has left on the policy, too."""
+        """Delete gradients, also those that a cold start has left on the policy."""
         for parameter in (*self._policy.values(), *self.parameters.values()):
             parameter.grad = None
 
@@ -65,10 +65,10 @@ class Trained:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The policy's weights become the masters, rounded to the nearest."""
+        """Set the policy's weights to the masters, rounded to the nearest."""
         if pairs := self._pairs():
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter of the policy and its master; none where it is its own."""
+        """Return each parameter of the policy with its master; empty without masters."""
         return [(own, self.parameters[name]) for name, own in self._policy.items()] if self.wide else []

@@ -1,9 +1,9 @@
-"""Parameters and the AdamW that changes them, saved and loaded as tensors by name: the policy's, and the critic's.
+"""Parameters with their AdamW, saved and loaded as tensors by name; used for the policy and for the critic.
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
 
-What is saved of a parameter that AdamW has changed: its moments ("exp_avg/<parameter>"), its step, and its master where
-it has one.
+Saved for each parameter that AdamW has changed: its moments ("exp_avg/<parameter>"), its step, and its master if it
+has one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.learners.masters import Trained
 from rollflow.tasks.learners.shards import Named
 
-MASTER = "master"  # what is saved of a parameter with a master
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that it has changed
+MASTER = "master"  # key of a saved master
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter that it has changed
 
 
 class Optimized:
-    """See the module's docstring. Names are those that the parameters are given with."""
+    """See the module's docstring. Names are the names in `given`."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], config: Ranked, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
@@ -37,27 +37,27 @@ class Optimized:
         )
 
     def begin(self, rate: float) -> None:
-        """Before a version's first update: where somebody else changed a weight, go on from there."""
+        """Prepare a version's first update: set the rate, and take over weights that other code has changed."""
         self.trained.follow()
         for group in self.adamw.param_groups:
             group["lr"] = rate
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Delete the gradients."""
         self.trained.clear()
 
     def clip(self) -> float:
-        """Scale a gradient that is too long; returns how long it was."""
+        """Scale down a gradient longer than `max_grad_norm`; return its original length."""
         return float(torch.nn.utils.clip_grad_norm_(self.trained.parameters.values(), self.max_grad_norm))
 
     def apply(self) -> None:
-        """Take the gradient's step, and forget the gradient: it would take memory beside what is published."""
+        """Take the optimizer step and delete the gradient, which would use memory while the version is published."""
         self.adamw.step()
         self.trained.publish()
         self.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Of the parameters that it has changed: "exp_avg/<parameter>" and so on."""
+        """Return the saved tensors of the parameters that AdamW has changed: "exp_avg/<parameter>" and so on."""
         return {
             f"{key}/{name}": torch.as_tensor(value).detach()
             for name, parameter in self.trained.parameters.items()
@@ -66,7 +66,7 @@ class Optimized:
         }
 
     def like(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors of the parameters that `saved` has something of: with their shapes and types, not their values."""
+        """Return tensors with the shapes and types of those expected for the parameters that `saved` mentions."""
         named = {name.partition("/")[2] for name in saved}
         one = torch.zeros(())
         return {
@@ -77,7 +77,7 @@ class Optimized:
         }
 
     def load(self, given: Named) -> None:
-        """Take over what `tensors` gave; the model has the weights that it had then."""
+        """Replace the state by tensors that `tensors` returned; the model must have the weights of that time."""
         self.adamw.state.clear()
         mastered = []
         for name, value in given:
@@ -89,21 +89,21 @@ class Optimized:
                 continue
             device = "cpu" if key == "step" and not self.fused else trained.device
             self.adamw.state[trained][key] = value.to(device, copy=True)
-            del value  # its file, before the next one is read
+            del value  # free its file before the next one is read
         self.trained.begin(mastered)
 
 
 def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """`Corrupt` if they are not the same tensors by name, shape and type."""
+    """Raise `Corrupt` unless both have the same tensors by name, shape and type."""
     found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
     if differing := sorted({name for name, *_ in found ^ wanted}):
         raise Corrupt(f"{what} not fit the model: {', '.join(differing[:4])}")
 
 
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
-    """`Corrupt` if there is a file that begins with none of `stems`, or after an update a stem without a file.
+    """Raise `Corrupt` if a file's name begins with none of `stems`, or if a stem has no file after the first update.
 
-    `saved` are the names of the policy's tensors. Before the first update a critic and a reference store nothing.
+    `saved` has the names of the policy's tensors. Before the first update, critic and reference store nothing.
     """
     strange = sorted(name for name in files if not name.startswith(tuple(stems)))
     begun = any(name.startswith(MOMENTS) for name in saved)

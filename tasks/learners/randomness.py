@@ -1,8 +1,8 @@
-"""What a learner's numbers depend on beside its tensors: random generators, and which algorithms torch may choose.
+"""Random generators, and the choice of torch's algorithms: all that results depend on beside tensors.
 
-On one thread of a processor torch gives the same bits without `deterministic`, and with it. On a GPU it adds up in
-another order each time: `index_add` of sequence ratios, the gradients of embeddings, of attention, and of hidden states
-that are picked more than once. With it torch takes an order of its own there, or raises where it has none.
+On one CPU thread torch gives the same bits with and without `deterministic`. On a GPU it adds up in a different order
+each time: in `index_add` of sequence ratios, and in gradients of embeddings, of attention, and of hidden states that
+are selected more than once. With `deterministic` torch uses a fixed order, or raises if it has none.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from rollflow.tasks.learners.config import Ranked
 from rollflow.tasks.policies.device import fix_workspace
 
-RNG, DEVICE_RNG = "rng", "device_rng"  # in a learner's state
+RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
 
 
 def begin_process(config: Ranked, seed: int) -> None:
-    """Threads, seed and algorithms of this process; to be called before it uses a device."""
+    """Set threads, seed and algorithms of this process; call it before the process uses a device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
         fix_workspace()
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow; nobody reads such
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow; nobody reads it
 
 
 def random_state(config: Ranked, device: torch.device) -> dict[str, Tensor]:
-    """The processor's generator; that of the device, too, where it is to be deterministic and is another one."""
+    """Return the state of the CPU's generator; with `deterministic` on a GPU, also the GPU generator's."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":
         found[DEVICE_RNG] = torch.cuda.get_rng_state(device)
@@ -37,13 +37,13 @@ def random_state(config: Ranked, device: torch.device) -> dict[str, Tensor]:
 
 
 def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `saved` should have: another machine than this one may have had a device, or none."""
+    """Return generator states as `saved` should have them: a GPU's only if `saved` has one."""
     found = {RNG: torch.get_rng_state()}
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 
 
 def take_random(drawn: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on drawing where `random_state` was; a device's generator is left alone where there is no such device."""
+    """Restore the generators from `random_state`; skip a GPU's generator where there is no GPU."""
     torch.set_rng_state(drawn[RNG])
     if DEVICE_RNG in drawn and device.type == "cuda":
         torch.cuda.set_rng_state(drawn[DEVICE_RNG], device)

@@ -1,4 +1,4 @@
-"""What the process has imported that ranks are forked from: most of a rank's start, done once for all of them."""
+"""Imports of the process that ranks are forked from: most of a rank's start, done once for all ranks."""
 
 from __future__ import annotations
 

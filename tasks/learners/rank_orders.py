@@ -1,4 +1,4 @@
-"""What the first rank of a learner has of the others: where they meet, what it tells them, and how they end."""
+"""What the first rank knows of the other ranks: where they meet, which orders they take, and how they end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the first rank has the store of all."""
+    """The address of the TCP store, which the first rank owns."""
 
     host: str
     port: int
@@ -20,9 +20,9 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Become what these files say; by name, their sizes in bytes. Their contents follow.
+    """Load weights and state; each maps a file name to its size in bytes. The contents follow.
 
-    `width` is what the first rank found when it tried the model: all have to make the same lines of a batch.
+    `width` is the result of the first rank's test of the model: all ranks must pack a batch into the same lines.
     """
 
     weights: Mapping[str, int]
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Train `version` on a batch of so many bytes, which follow."""
+    """Train `version` on a batch of `size` bytes, which follow."""
 
     version: int
     size: int
@@ -40,7 +40,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Do your part of what a method of the learner does."""
+    """Take part in a call of the learner's method `name`."""
 
     name: str
     given: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stores a file; `number` is what it answers under."""
+    """Where a rank stores a file; `number` identifies its answer."""
 
     store: ObjectStore
     path: str
@@ -57,9 +57,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Give rank `to` your parts of a file that is stored, as they are once `after` orders have been obeyed.
+    """Send your shards of a stored file to rank `to`, as they are after `after` executed orders.
 
-    Another rank than the first one stores it at `place`.
+    A rank `to` other than the first one stores the file at `place`.
     """
 
     file: str
@@ -70,13 +70,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Pipes:
-    """Where a rank is told: what to do, and what to give beside it."""
+    """The two pipes to a rank: its orders, and requests for files beside them."""
 
     orders: Connection
     asked: Connection
 
     def close(self) -> None:
-        """Both."""
+        """Close both pipes."""
         self.orders.close()
         self.asked.close()
 
@@ -86,13 +86,13 @@ class StartedRank(Protocol):
 
     @property
     def pipes(self) -> Pipes:
-        """Where it is told; once it was there."""
+        """The pipes to the rank; available once it has started."""
 
     def ended(self) -> int | str | None:
-        """Its exit code, or what else is known of its end; None while it lives."""
+        """Return the exit code, or a text that says how the rank ended; None while it lives."""
 
     def end(self) -> None:
-        """Kill it, and wait for nothing."""
+        """Kill the rank without waiting for its end."""
 
 
 StartRank = Callable[[int, Meeting], StartedRank]
@@ -100,9 +100,9 @@ StartRank = Callable[[int, Meeting], StartedRank]
 
 @dataclass(frozen=True, slots=True)
 class RankHosts:
-    """Where a learner's ranks are: the address of this machine that the others reach, and what starts each of them.
+    """Where a learner's ranks run: this machine's address for the others, and the function that starts a rank.
 
-    Without `start` they are processes of this machine.
+    Without `start` the ranks are processes of this machine.
     """
 
     host: str = "127.0.0.1"

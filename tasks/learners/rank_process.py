@@ -1,12 +1,12 @@
-"""The process of a rank that is not the first: it does what the first one orders, and nothing else.
+"""The process of a rank other than the first: it executes the first rank's orders.
 
-    orders --> load what the first rank sends | take a step on the batch that it sends --> next order
-    files that are asked for --> its parts of them, beside the step; some it stores     --> next file
+    orders --> load the files that the first rank sends | take a step on the batch that it sends --> next order
+    requests for files --> its shards of each, beside the step; it stores some of the files      --> next request
 
-- It ends with its owner, however that one ends, also where it is stopped itself: the process that it was forked from
-  ends with the owner, and the kernel kills it with that one.
-- It answers nothing: what a step gives, the first rank knows, too. When it fails it says why, and ends; when the
-  others are lost it ends with `LOST`.
+- The process ends with its owner, even while it is stopped (SIGSTOP). It was forked from a fork server that ends with
+  the owner, and the kernel kills it when the fork server ends.
+- It sends no answer: the first rank knows the result of each step itself. If the rank fails, it writes the reason to
+  the shared store and ends. If it loses the other ranks, it ends with the exit code `LOST`.
 """
 
 from __future__ import annotations
@@ -46,38 +46,38 @@ from rollflow.tasks.learners.staging import stage
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.warned import send_to
 
-MEET = "meet"  # where the first rank says that it is there, too
+MEET = "meet"  # store key that the first rank sets when it has started
 POLL_SECONDS = 0.1
-LOST, FAILED = 3, 4  # how a rank's process ends: the others are gone; it said why
+LOST, FAILED = 3, 4  # exit codes of a rank: it lost the others; it failed and wrote the reason
 PR_SET_PDEATHSIG = 1
-CHUNK = 2**25  # bytes that are sent at a time
+CHUNK = 2**25  # most bytes in one broadcast
 
 
 class OwnerGone(Exception):
-    """There will be no more orders."""
+    """Raised when the owner has closed the pipe, so that no order will follow."""
 
 
 class Obeyed:
-    """How many orders a rank has obeyed."""
+    """The number of orders that a rank has executed."""
 
     def __init__(self) -> None:
         self._count, self._changed = 0, Condition()
 
     def one_more(self) -> None:
-        """Another one."""
+        """Count one more executed order."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
 
     def wait_for(self, count: int, seconds: float) -> None:
-        """Until they are so many; `Lost` if that takes longer."""
+        """Wait until `count` orders were executed; raise `Lost` if that takes longer than `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count >= count, seconds):
                 raise Lost(f"{count} orders were not obeyed within {seconds:g} s")
 
 
 def learner_of(config: Ranked) -> type[TorchLearner]:
-    """What each rank runs; raises `ConfigError` where its library is not installed."""
+    """Return the class that each rank runs; raise `ConfigError` if its library is not installed."""
     if isinstance(config, DeepSpeedTrain):
         if find_spec("deepspeed") is None:
             cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.learner = "torch"'
@@ -95,7 +95,7 @@ def learner_of(config: Ranked) -> type[TorchLearner]:
 def run_rank(
     rank: int, meeting: Meeting, pipes: Pipes, config: Ranked, start: LearnerStart, ear: socket.socket
 ) -> None:
-    """`serve_rank` in a process that was forked for it; `ear` is where it warns."""
+    """Run `serve_rank` in a process that was forked for it; warnings go to the socket `ear`."""
     _end_with_owner()
     _be_named(name := f"rank {rank} of {config.ranks}")
     send_to(ear, name, rank)
@@ -104,12 +104,12 @@ def run_rank(
 
 
 def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ranked, start: LearnerStart) -> None:
-    """Until the owner ends. `host` is this machine's address, that the others reach it by."""
+    """Execute orders until the owner ends. `host` is the address of this machine for the other ranks."""
     store, obeyed = store_at(meeting.host, meeting.port), Obeyed()
     with _ending(store, rank):
-        learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends all
+        learner = learner_of(config).begun(config, replace(start, blank=True))  # the first rank sends weights and state
         store.set(ready(rank), "")
-        while not store.check([MEET]):  # the first rank reads its weights; who owns this process knows how long it may
+        while not store.check([MEET]):  # the first rank reads its weights meanwhile; the owner bounds this wait
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_give, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
@@ -121,7 +121,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Ran
 
 
 def _next(pipe: Connection) -> Any:
-    """The next order, or question. (Work may raise what a closed pipe does.)"""
+    """Return the next order or request; raise `OwnerGone` on a closed pipe, which work must not be mistaken for."""
     try:
         return pipe.recv()
     except (EOFError, ConnectionError) as error:
@@ -129,7 +129,7 @@ def _next(pipe: Connection) -> Any:
 
 
 def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: Obeyed) -> None:
-    """Parts of files, until the owner ends."""
+    """Send shards of files on request until the owner ends."""
     ranks = learner.ranks
     assert isinstance(ranks, GlooRanks)
     with _ending(store, ranks.rank):
@@ -140,11 +140,11 @@ def _give(store: Store, learner: TorchLearner, asked: Connection, obeyed: Obeyed
             data = learner.gather(ask.file, ask.to)
             if ask.to == ranks.rank:
                 Thread(target=_stage, args=(store, ranks, ask, data), daemon=True).start()
-            del data  # while the next one is waited for
+            del data  # free it while this thread waits for the next request
 
 
 def _stage(store: Store, ranks: GlooRanks, ask: Ask, data: Data) -> None:
-    """Store a file that was gathered here."""
+    """Store a file that was gathered on this rank."""
     assert ask.place is not None
     with _ending(store, ranks.rank):
         stage(ranks, ask.place, data)
@@ -152,7 +152,7 @@ def _stage(store: Store, ranks: GlooRanks, ask: Ask, data: Data) -> None:
 
 @contextlib.contextmanager
 def _ending(store: Store, rank: int) -> Iterator[None]:
-    """How the process ends, by what its work raises."""
+    """End the process with the exit code that fits the error of the block."""
     try:
         yield
     except OwnerGone:
@@ -160,9 +160,9 @@ def _ending(store: Store, rank: int) -> Iterator[None]:
     except Lost:
         with contextlib.suppress(RuntimeError):
             store.set(gone(rank), "")
-        os._exit(LOST)  # at once: whoever is to blame is looked for among those that do not end so
-    except Exception as error:  # noqa: BLE001 - whatever it is, the first rank says it
-        with contextlib.suppress(RuntimeError):  # nobody is there to read it
+        os._exit(LOST)  # without delay: the first rank looks for the fault among ranks that end otherwise
+    except Exception as error:  # noqa: BLE001 - the first rank reports any error
+        with contextlib.suppress(RuntimeError):  # the store is gone, so nobody can read it
             store.set(failed(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
@@ -175,22 +175,22 @@ def _obey(learner: TorchLearner, ranks: GlooRanks, order: Call | Load | Step) ->
             weights, state = (
                 ((name, received(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
             )
-            learner.take(weights, state)  # each file as it comes
+            learner.take(weights, state)  # each file as it arrives
             learner.width, learner.blank = order.width, False
         case Step():
-            with contextlib.suppress(NotFinite, Stopped):  # the first rank says it
+            with contextlib.suppress(NotFinite, Stopped):  # the first rank raises it
                 batch = TrajectoryBatch.from_bytes(bytes(received(ranks, order.size)))
                 learner.step(batch, order.version, partial(told, ranks))
 
 
 def sent(ranks: GlooRanks, data: Data) -> None:
-    """Give bytes to the other ranks; of them no more is copied than a chunk."""
+    """Broadcast bytes from the first rank; at most one chunk of them is copied."""
     for chunk in _chunks(data):
         ranks.from_first(torch.frombuffer(chunk, dtype=torch.uint8))
 
 
 def received(ranks: GlooRanks, size: int) -> memoryview:
-    """Bytes that the first rank gives."""
+    """Receive bytes that the first rank broadcasts."""
     data = bytearray(size)
     for begin in range(0, size, CHUNK):
         ranks.from_first(torch.frombuffer(data, dtype=torch.uint8, count=min(CHUNK, size - begin), offset=begin))
@@ -198,7 +198,7 @@ def received(ranks: GlooRanks, size: int) -> memoryview:
 
 
 def _chunks(data: Data) -> Iterator[bytearray]:
-    """All of its bytes, `CHUNK` at a time."""
+    """Yield all bytes, `CHUNK` at a time."""
     chunk = bytearray()
     for piece in pieces(data):
         for begin in range(0, len(piece), CHUNK):
@@ -211,31 +211,31 @@ def _chunks(data: Data) -> Iterator[bytearray]:
 
 
 def ready(rank: int) -> str:
-    """Where a rank says that it can meet the others."""
+    """Return the store key that a rank sets when it can meet the others."""
     return f"ready/{rank}"
 
 
 def gone(rank: int) -> str:
-    """Where a rank says that it ends because another one did."""
+    """Return the store key that a rank sets when it ends because it lost another one."""
     return f"gone/{rank}"
 
 
 def failed(rank: int) -> str:
-    """Where a rank says why it failed."""
+    """Return the store key under which a rank writes why it failed."""
     return f"failed/{rank}"
 
 
 def _end_with_owner() -> None:
-    """See the module's docstring; an interrupt is the owner's to act on."""
+    """End this process with its owner (see the module's docstring); ignore SIGINT, which the owner handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The process that this one was forked from lives while anybody holds this pipe: only the owner is to.
+    # The fork server lives while any process holds this pipe open; only the owner may hold it.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 
 def _be_named(name: str) -> None:
-    """What `top` shows, for whoever looks; its first 15 bytes."""
+    """Set the process name that `top` shows; the kernel keeps its first 15 bytes."""
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_NAME, name.encode())
 

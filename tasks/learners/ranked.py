@@ -1,17 +1,17 @@
-"""A learner of several ranks: `Learner` as one process, with the others behind it.
+"""A learner of several ranks: `Learner` in one process that leads the others.
 
     learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
                             +---- sums over all ranks (`ranks`) ----+
 
-- The first rank is what is stored, published and asked. Before a step, whoever may differ from it (after a start, a
-  cold start, a `load`) is sent its weights and state.
-- A rank that ends, or that does not come to the others within `train.rank_seconds`, is named in one sentence
-  (`RankFailed`), and all ranks end: a new learner begins from storage.
-- Nothing that is stored changes on any rank before it has settled. So ranks go on while a version is stored; files of a
-  learner in parts are gathered and stored meanwhile (`staging`), by threads and a group of ranks of their own.
+- The first rank's state counts: it is stored, published and queried. Before a step, its weights and state are sent to
+  the other ranks if they may differ (after a start, a cold start or a `load`).
+- A rank that ends, or does not join the others within `train.rank_seconds`, is named in one sentence (`RankFailed`).
+  Then all ranks end, and a new learner starts from storage.
+- No stored tensor changes on any rank before that rank has settled. So ranks can train while a version is stored. Files
+  of a sharded learner are gathered and stored meanwhile (`staging`), by threads and a process group of their own.
 - No rank outlives this process.
 
-Each other process is forked from one that has done the imports.
+Each other rank is forked from a process that has already done the imports.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from rollflow.tasks.learners.sharded import ShardedLearner
 from rollflow.tasks.learners.staging import Staging
 from rollflow.tasks.warned import ear
 
-IMPORTS = "rollflow.tasks.learners.rank_imports"  # done once, in the process that ranks are forked from
-READY_SECONDS = 300.0  # for a rank to import, and to read the model
-GRACE_SECONDS = 5.0  # for the ranks that lost another to end by themselves
+IMPORTS = "rollflow.tasks.learners.rank_imports"  # imported once, in the process that ranks are forked from
+READY_SECONDS = 300.0  # time for a rank to import modules and read the model
+GRACE_SECONDS = 5.0  # time for ranks that lost another one to end by themselves
 POLL_SECONDS = 0.05
 
 
@@ -56,7 +56,7 @@ class RankedLearner:
     """See the module's docstring."""
 
     def __init__(self, config: Ranked, start: LearnerStart) -> None:
-        """Raises `ConfigError` where GPUs are too few or DeepSpeed is missing, or as a learner of one rank."""
+        """Start the other ranks. Raise `ConfigError` if GPUs are too few, or as a learner of one rank does."""
         if start.ranks == NEAR:
             check_gpus(config.ranks)
         kind = learner_of(config)
@@ -64,22 +64,23 @@ class RankedLearner:
         weakref.finalize(self, self._others.end)
         self._own = kind.begun(config, start)
         self._ranks = self._own.ranks = self._others.meet()
-        self._alike = False  # whether the others are what this rank is
-        self._turn = Lock()  # of who has a file gathered: all ranks gather in one order
+        self._alike = False  # True if the other ranks have this rank's weights and state
+        self._turn = Lock()  # one file is gathered at a time: all ranks gather in the same order
 
     @property
     def model(self) -> Any:
-        """See `Learner`; the first rank's."""
+        """The first rank's model. See `Learner`."""
         return self._own.model
 
     def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
         """See `Learner`.
 
         Raises:
-            RankFailed: a rank ended, or hangs; this learner is of no more use. So do all others of a sharded learner.
+            RankFailed: a rank ended or hangs; this learner is unusable from then on. The other methods of a sharded
+                learner raise it, too.
         """
         if not self._alike:
-            settle()  # what is sent to the others is read from what is stored
+            settle()  # the tensors sent to the others are those being stored
         with self._together(f"version {version + 1} was trained"):
             if not self._alike:
                 self._share()
@@ -126,7 +127,7 @@ class RankedLearner:
         return self._own.sharded
 
     def _gathered(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
-        """The first rank's files; those of a sharded learner come from all ranks, each when it is asked for."""
+        """Return the first rank's files; those of a sharded learner are gathered from all ranks when asked for."""
         own = self._own
         if not isinstance(own, ShardedLearner) or not own.sharded:
             return files
@@ -145,7 +146,7 @@ class RankedLearner:
         return Gathered(files, lambda file: gather(Ask(file)), put, staging.movers)
 
     def _asked(self, name: str, *given: Any) -> Any:
-        """What the first rank's method gives; of a sharded learner it is work of all ranks."""
+        """Return what the first rank's method returns; for a sharded learner all ranks call it."""
         if not self._sharded:
             return getattr(self._own, name)(*given)
         with self._together(f"{name} were asked for"):
@@ -154,16 +155,16 @@ class RankedLearner:
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
-        """Work of all ranks; whatever goes wrong ends them, but what is not finite."""
+        """Run work of all ranks; any error ends all ranks, except those that are no rank's fault."""
         try:
             with lost():
                 yield
         except NotFinite:
-            raise  # of all ranks alike
+            raise  # all ranks raise it alike
         except Stopped as stopped:
-            raise stopped.error or stopped from None  # likewise
+            raise stopped.error or stopped from None  # all ranks raise it alike
         except (StoreFailed, Unreachable, ConfigError):
-            raise  # of the store; no rank is to blame
+            raise  # the store failed, no rank did
         except Lost as error:
             raise self._others.failed(what, error) from error
         except BaseException:
@@ -171,7 +172,7 @@ class RankedLearner:
             raise
 
     def _share(self) -> None:
-        """Make the others what this rank is."""
+        """Give the other ranks this rank's weights and state."""
         weights, state = self._own.weights(), self._own.state()
         if self._own.can_shard:
             self._become(weights, state)
@@ -180,7 +181,7 @@ class RankedLearner:
         self._alike = True
 
     def _become(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """All ranks become what these files say, each its parts of one after the other."""
+        """Load these files on all ranks; each rank keeps its shards of one file after the other."""
         if not self._sharded:
             self._others.order(Call("shard"))
             self._own.shard()
@@ -192,7 +193,7 @@ class RankedLearner:
         self._alike = True
 
     def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Have the others become what these files say."""
+        """Have the other ranks load these files."""
         sizes, rest = ({name: _size(data) for name, data in part.items()} for part in (weights, state))
         self._others.order(Load(sizes, rest, self._own.width))
         for data in chain(weights.values(), state.values()):
@@ -200,7 +201,7 @@ class RankedLearner:
 
 
 class Forked:
-    """A rank in a process of this machine."""
+    """A rank that runs in a forked process on this machine."""
 
     def __init__(self, config: Ranked, start: LearnerStart, rank: int, meeting: Meeting) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -223,20 +224,20 @@ class Forked:
 
 
 class Others:
-    """The processes of the other ranks: started, given orders, and ended together."""
+    """The processes of the other ranks: they start, take orders and end together."""
 
     def __init__(self, config: Ranked, start: LearnerStart) -> None:
         self._config, self._host = config, start.ranks.host
         self._store = first_store(self._host)
-        self.ordered = 0  # orders that were given
-        self._ranks: GlooRanks | None = None  # until all are there
+        self.ordered = 0  # number of orders sent
+        self._ranks: GlooRanks | None = None  # None until all ranks have started
         self._failed: RankFailed | None = None
         self._failing = Lock()
         meeting, begin = Meeting(self._host, self._store.port), start.ranks.start or partial(Forked, config, start)
         self._started = {rank: begin(rank, meeting) for rank in range(1, config.ranks)}
 
     def meet(self) -> GlooRanks:
-        """The first rank's place among them, once all are there."""
+        """Wait until all ranks have started; return the first rank's view of the group."""
         deadline = time.monotonic() + READY_SECONDS
         try:
             while late := [rank for rank in self._started if not self._store.check([ready(rank)])]:
@@ -252,16 +253,16 @@ class Others:
             raise self.failed("the ranks started", error) from error
 
     def order(self, order: Call | Load | Step) -> None:
-        """Tell all of them what to do."""
+        """Send an order to all other ranks."""
         self.ordered += 1
         _send([one.pipes.orders for one in self._started.values()], order)
 
     def ask(self, ask: Ask) -> None:
-        """Have all of them give what they have of a file, whatever they do."""
+        """Have all other ranks send their shards of a file, whatever else they do."""
         _send([one.pipes.asked for one in self._started.values()], ask)
 
     def failed(self, when: str, error: Exception) -> RankFailed:
-        """Ends all of them; the error says which rank is to blame. A step and what is beside it fail together."""
+        """End all ranks and return the error that names the faulty one; later calls return the same error."""
         with self._failing:
             if self._failed is None:
                 self._failed = RankFailed(
@@ -271,7 +272,7 @@ class Others:
             return self._failed
 
     def _blamed(self, error: Exception) -> str:
-        """What is wrong with which rank. Those that lost another end by themselves in a moment."""
+        """Return which rank failed and how. Ranks that lost another one end by themselves within `GRACE_SECONDS`."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.ended() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
@@ -286,7 +287,7 @@ class Others:
         return str(error).partition("\n")[0]
 
     def end(self) -> None:
-        """End all of them."""
+        """Kill all other ranks."""
         for one in self._started.values():
             one.end()
 
@@ -295,7 +296,7 @@ class Others:
             raise Lost(f"{self._name(ended[0])} ended")
 
     def _ended(self, rank: int, how: int | str) -> str:
-        """What is known of a rank's end."""
+        """Describe how a rank ended."""
         if self._store.check([failed(rank)]):
             return f"{self._name(rank)} failed ({self._store.get(failed(rank)).decode()})"
         if isinstance(how, int):
@@ -307,7 +308,7 @@ class Others:
 
 
 def _send(to: Sequence[Connection], what: object) -> None:
-    """`Lost` where nobody hears it."""
+    """Send an object through each pipe; raise `Lost` if nobody reads one."""
     try:
         for pipe in to:
             pipe.send(what)
@@ -316,5 +317,5 @@ def _send(to: Sequence[Connection], what: object) -> None:
 
 
 def _size(data: Data) -> int:
-    """Bytes of a file."""
+    """Return the bytes of a file."""
     return sum(len(piece) for piece in pieces(data))

@@ -1,17 +1,17 @@
 """Ranks: processes that train one policy together, each on its part of every batch.
 
-Each has the whole model, and does the same steps on the same batch. What they do together, they do here: each runs its
-own lines, and what these give is added up over all of them. So gradients, losses and log-probs are those of the whole
-batch, whoever has how much of it, and all ranks take the same optimizer step to the same bits.
+Each rank has the whole model and does the same steps on the same batch. Each rank runs its own lines; this module adds
+up the results of all ranks. So gradients, losses and log-probs are those of the whole batch, however its lines are
+dealt, and all ranks take the same optimizer step to the same bits.
 
     rank 0:  own lines --> gradient --+             +--> clip, AdamW
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW
     rank 2:  (none)    --> nothing ---+             +--> clip, AdamW
 
 - A rank without lines takes part in every sum, with zeros.
-- A parameter that has a gradient on no rank has none after it, as with one rank: AdamW leaves it alone.
-- Sums are in float32 or wider, and in a fixed order: the same ranks give the same bits.
-- Every one is bounded in time; one that fails raises `Lost`.
+- A parameter without a gradient on all ranks has none after the sum, as with one rank: AdamW leaves it alone.
+- Sums are in float32 or wider, and in a fixed order: the same number of ranks gives the same bits.
+- Every sum has a time limit; one that fails raises `Lost`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
-GROUP_SIGNS = "gloo", "connection", "timed out"  # in what torch says of a group that failed
+GROUP_SIGNS = "gloo", "connection", "timed out"  # in torch's message about a process group that failed
 
 
 class Lost(Exception):
-    """What ranks do together failed: another one ended, or was not there in time; `rank`, where it is known."""
+    """Raised when a collective call fails: another rank ended or was late; `rank` names it where it is known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -37,36 +37,36 @@ class Lost(Exception):
 
 
 class Ranks:
-    """One rank, alone: nothing is shared, and nothing is changed."""
+    """One rank, alone: nothing is added up or exchanged."""
 
     rank, count = 0, 1
 
     def own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
-        """Those that this rank runs; `length` in tokens."""
+        """Return the pieces that this rank runs; `length` returns a piece's tokens."""
         return pieces
 
     def add(self, found: Tensor) -> None:
-        """Put the sum over all ranks in its place; a tensor on the CPU."""
+        """Replace a tensor on the CPU by its sum over all ranks."""
 
     def add_gradients(self, parameters: Iterable[nn.Parameter], loss: float) -> float:
-        """Put the sums over all ranks in the place of the parameters' gradients; returns that of the loss."""
+        """Replace the parameters' gradients by their sums over all ranks; return the sum of `loss`."""
         return loss
 
     def gathered(self, found: np.ndarray) -> list[np.ndarray]:
-        """(N,) numbers of every rank, where it has any."""
+        """Return the (N,) arrays of all ranks, without the empty ones."""
         return [found] if len(found) else []
 
     def check(self) -> None:
-        """Before a micro-batch: raises `Lost` if another rank is known to have ended."""
+        """Raise `Lost` if another rank is known to have ended. Callers ask before each micro-batch."""
 
     def told(self) -> dict[str, float]:
-        """Metrics since they were asked for last."""
+        """Return metrics since the last call."""
         return {}
 
 
 @contextmanager
 def lost() -> Iterator[None]:
-    """What torch says of a group that failed becomes `Lost`."""
+    """Raise torch's errors about a failed process group as `Lost`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Layers that are run again in the backward pass instead of keeping what they computed (Chen et al. 2016)."""
+"""Activation checkpointing: layers run again in the backward pass instead of keeping activations (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rollflow.storage.errors import ConfigError
 
 
 def recompute_layers(decoder: Any) -> None:
-    """Do so with each of the decoder's layers. The same bits come out: a layer draws nothing, since dropout is off.
+    """Recompute each of the decoder's layers in the backward pass.
 
-    A model's own switch for it needs training mode, which would switch dropout on.
+    The result is the same to the bit: a layer draws no random numbers, since dropout is off. A model's own switch for
+    checkpointing needs training mode, which would turn dropout on.
 
     Raises:
         ConfigError: the decoder has no list of layers.
@@ -24,10 +25,10 @@ def recompute_layers(decoder: Any) -> None:
 
 
 def layers_of(decoder: nn.Module, key: str) -> nn.ModuleList:
-    """The longest of its lists of modules that is not within another one.
+    """Return the decoder's longest list of modules that is not inside another list.
 
     Raises:
-        ConfigError: it has none; `key` asked for them.
+        ConfigError: there is no list; the message names `key`, the option that needs one.
     """
     lists = {name: found for name, found in decoder.named_modules() if isinstance(found, nn.ModuleList)}
     outer = [found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]

@@ -19,7 +19,7 @@ from rollflow.tasks.learners.optimized import check_fit
 from rollflow.tasks.learners.shards import Named
 from rollflow.tasks.learners.token_logprobs import Pass, TokenLogprobs
 
-VERSION = "version"  # in its state: which version's weights it has
+VERSION = "version"  # key in the state: the version whose weights the reference has
 
 
 class Reference:
@@ -27,37 +27,37 @@ class Reference:
 
     def __init__(self, policy: Any, every: int) -> None:
         self._every = every
-        self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # what the policy is
+        self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # returns the policy's tensors
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
-        self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy was
-        self.version = -1  # none yet
+        self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy's head was tested already
+        self.version = -1  # no weights yet
 
     def follow(self, version: int, settle: Settle = at_once) -> None:
-        """Before `version` is trained: where it is due, become what the policy is."""
+        """Take over the policy's weights where that is due. Callers ask before `version` is trained."""
         if self.version < 0 or (self._every and version % self._every == 0):
             settle()
             self._take(self.now())
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of its state; nothing before the first version that was trained."""
+        """Return the reference's whole state; empty before the first trained version."""
         return {**self._kept(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """`Corrupt` if it is not what `tensors` gave."""
+        """Raise `Corrupt` unless `tensors` could have returned these."""
         if saved:
             check_fit("the reference does", saved, {**self._kept(), VERSION: torch.tensor(0)})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Take over what `tensors` gave."""
+        """Replace the state by tensors that `tensors` returned."""
         self.version, own = -1, self._kept()
         for name, tensor in saved:
             if name == VERSION:
                 self.version = int(tensor)
             else:
                 own[name].copy_(tensor)
-            del tensor  # its file, before the next one is read
+            del tensor  # free its file before the next one is read
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:
@@ -65,12 +65,12 @@ class Reference:
             tensor.copy_(weights[name])
 
     def _kept(self) -> dict[str, Tensor]:
-        """Where the reference's own are."""
+        """Return the reference's own tensors."""
         return named_tensors(self._model)
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:
-    """A policy's tensors by Hugging Face name; a tensor tied to another is named once."""
+    """Return a policy's tensors by Hugging Face name; tensors tied to each other appear once."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ())
     keep = {} if not model.config.tie_word_embeddings else tied
     return {n: t.detach().contiguous() for n, t in model.state_dict().items() if n not in keep}

@@ -1,15 +1,16 @@
-"""Restore a learner from storage: exactly as it was after it published a version.
+"""Restore a learner from storage, exactly as it was after it published a version.
 
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
-If a version's state was not stored, or its objects are damaged, it is trained again from an earlier version and the
-batches that followed. The result is compared with what was published. Equal bytes replace damaged objects under the
-names in their entry, so that a restored run has everything its log names.
+If a version's state was not stored, or its objects are damaged, the version is trained again from an earlier version
+and the batches that followed. The result is compared with the published version. Equal bytes replace damaged objects
+under the names in their log entry, so that a restored run has everything its log names.
 
-Objects are checked first, and fetched where they are far. The learner then maps one file after the other: beside what
-it becomes, no more than that is in memory.
+Objects are verified first, and fetched if they are remote. The learner then memory-maps one file after the other, so
+that memory holds the learner and one file at most.
 
-Imports no torch, so that a process that only starts the learner's actor, or prints a replay, does not wait for it.
+This module imports no torch, so that a process that only starts the learner's actor, or prints a replay, need not
+wait for that import.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from rollflow.tasks.run_context import RunContext
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A version that was trained again. `differences` are the files that differ from what was published."""
+    """A version that was trained again. `differences` names the files that differ from the published ones."""
 
     version: PolicyVersion
     batch: BatchCommitted
@@ -51,21 +52,21 @@ class Replayed:
 
     @property
     def same_weights(self) -> bool:
-        """Whether its weights are those that were published."""
+        """True if its weights equal the published ones."""
         return not any(name.startswith(WEIGHTS) for name in self.differences)
 
 
 @dataclass(slots=True)
 class Restored:
-    """How a version was restored: from `base`, by training `replayed` versions again."""
+    """The way a version was restored: from `base`, by training `replayed` versions again."""
 
     base: int
     replayed: int = 0
-    healed: list[str] = field(default_factory=list)  # objects that were damaged and are there again
-    differed: list[int] = field(default_factory=list)  # versions whose replay differs from what was published
+    healed: list[str] = field(default_factory=list)  # damaged objects that were restored
+    differed: list[int] = field(default_factory=list)  # versions whose replay differs from the published files
 
     def sentence(self) -> str:
-        """For the learner's note; empty if nothing had to be done again."""
+        """Return a sentence for the learner's note; empty if nothing was replayed or healed."""
         said = [f"restored from version {self.base}"] if self.replayed else []
         said += [f"{self.replayed} replayed"] if self.replayed else []
         said += [f"{len(self.healed)} damaged objects made again"] if self.healed else []
@@ -82,10 +83,10 @@ def new_learner(
     ranks: RankHosts = NEAR,
     count: int | None = None,
 ) -> Learner:
-    """Build the run's learner before its first step, under the config in force.
+    """Build the run's learner before its first step, under the current config.
 
-    It has the weights in `folder`; without a folder it is an untrained policy, or a `blank` one for `restore`. `ranks`
-    says where the other ranks run; `count` says how many there are, if not as many as the run has.
+    The learner gets the weights in `folder`. Without a folder it is an untrained policy, or a `blank` one for
+    `restore`. `ranks` says where the other ranks run. `count` overrides the config's number of ranks.
     """
     config = context.config
 
@@ -101,7 +102,7 @@ def new_learner(
 
 
 def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
-    """Return what each rank of the run's learner begins with, by the config in force or another one."""
+    """Return what each rank of the run's learner starts with, by the current config or another one."""
     config = config or context.config
     return LearnerStart(
         folder or context.policy_folder,
@@ -125,9 +126,10 @@ def restore(
     heal: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> Restored:
-    """Bring `learner` to where it was after publishing `version`; with `heal`, put back the damaged objects.
+    """Bring `learner` to its state after it published `version`; with `heal`, also restore damaged objects.
 
-    If a replay gives other weights than the published ones, the published ones are used, and the note says so.
+    If a replay gives other weights than the published ones, the published ones are used, and the returned `differed`
+    names that version.
 
     Raises:
         Corrupt: the version can neither be read nor rebuilt.
@@ -148,7 +150,7 @@ def restore(
 
 
 def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> Replayed:
-    """One recorded train step: `learner`, restored to the version before, becomes version `number` (at least 1).
+    """Repeat one recorded train step: `learner`, restored to the version before, becomes version `number` (>= 1).
 
     Raises:
         Corrupt: the batch is damaged or missing.
@@ -161,25 +163,25 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
 
 
 def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
-    """Files of the learner that are not those of the version; state is compared only where it was stored."""
+    """Return names of the learner's files that differ from the version's; compare state only if it was stored."""
     published = {name_of(o): o.sha256 for o in version.objects}
     made = {name: digest(pieces(data)) for name, data in files(learner, state=bool(version.state)).items()}
     return tuple(sorted(n for n in published.keys() | made.keys() if published.get(n) != made.get(n)))
 
 
 def files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
-    """What a version stores: name -> content. A learner in parts gathers each when it is asked for."""
+    """Return the files that a version stores: name -> content. A sharded learner gathers each when it is asked for."""
     weights, rest = learner.weights(), learner.state() if state else {}
     return Gathered([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
 
 
 def name_of(stored: StoredObject) -> str:
-    """The name under which an object was staged (`policies/<version>/<claim>/<name>`)."""
+    """Return the name under which an object was staged (`policies/<version>/<claim>/<name>`)."""
     return stored.path.split("/", 3)[3]
 
 
 def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[int, dict[int, list[StoredObject]]]:
-    """Load the newest version that can be; returns it, and the damaged objects of the ones that cannot."""
+    """Load the newest intact version; return its number, and the damaged objects of the newer versions."""
     damaged: dict[int, list[StoredObject]] = {}
     for base in range(version, -1, -1):
         found = policies.find(base)
@@ -204,7 +206,7 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
 
 @contextmanager
 def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[tuple[MappedFiles, list[StoredObject]]]:
-    """While it lasts, the intact ones of these objects as files of this machine, by name; and the others."""
+    """Yield the intact objects as files of this machine, by name, and the list of the damaged ones."""
     (cache := node_cache()).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="restore-", dir=cache) as folder:
 
@@ -221,7 +223,7 @@ def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[t
 
 
 def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVersion) -> None:
-    """The log decides what a version is: its weights, with the optimizer state of the replay."""
+    """Load the published weights with the optimizer state of the replay: the log decides what a version is."""
     with _local(policies, version.weights) as (weights, damaged):
         if damaged:
             raise Corrupt(
@@ -233,7 +235,7 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
 
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:
-    """Put back what the replay made again, byte for byte; returns the paths."""
+    """Store objects again that the replay reproduced byte for byte; return their paths."""
     made = files(learner)
     healed = []
     for stored in damaged:

@@ -1,4 +1,4 @@
-"""Who takes part in a learner's steps: the policy, and what its objective needs beside it; what each says of tokens.
+"""The models that take part in a learner's steps: the policy, and what its objective needs beside it.
 
 Shapes: B masked tokens of the batch, M of a micro-batch.
 """
@@ -32,7 +32,7 @@ from rollflow.tasks.policies.device import find_device, send
 
 
 def _trained_policy(model: Any, config: Ranked, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
-    """All of the policy, or an adapter, whose library is loaded only then."""
+    """Build the trained policy: the whole model, or an adapter, whose library is imported only then."""
     if config.lora is None:
         return TrainedPolicy(model, config)
     from rollflow.tasks.learners.lora import LoraPolicy
@@ -41,7 +41,7 @@ def _trained_policy(model: Any, config: Ranked, first: Callable[[], Mapping[str,
 
 
 class Roles:
-    """See the module's docstring. What is asked of them is in `before` and `updates`."""
+    """See the module's docstring. `before` and `updates` use these models."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Roles:
         first: Callable[[], Mapping[str, Tensor]] = dict,
         blank: bool = False,
     ) -> None:
-        """`first` gives the weights that the run began with, for an adapter; else see `LearnerStart`."""
+        """Set up the models. `first` returns the run's first weights, for an adapter. See `LearnerStart`."""
         torch.manual_seed(seed)
         self.device = find_device()
-        self.model = model.to(self.device).eval()  # gradients come in this mode, too, and dropout does not
-        self.dtype: torch.dtype = model.dtype  # that it is run in
+        self.model = model.to(self.device).eval()  # eval mode: it has gradients, and no dropout
+        self.dtype: torch.dtype = model.dtype  # type that the model is run in
         self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
         self.config = config
         self.ranks = Ranks()
@@ -77,10 +77,10 @@ class Roles:
         self._add_roles()
 
     def try_model(self) -> None:
-        """What is tried of a model at the start, of one that was blank; its weights are there now.
+        """Test a model that started blank and has its weights now, as other models are tested at the start.
 
         Raises:
-            ConfigError: as the start of any learner.
+            ConfigError: the same errors as at the start of any learner.
         """
         TokenLogprobs(self.model)
         self.width, self.blank = self._shared_width(), False
@@ -89,7 +89,7 @@ class Roles:
         return shared_width(self.model, self.token_logprobs) if self.config.share_prompts else None
 
     def _add_roles(self) -> None:
-        """What the objective needs beside the policy."""
+        """Add the models that the objective needs beside the policy."""
         objective = self.config.objective
         self.penalties = objective.penalties if isinstance(objective, PartsObjective) else Penalties()
         self.kl_weight = self.penalties.kl_weight
@@ -105,14 +105,18 @@ class Roles:
     # --- a version ----------------------------------------------------------------------------------------------
 
     def learning_rate(self, version: int, base: float | None = None) -> float:
-        """Linear warm-up to `base` (the policy's), then constant, or as the versions left, but never below a tenth."""
+        """Return the learning rate of a version; `base` defaults to the policy's rate.
+
+        It warms up linearly to `base`, then stays constant or falls with the versions left, at least to a tenth.
+        """
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
         return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
 
     def begin(self, version: int, settle: Settle = at_once) -> None:
-        """Before a version's first update. Of what is stored only a reference changes here: a critic that begins was
-        not stored yet.
+        """Prepare a version's first update.
+
+        Of the stored tensors only a reference's change here: a critic that starts here has not been stored yet.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -122,7 +126,7 @@ class Roles:
             self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
 
     def adapted(self, found: Mapping[str, float]) -> Mapping[str, float]:
-        """The KL penalty's weight for the next version, where it is adapted."""
+        """Adapt the KL penalty's weight for the next version; return the weight that was used, as a metric."""
         divergence = found.get(f"kl_{self.penalties.kl_to}")
         if self.penalties.kl_target is None or divergence is None:
             return {}
@@ -130,14 +134,14 @@ class Roles:
         self.kl_weight = adapted(self.penalties, told, divergence)
         return {"kl_weight": told}
 
-    # --- what they say ------------------------------------------------------------------------------------------
+    # --- passes of models ---------------------------------------------------------------------------------------
 
     def to_run(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
-        """Those that have a gradient: where the advantage is exactly zero, few objectives do."""
+        """Return the rows that have a gradient: with advantage exactly zero, only some objectives have one."""
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 
     def micros(self, data: Rows, rows: Sequence[int]) -> Iterator[MicroBatch]:
-        """What this rank runs of these rows, as what a model is run with."""
+        """Yield this rank's part of these rows as micro-batches."""
         own = partial(self.ranks.own, length=attrgetter("length"))
         for micro in micro_batches(data, rows, self.config.micro_tokens, self.width, own):
             self.ranks.check()
@@ -145,7 +149,7 @@ class Roles:
 
     @torch.no_grad()
     def asked(self, data: Rows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """(B,) what `of` gives for the tokens of these rows; zero for others."""
+        """Run `of` on the tokens of these rows; return (B,) values, zero for other tokens."""
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
@@ -153,16 +157,16 @@ class Roles:
         return found_B
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
-        """(M,) of the policy."""
+        """Return (M,) log-probs of the policy."""
         return self._token_logprobs(micro, self.token_logprobs)
 
     def reference_logprobs(self, micro: MicroBatch) -> Tensor:
-        """(M,) of the frozen one."""
+        """Return (M,) log-probs of the frozen reference."""
         assert self.reference is not None
         return self._token_logprobs(micro, self.reference.token_logprobs)
 
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
-        """(M,) of the masked tokens at the sampling temperature; the head runs on those positions only."""
+        """Return (M,) log-probs at the sampling temperature; the head runs on the masked tokens' positions only."""
         row, place = (send(index, self.device) for index in micro.where)
         inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
         return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

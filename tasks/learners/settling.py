@@ -1,10 +1,10 @@
-"""All ranks settle together: a step changes what is stored once the first rank says that it may, on no rank before.
+"""The publish barrier of ranks: a step changes stored tensors on no rank before the first rank allows it.
 
-    first rank: settle() ...... wait ...... wait ...... go on, or stop
-    any other:                  hears it ........................ and does so
+    first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
+    other rank:                 reads each message, and then goes on or stops
 
-- What the first rank's `settle` raises ends the step on all ranks alike (`Stopped`), and they are as they were.
-- A slow store is no hang: while it is waited for, the first rank says so again and again.
+- If the first rank's `settle` raises, the step ends on all ranks (`Stopped`), and no stored tensor has changed.
+- A slow store does not count as a hang: while the first rank waits for it, it sends WAIT again and again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from rollflow.tasks.learners.base import Settle
 from rollflow.tasks.learners.gloo_ranks import GlooRanks
 
-TIMES = 4  # that it is said within the time that ranks wait for each other
+TIMES = 4  # messages within `train.rank_seconds`
 
 
 class Word(IntEnum):
-    """What the first rank says."""
+    """A message of the first rank."""
 
     WAIT = 0
     GO_ON = 1
@@ -29,7 +29,7 @@ class Word(IntEnum):
 
 
 class Stopped(Exception):
-    """The step ends, and nothing stored is changed: of the `error` that the first rank knows."""
+    """Raised where the step ends with no stored tensor changed; the first rank knows the `error`."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(str(error))
@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 
 def settled(ranks: GlooRanks, settle: Settle) -> None:
-    """On the first rank: `settle`, and tell the others."""
+    """Call `settle` on the first rank, and report the result to the other ranks."""
     with ThreadPoolExecutor(1, "settling") as thread:
         job = thread.submit(settle)
         while wait([job], ranks.seconds / TIMES).not_done:
@@ -49,7 +49,7 @@ def settled(ranks: GlooRanks, settle: Settle) -> None:
 
 
 def told(ranks: GlooRanks) -> None:
-    """On any other: wait for what the first one says."""
+    """Wait on another rank until the first rank allows the step to go on."""
     while (word := _say(ranks)) == Word.WAIT:
         pass
     if word == Word.STOP:
@@ -57,7 +57,7 @@ def told(ranks: GlooRanks) -> None:
 
 
 def _say(ranks: GlooRanks, word: Word = Word.WAIT) -> Word:
-    """What the first rank gives here, on all of them."""
+    """Broadcast the first rank's message, and return it."""
     found = torch.tensor([word])
     ranks.from_first(found)
     return Word(int(found))

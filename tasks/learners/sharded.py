@@ -1,13 +1,13 @@
-"""A learner whose weights, gradients and moments are in parts on its ranks. What it trains is what `TorchLearner` does.
+"""A learner whose weights, gradients and moments are sharded over its ranks. It trains the same as `TorchLearner`.
 
-    torch learner, whole or blank --shard--> engines --take--> step, load, weights, state: of all ranks
+    torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
-- All ranks take as many passes as the one that has the most, since in each they meet: one with fewer runs a row whose
-  loss counts nothing.
-- It begins whole, so that a cold start trains the whole model; it is sharded before the first step or load. What it is
-  then, or becomes, is sent file by file, and each rank keeps its parts.
-- What is stored has the names and shapes of the torch learner's, whole: the same files on any number of ranks. Each is
-  put together when it is asked for, on the rank that is to store it.
+- All ranks run the same number of passes, since they meet in each pass. A rank with fewer micro-batches runs a row
+  whose loss counts nothing.
+- The learner starts whole, so that a cold start trains the whole model. It is sharded before the first step or load.
+  Its content is then sent file by file, and each rank keeps its shards.
+- Stored files have the names and shapes of the torch learner's, so they are the same for any number of ranks. Each
+  file is gathered when it is asked for, on the rank that will store it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ Stored = dict[str, dict[str, dict[str, Tensor]]]  # tensors by name, by file, by
 
 
 class ShardedPolicy(TrainedPolicy, Engine):
-    """A policy behind an engine; of which kind, the other base of a class that derives from this one says."""
+    """A policy behind a sharding backend; the other base of a subclass says which backend."""
 
     def __init__(self, model: Any, config: Ranked, ranks: GlooRanks) -> None:
         self.model = model
         given = dict(model.named_parameters())
         self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}
-        super(TrainedPolicy, self).__init__(model, config, ranks)  # the engine's
+        super(TrainedPolicy, self).__init__(model, config, ranks)  # of the backend
 
     def everywhere(self) -> dict[str, Tensor]:
-        """See `Engine`; the weights."""
+        """See `Engine`; returns the weights."""
         return {**super().everywhere(), **self.rest}
 
     def weights(self) -> dict[str, Tensor]:
-        """See `TrainedPolicy`; what is in parts without values: `weight` has these."""
+        """See `TrainedPolicy`. Sharded tensors have no values here: `weight` gathers them."""
         return self.weights_like()
 
     def weights_like(self) -> dict[str, Tensor]:
@@ -69,16 +69,16 @@ class ShardedPolicy(TrainedPolicy, Engine):
                 self.rest[name].copy_(tensor)
             else:
                 self.put(name, tensor)
-            del tensor  # its file, before the next one is read
+            del tensor  # free its file before the next one is read
 
 
 class ShardedCritic(Critic):
-    """A critic behind an engine of its own."""
+    """A critic behind a sharding backend of its own."""
 
     optimized: Engine
 
     def shard(self, policy: ShardedPolicy, engine: Engine) -> None:
-        """From here on; it has been made beside a policy that was whole."""
+        """Switch to the shards in `engine`; the critic was built beside a policy that was whole."""
         self._policy_weights = policy.everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
         self.optimized = engine
@@ -96,11 +96,11 @@ class ShardedCritic(Critic):
     def values(self, micro: MicroBatch) -> Tensor:
         """See `Critic`."""
         if torch.is_grad_enabled():
-            return super().values(micro)  # within a pass of the engine
+            return super().values(micro)  # within a pass of the backend
         return self.optimized.run(lambda: Critic.values(self, micro))
 
     def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
-        """The sum of `value_loss` over a micro-batch's tokens, times `share`."""
+        """Return the sum of `value_loss` over a micro-batch's tokens, times `share`."""
         found_M = self.values(micro)
         old_M, return_M = (known_B[micro.among].to(found_M) for known_B in (values_B, returns_B))
         return value_loss(found_M, old_M, return_M, self._config.value_clip).sum() * share
@@ -115,7 +115,7 @@ class ShardedCritic(Critic):
         self.optimized.put(name, weight)
 
     def tensor(self, saved: str, to: int) -> Tensor:
-        """One of `tensors`, on rank `to`."""
+        """Gather one of `tensors` on rank `to`."""
         of = self.optimized
         return of.weight(saved.removeprefix(WEIGHT), to) if saved.startswith(WEIGHT) else of.tensor(saved, to)
 
@@ -124,7 +124,7 @@ class ShardedCritic(Critic):
 
 
 class ShardedLearner(TorchLearner):
-    """See the module's docstring; a class that derives from it says by which kind of engine."""
+    """See the module's docstring; a subclass says which backend shards the models."""
 
     engine: type[Engine]
     engine_of_policy: type[ShardedPolicy]
@@ -134,11 +134,11 @@ class ShardedLearner(TorchLearner):
     can_shard = True
 
     def begin_group(self) -> None:
-        """The group of all ranks that the engines use; one a process, so an earlier one is forgotten."""
+        """Create the process group that the backends use. A process has one group: an earlier one is replaced."""
         raise NotImplementedError
 
     def shard(self) -> None:
-        """Begin to be in parts; `take` follows. Work of all ranks, as all that follows it."""
+        """Shard policy and critic; `take` must follow. All ranks take part, in this and in all later work."""
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
         self.ranks.go_beside()
@@ -172,11 +172,11 @@ class ShardedLearner(TorchLearner):
         if not self.sharded:
             return super().logprobs(tokens)
         found = self.policy.run(lambda: torch.tensor(TorchLearner.logprobs(self, tokens), dtype=torch.float64))
-        give_back(self.model.parameters())  # what was whole for the pass would lie beside what is published now
+        give_back(self.model.parameters())  # free the gathered weights before the version is published
         return tuple(found.tolist())
 
     def broken(self) -> str | None:
-        """See `Learner`; each rank looks at its own parts."""
+        """See `Learner`; each rank checks its own shards."""
         if not self.sharded:
             return super().broken()
         critic = self.critic.optimized.finite(WEIGHT) if self.critic and self.critic.begun else {}
@@ -188,19 +188,19 @@ class ShardedLearner(TorchLearner):
         return next((name for (name, _), ranks in zip(found, wrong.tolist(), strict=True) if ranks), None)
 
     def weights(self) -> Mapping[str, Data]:
-        """See `Learner`; a sharded one's files are `gathered` when they are asked for."""
+        """See `Learner`; files of a sharded learner are `gathered` when they are asked for."""
         return self._files([WEIGHTS]) if self.sharded else super().weights()
 
     def state(self) -> Mapping[str, Data]:
-        """See `Learner`; likewise."""
+        """See `Learner`; files of a sharded learner are `gathered` when they are asked for."""
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
     def gather(self, file: str, to: int) -> Data:
-        """A file of the weights or the state, on rank `to`; any other gives that one what it has of it."""
+        """Gather a file of the weights or the state on rank `to`; every other rank sends its shards to that rank."""
         return self._file(self._stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Of each file of the weights and the state, the bytes of its tensors, and whether any rank can give it."""
+        """Return for each file of the weights and the state its bytes, and True if any rank can store it."""
         return {
             file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_in_parts, shard.values())))
             for stem, shards in self._stored().items()
@@ -221,7 +221,7 @@ class ShardedLearner(TorchLearner):
         raise KeyError(file)
 
     def _stored(self) -> Stored:
-        """What is stored now: on "meta" what is in parts."""
+        """Return the tensors that a version stores, by stem and file; sharded ones are on the "meta" device."""
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
@@ -250,7 +250,7 @@ class ShardedLearner(TorchLearner):
         return found_B
 
     def together(self, data: Rows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
-        """As many micro-batches as on every other rank: each, and whether it counts."""
+        """Yield as many micro-batches as every other rank does: each with True if its loss counts."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)
@@ -261,7 +261,7 @@ class ShardedLearner(TorchLearner):
             yield micro, number < len(own)
 
     def _any(self, data: Rows) -> MicroBatch:
-        """A micro-batch of the shortest row."""
+        """Return a micro-batch of the shortest row."""
         row = min(
             range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
         )
@@ -269,8 +269,10 @@ class ShardedLearner(TorchLearner):
 
 
 class ShardedUpdates(Updates):
-    """Updates by engines: each pass is a forward and a backward of the whole, with logits made again where they are
-    many."""
+    """Updates by a sharding backend: each pass is one forward and one backward of the whole model.
+
+    Where the logits would be large, they are recomputed in the backward pass.
+    """
 
     roles: ShardedLearner
 
@@ -290,7 +292,7 @@ class ShardedUpdates(Updates):
         return figures
 
     def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
         if counts:
             return self.loss_of(slice(None), hidden_MH, micro, weight_R)
@@ -315,5 +317,5 @@ class ShardedUpdates(Updates):
 
 
 def _in_parts(stored: Tensor) -> bool:
-    """Whether ranks have parts of what is stored; else each has it whole: of the state its own, of others the same."""
+    """Return True if the stored tensor is sharded; other tensors are whole on each rank."""
     return stored.device.type == "meta"

@@ -4,7 +4,7 @@ A file holds at most `shard_bytes` of tensors (a larger tensor has a file of its
 `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with `model.safetensors.index.json`. The same
 tensors give the same bytes. Pieces of tensors on the CPU are views of them: valid until the tensors change.
 
-What is read is read one file after the other, and nothing is held of those before.
+Files are read one after the other, and a file that was read is not kept in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data, pieces
 
-Files = Iterable[tuple[str, Data]]  # each file's name and content; some can be gone through only once
-Named = Iterable[tuple[str, Tensor]]  # tensors by name, likewise
+Files = Iterable[tuple[str, Data]]  # name and content of each file; may be a one-time iterator
+Named = Iterable[tuple[str, Tensor]]  # name and value of each tensor; may be a one-time iterator
 
 INDEX = ".index.json"
 SHARD_BYTES = 2**28
@@ -40,13 +40,13 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
-    """File name -> pieces, for files named after `stem` ("weights/model")."""
+    """Return files as name -> pieces; their names begin with `stem` ("weights/model")."""
     shards = layout(stem, tensors, shard_bytes)
     return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
 
 
 def layout(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Which tensors stand in which file, by the files' names; no value of them is read."""
+    """Return the tensors of each file, by file name; read no values."""
     shards = _split(tensors, shard_bytes)
     count = len(shards)
     if count == 1:
@@ -55,7 +55,7 @@ def layout(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[s
 
 
 def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Data]:
-    """The file that says where each tensor is; none of a single file."""
+    """Return the index file, which says where each tensor is; empty if there is a single file."""
     if len(shards) == 1:
         return {}
     where = {name: file.rpartition("/")[2] for file, shard in shards.items() for name in shard}
@@ -65,25 +65,28 @@ def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str,
 
 
 def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
-    """The tensors of safetensors files by name, all of them; else as `tensors_of`."""
+    """Return all tensors of safetensors files by name; otherwise as `tensors_of`."""
     return dict(tensors_of(files.items()))
 
 
 def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of safetensors files by name, views of a file of one buffer; `Corrupt` if one is no such file."""
+    """Yield the tensors of safetensors files by name; raise `Corrupt` if a file is no such file.
+
+    The tensors are views of a file that consists of one writable buffer.
+    """
     for file, data in files:
         if not file.endswith(INDEX):
             yield from _tensors(file, _whole(data))
-        del data  # before the next one is read
+        del data  # free it before the next one is read
 
 
 def shapes_of(files: Files) -> dict[str, Tensor]:
-    """Tensors with the names, shapes and types of those in safetensors files, and no values; `Corrupt` likewise."""
+    """Return tensors with the names, shapes and types of safetensors files, without values; raise as `tensors_of`."""
     return {name: tensor.to("meta") for name, tensor in tensors_of(files)}
 
 
 def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Shards in a fixed order of tensors: wide types first, so that each one is aligned."""
+    """Split tensors into shards in a fixed order: wide types first, so that each tensor is aligned."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
@@ -96,7 +99,7 @@ def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Te
 
 
 def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
-    """One file: the header's length, the header, then the tensors one after the other."""
+    """Return one file: the header's length, the header, then the tensors one after the other."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -108,7 +111,7 @@ def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The tensor's memory; of one on another device, a copy."""
+    """Return the tensor's memory; a copy if the tensor is on another device."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

@@ -1,8 +1,8 @@
-"""Whether a model can run several responses behind one copy of their prompt (`objectives/lines.py`).
+"""A test that a model can run several responses behind one copy of their prompt (`objectives/lines.py`).
 
-That needs attention that obeys a mask, and positions that are given. A window, a chunk or a recurrent state would look
-past the mask, or fall on other tokens than it should: an architecture that says it has one is not asked. The others are
-tried: log-probs of two responses behind one prompt, beside those of each on its own.
+The model must obey an attention mask and given positions. A sliding window, chunked attention or a recurrent state
+would ignore the mask or cover wrong tokens, so an architecture that declares one is refused without a test. The others
+are tested: log-probs of two responses behind one prompt must equal those of each response on its own.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 
 
 def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
-    """The width of the model's layers; None if it cannot run such lines."""
+    """Return the width of the model's layers; None if the model cannot share prompts."""
     config = model.config.get_text_config()
     if not _whole_attention(config):
         return None
     try:
         off = _distance(model, logprobs)
     except torch.OutOfMemoryError:
-        raise  # it says nothing of the model's code
-    except REFUSALS:  # whatever a model's own code says of a mask or positions that it does not know
+        raise  # lack of memory says nothing about the model's code
+    except REFUSALS:  # raised by a model's own code for a mask or positions that it does not support
         return None
     return int(config.hidden_size) if off <= NEAR.get(model.dtype, HALF) else None
 
 
 def _whole_attention(config: Any) -> bool:
-    """Whether no layer says that it sees less than all tokens before."""
+    """Return True if no layer declares that it sees fewer than all previous tokens."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return kinds == {"full_attention"} and window is None
@@ -45,11 +45,11 @@ def _whole_attention(config: Any) -> bool:
 
 @torch.no_grad()
 def _distance(model: Any, logprobs: TokenLogprobs) -> float:
-    """The most that log-probs of the two responses differ in, in nats."""
+    """Return the largest difference between the log-probs of the two responses, in nats."""
     rows = _tried()
     found = [
         torch.cat([_of(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
-        for width in (None, 10**6)  # as wide as that, sharing always saves
+        for width in (None, 10**6)  # at such a width sharing always saves work
     ]
     return distance(found[0], found[1])
 
@@ -61,7 +61,7 @@ def _of(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) -> torch.Tensor:
 
 
 def _tried() -> Rows:
-    """A group of two rows."""
+    """Return the test batch: a group of two rows."""
     lengths = [len(PROMPT) + len(response) for response in RESPONSES]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     texts = [token for response in RESPONSES for token in (*PROMPT, *response)]

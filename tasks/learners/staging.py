@@ -1,14 +1,14 @@
-"""Each rank of a learner in parts stores files of a version, all at the same time.
+"""The ranks of a sharded learner store the files of a version, all at the same time.
 
-    first rank: ask --> gather, on rank r --> next file, for rank r + 1 ........ what r stored --> the version's entry
-    rank r:     ....... gather --> put --> say what was stored
+    first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
+    rank r:     ....... gather --> put --> report size and sha256
 
-- Files are those that one rank stores: the same names, the same bytes, whatever the number of ranks. File n goes to
-  rank n modulo ranks, but for what only the first has: its generators' state.
-- A rank holds `HELD` files at most, and one where that is larger than a file is meant to be.
-- Nothing is named by an entry before the rank that stored it has said so, with its bytes and sha256.
-- A slow store is no hang: a rank that waits for it says so again and again. One that says nothing for as long as ranks
-  wait for each other is named.
+- The files are the same as one rank stores: the same names, the same bytes, for any number of ranks. File n goes to
+  rank n modulo ranks. Files with the first rank's random generators stay on the first rank.
+- A rank holds `HELD` files at most, and only one if that is larger than `shard_bytes`.
+- A log entry names a file only after the rank that stored it has reported its size and sha256.
+- A slow store does not count as a hang: a rank that waits for the store reports so again and again. A rank that is
+  silent for `train.rank_seconds` is named.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from rollflow.tasks.learners.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.rank_orders import Ask, Place
 from rollflow.tasks.learners.ranks import Lost
 
-HELD = 2  # files of a rank at a time: one is gathered while another is stored
-TIMES = 4  # that a rank says that it waits, within the time that ranks wait for each other
+HELD = 2  # files that a rank holds at a time: one is gathered while another is stored
+TIMES = 4  # reports of a waiting rank within `train.rank_seconds`
 POLL_SECONDS = 0.02
 
 
 class Staging:
-    """The first rank's side; `put` may be called by several threads."""
+    """The first rank's side; several threads may call `put`."""
 
     def __init__(
         self, ranks: GlooRanks, sizes: Mapping[str, tuple[int, bool]], most: int, gather: Callable[[Ask], Data]
     ) -> None:
-        """`sizes` as `ShardedLearner.sizes`; `most`: bytes that a file is meant to have; `gather`: with all ranks."""
+        """Place each file on a rank. `sizes` as `ShardedLearner.sizes`; `most`: bytes that a file should not exceed."""
         self._ranks, self._sizes, self._most, self._gather = ranks, sizes, most, gather
         self._places = {file: n % ranks.count if sizes[file][1] else 0 for n, file in enumerate(sizes)}
         self._rooms = [_Room() for _ in range(ranks.count)]
 
     @property
     def movers(self) -> int:
-        """Files that are on their way at a time."""
+        """Number of files that are stored at a time."""
         return HELD * self._ranks.count
 
     def put(self, file: str, store: ObjectStore, path: str) -> StoredObject:
-        """Have a rank store a file; returns once it has.
+        """Have a rank store a file, and wait until it has.
 
         Raises:
-            RollflowError: what the store raised there.
-            Lost: the rank says nothing any more.
+            RollflowError: the store raised it on that rank.
+            Lost: the rank is silent.
         """
         to = self._places[file]
         with self._rooms[to].taken(alone=self._sizes[file][0] > self._most):
@@ -76,7 +76,7 @@ class Staging:
         return stored
 
     def _answer(self, to: int, place: Place) -> StoredObject:
-        """What rank `to` says."""
+        """Wait for the report of rank `to`."""
         store, answer, waits = self._ranks.store, _answer(place), _waits(place)
         said, since = b"", time.monotonic()
         while not store.check([answer]):
@@ -95,7 +95,7 @@ class Staging:
 
 
 def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
-    """On another rank: store a file, and say what was stored, or what the store raised."""
+    """Store a file on a rank other than the first; report size and sha256, or the store's error."""
     store: Store = ranks.store
     with ThreadPoolExecutor(1, "staging") as thread:
         job = thread.submit(put_object, place.store, place.path, data)
@@ -112,16 +112,16 @@ def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
 
 
 class _Room:
-    """What a rank may hold: `HELD` files, or one that is large."""
+    """The files that a rank may hold: `HELD` files, or one that is large."""
 
     def __init__(self) -> None:
         self._free, self._door = BoundedSemaphore(HELD), Lock()
 
     @contextmanager
     def taken(self, *, alone: bool) -> Iterator[None]:
-        """While a file is gathered and stored."""
+        """Reserve space for one file during the block."""
         places = HELD if alone else 1
-        with self._door:  # one takes all of its places before another begins
+        with self._door:  # one caller takes all its places before another starts
             for _ in range(places):
                 self._free.acquire()
         try:
@@ -134,16 +134,16 @@ _numbers = count()
 
 
 def _answer(place: Place) -> str:
-    """Where a rank says what it stored."""
+    """Return the store key under which a rank reports what it stored."""
     return f"stored/{place.number}"
 
 
 def _waits(place: Place) -> str:
-    """Where it says that it waits for the store."""
+    """Return the store key under which a rank reports that it waits for the object store."""
     return f"storing/{place.number}"
 
 
 def _kinds() -> Mapping[str, type[RollflowError]]:
-    """The errors that a rank can tell of, by name."""
+    """Return the errors that a rank can report, by name."""
     found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     return {name: kind for name, kind in found.items() if issubclass(kind, RollflowError)}

@@ -1,12 +1,12 @@
 """Log-probs of a policy's tokens, through the model's own head.
 
-    tokens --> decoder --> hidden states at the positions asked for --> its head (see `policies/head`) --> log-probs
+    tokens --> decoder --> hidden states at the wanted positions --> its head (see `policies/head`) --> log-probs
 
-Training, the pass before a version's first update and the probe all come this way.
+Training, the pass before a version's first update, and the probe all use this path.
 
-Logits are made for a chunk of tokens at a time: all of a batch of 16,384 tokens would be 10 GB at a vocabulary of
-151,936. What is made of them takes their place (`chosen_tokens`). A learner asks for `parts`, and goes backward through
-each before the next. The logits of a part that is more than a chunk are made again in the backward pass.
+Logits are computed for one chunk of tokens at a time: those of a batch of 16,384 tokens would take 10 GB at a
+vocabulary of 151,936. `chosen_tokens` overwrites them with its results. A learner asks for `parts` and runs each part
+backward before the next one. Logits of a part larger than a chunk are recomputed in the backward pass.
 
 Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
 """
@@ -26,13 +26,13 @@ from rollflow.tasks.learners.chosen_tokens import chosen_tokens
 from rollflow.tasks.policies.adding_embedding import AddingEmbedding
 from rollflow.tasks.policies.head import OwnHead
 
-LOGITS_BYTES = 2**26  # of one chunk's logits in float32
-ON_GPU = 16  # times as many, where the head of few tokens leaves most of the device idle
-Pass = Callable[..., tuple[Tensor, Tensor | None]]  # what a `TokenLogprobs` is when it is called
+LOGITS_BYTES = 2**26  # most bytes of one chunk's logits in float32
+ON_GPU = 16  # factor for GPUs, which few tokens leave mostly idle
+Pass = Callable[..., tuple[Tensor, Tensor | None]]  # the call signature of `TokenLogprobs`
 
 
 class TokenLogprobs:
-    """Log-probs of tokens under `model`, whose parameters it reads where they are. See the module's docstring."""
+    """Log-probs of tokens under `model`, whose parameters are used in place. See the module's docstring."""
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
         """See `OwnHead`."""
@@ -50,22 +50,24 @@ class TokenLogprobs:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, that of what they were chosen from.
+        """Return log-probs (M,) of `targets_M`, in nats, at `temperature`; with `entropy`, also the entropies (M,).
 
-        `inputs` are the decoder's: (R, T) `input_ids`, and what else it takes. `where` is (row, position) of the M
-        tokens that come before them.
+        `inputs` are the decoder's arguments: (R, T) `input_ids` and the rest. `where` is the (row, position) of the M
+        tokens that come before the targets.
         """
         return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
 
     def hidden(self, inputs: Mapping[str, Tensor], where: tuple[Tensor, Tensor]) -> Tensor:
-        """(M, H) what the decoder gives for the tokens before."""
+        """Return (M, H) hidden states of the tokens at `where`."""
         return cast(Tensor, self._decoder(**inputs, use_cache=False).last_hidden_state[where])
 
     def of(
         self, hidden_MH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (M,), and entropies with `entropy`, from hidden states; logits are made anew in the backward pass
-        where they would be more than a chunk."""
+        """Return log-probs (M,), and entropies with `entropy`, from hidden states.
+
+        Logits that would exceed one chunk are recomputed in the backward pass.
+        """
         parts = max(1, math.ceil(len(targets_M) / self._chunk))
         if parts == 1:
             return self._chosen(hidden_MH, targets_M, temperature, entropy)
@@ -75,13 +77,16 @@ class TokenLogprobs:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """For the length of a block, forward and backward: see `OwnHead` and `AddingEmbedding`."""
+        """Add gradients up in place during a block of forward and backward: see `OwnHead` and `AddingEmbedding`."""
         with self._head.adding(), self._embedding.adding():
             yield
 
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
-        """The M tokens in parts: `by_token`, each of no more than a chunk; else of whole rows, where one that is more
-        is a part alone."""
+        """Split the M tokens into parts.
+
+        With `by_token`, no part exceeds a chunk. Otherwise a part has whole rows, and a row larger than a chunk is a
+        part of its own.
+        """
         return self._even(len(row_M)) if by_token else self._whole_rows(row_M)
 
     def _even(self, count: int) -> list[slice]:
@@ -95,11 +100,11 @@ class TokenLogprobs:
             if after - begin > self._chunk and end > begin:
                 found.append(slice(begin, end))
                 begin = end
-        return found or [slice(0, 0)]  # of rows without tokens there is still a loss
+        return found or [slice(0, 0)]  # rows without tokens still have a loss
 
     @property
     def _chunk(self) -> int:
-        """Tokens whose logits are made at a time."""
+        """Number of tokens whose logits are computed at a time."""
         return max(1, self._times * LOGITS_BYTES // (4 * self._head.vocabulary))
 
     def _chosen(
@@ -110,11 +115,11 @@ class TokenLogprobs:
     def _chosen_again(
         self, hidden_MH: Tensor, targets_M: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """`_chosen`, of which nothing is kept for the backward pass: there it is computed once more."""
+        """Return `_chosen`, which keeps nothing for the backward pass and is recomputed there."""
         found = checkpoint(
             self._chosen,
             *(hidden_MH, targets_M, temperature, entropy),
             use_reentrant=False,
-            preserve_rng_state=False,  # nothing is drawn
+            preserve_rng_state=False,  # no random numbers are drawn
         )
         return cast(tuple[Tensor, Tensor | None], found)

@@ -1,10 +1,11 @@
 """The torch learner: PPO-style updates of a Hugging Face causal language model.
 
-    batch --> what is known before the first update (`Before`) --> (update of the policy, update of the critic)*
+    batch --> values known before the first update (`Before`) --> (update of the policy, update of the critic)*
 
-One version is `minibatches` updates, each over its share of the groups. A minibatch's gradient is summed over
-micro-batches of padded rows. The loss weights are those of the whole minibatch, so the split changes only the rounding.
-Rows of advantage zero have exactly zero gradient and are not run, unless the objective says so.
+One version takes `minibatches` updates, each over its share of the groups. A minibatch's gradient is summed over
+micro-batches of padded rows. The loss weights are computed over the whole minibatch, so splitting it into
+micro-batches changes only the rounding. Rows with advantage zero have exactly zero gradient and are skipped, unless
+the objective needs every row.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ from rollflow.tasks.policies.attention import attention_of
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
-KL_WEIGHT = "kl_weight"  # in the state, where it is adapted
+KL_WEIGHT = "kl_weight"  # key in the learner state, where `kl_target` adapts the weight
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
-    """Load a causal language model from a Hugging Face folder: with its weights, or only its architecture.
+    """Load a causal language model from a Hugging Face folder, with or without its weights.
 
-    The weights of a `blank` model are uninitialized memory, most of which is allocated only when it is written.
-    `attention` is `train.attention`.
+    - `trained`: with the folder's weights; otherwise freshly initialized.
+    - `blank`: with uninitialized memory, most of which is allocated only when it is written.
+    - `attention`: the value of `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -64,8 +66,8 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
         return AutoModelForCausalLM.from_pretrained(folder, config=config, **how)
     with no_init_weights() if blank else nullcontext():
         model = AutoModelForCausalLM.from_config(config, **how)
-    model.tie_weights()  # a part of the initialisation
-    for pattern, its_kind in model._get_dtype_plan(kind).items():  # what stays in float32, as from_pretrained has it
+    model.tie_weights()  # `no_init_weights` skips this step of initialization
+    for pattern, its_kind in model._get_dtype_plan(kind).items():  # keep in float32 what from_pretrained keeps in it
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern, name):
                 tensor.data = tensor.data.to(its_kind)
@@ -73,22 +75,22 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
 
 
 def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
-    """By Hugging Face name; none where it is not said which they are."""
+    """Load the run's first weights by Hugging Face name; empty if `start` does not say where they are."""
     return named_tensors(load_model(start.first(), start.dtype, trained=True)) if start.first else {}
 
 
 class TorchLearner(Roles):
-    """`Learner` on one device. See the module's docstring."""
+    """Implement `Learner` on one device. See the module's docstring."""
 
     updates: type[Updates] = Updates
     can_shard = sharded = False
 
     def shard(self) -> None:
-        """Begin to be in parts, one on each rank; only where it can."""
+        """Shard weights and state over the ranks, for learners that can; here do nothing."""
 
     @classmethod
     def begun(cls, config: Ranked, start: LearnerStart) -> Self:
-        """The learner before its first step."""
+        """Create the learner before its first step."""
         begin_process(config, start.seed)
         return cls(
             load_model(start.folder, start.dtype, trained=start.trained, blank=start.blank, attention=config.attention),
@@ -120,7 +122,7 @@ class TorchLearner(Roles):
         return {**found, **self.adapted(found), **before.metrics(), **self.ranks.told()}
 
     def _minibatches(self, data: Rows) -> list[list[int]]:
-        """Rows of each minibatch: whole groups, dealt out in turn."""
+        """Return the rows of each minibatch: whole groups, dealt out in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 
@@ -135,7 +137,7 @@ class TorchLearner(Roles):
             logp_T, _ = self.token_logprobs({"input_ids": ids_1T}, where, ids_1T[0, 1:])
         return tuple(logp_T.tolist())
 
-    # --- what is stored -----------------------------------------------------------------------------------------
+    # --- stored files ------------------------------------------------------------------------------------------
 
     def broken(self) -> str | None:
         """See `Learner`."""
@@ -166,7 +168,7 @@ class TorchLearner(Roles):
             self.try_model()
 
     def check(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """`Corrupt` if they are not what this learner may load."""
+        """Raise `Corrupt` unless this learner can load these files."""
         saved = shapes_of(_of_stem(STATE, state))
         own = {**random_like(saved), **self._weight_of_kl()}
         check_fit("weights do", shapes_of(weights.items()), self.policy.weights_like())
@@ -176,7 +178,7 @@ class TorchLearner(Roles):
             role.check(shapes_of(_of_stem(stem, state)))
 
     def take(self, weights: Files, state: Files) -> None:
-        """Become what has been checked; files of a stem are one after the other. Nothing is held of what was taken."""
+        """Load files that `check` has accepted; files with the same stem follow each other. Keep no file in memory."""
         drawn: dict[str, Tensor] = {}
         self.policy.take(tensors_of(weights))
         loads: dict[str, Callable[[Named], None]] = {stem: role.load for stem, role in self._roles()}
@@ -186,10 +188,10 @@ class TorchLearner(Roles):
             loads.pop(stem)(tensors_of(files))
         for load in loads.values():
             load(())
-        take_random(drawn, self.device)  # last: to read a model may draw
+        take_random(drawn, self.device)  # last, since reading a model may draw random numbers
 
     def _of_policy(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """What is left of the state for the policy; the generators go into `drawn`."""
+        """Yield the policy's tensors of the state; put the random generators' states into `drawn`."""
         for name, tensor in saved:
             if name in (RNG, DEVICE_RNG):
                 drawn[name] = tensor.clone()
@@ -197,19 +199,19 @@ class TorchLearner(Roles):
                 self.kl_weight = float(tensor)
             else:
                 yield name, tensor
-            del tensor  # its file, before the next one is read
+            del tensor  # free its file before the next one is read
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
-        """What has a state of its own, each with the stem of its files."""
+        """Return the models that have a state of their own, each with the stem of its files."""
         found = (CRITIC, self.critic), (REFERENCE, self.reference)
         return [(stem, role) for stem, role in found if role is not None]
 
     def _weight_of_kl(self) -> dict[str, Tensor]:
-        """The KL penalty's weight, where it is adapted."""
+        """Return the KL penalty's weight, where it is adapted."""
         adapts = self.penalties.kl_target is not None
         return {KL_WEIGHT: torch.tensor(self.kl_weight, dtype=torch.float64)} if adapts else {}
 
 
 def _of_stem(stem: str, files: Mapping[str, Data]) -> Files:
-    """The files that are named after `stem`."""
+    """Yield the files whose names begin with `stem`."""
     return ((name, files[name]) for name in files if name.startswith(stem))

@@ -1,4 +1,4 @@
-"""A policy, what is trained of it, and the weights that it is published with. Here: all of it, as it is run."""
+"""A policy, its trained parameters and its published weights. Here all parameters are trained and published."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class TrainedPolicy(Optimized):
     """A policy whose parameters are all trained."""
 
     def __init__(self, model: Any, config: Ranked, given: Mapping[str, nn.Parameter] | None = None) -> None:
-        """`given`: what is trained, by name; else all of the model's parameters."""
+        """`given` has the trained parameters by name; by default all of the model's parameters."""
         self.model = model
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
 
     def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
-        """A frozen one of this policy, which takes `every` n-th version; `token_logprobs` is the policy's own pass."""
+        """Return a frozen copy that follows `every` n-th version; `token_logprobs` is the policy's own pass."""
         return Reference(self.model, every)
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """While it lasts, the model is run with the weights that are published. No gradient may pass through it."""
+        """Run the model with the published weights during the block. No gradient may pass through it."""
         yield
 
     def weights(self) -> dict[str, Tensor]:
-        """What is published, by Hugging Face name."""
+        """Return the published tensors by Hugging Face name."""
         with self.published():
             return self._named()
 
     def weights_like(self) -> dict[str, Tensor]:
-        """Tensors with the names, shapes and types of `weights`."""
+        """Return tensors with the names, shapes and types of `weights`."""
         return self.weights()
 
     @torch.no_grad()
     def take(self, weights: Named) -> None:
-        """Become what `weights` gave; `load` follows with the rest. Raises `Corrupt` if one is lacking."""
+        """Set the weights to what `weights` returned; `load` must follow. Raise `Corrupt` if one is missing."""
         left = self._named()
         for name, tensor in weights:
             left.pop(name).copy_(tensor)
-            del tensor  # its file, before the next one is read
+            del tensor  # free its file before the next one is read
         check_fit("weights do", {}, left)
 
     def _named(self) -> dict[str, Tensor]:
-        """The model's tensors by Hugging Face name."""
+        """Return the model's tensors by Hugging Face name."""
         return named_tensors(self.model)

@@ -1,4 +1,4 @@
-"""The updates of a version: each is an optimizer step of the policy over its share of the batch, and one of the critic.
+"""The updates of a version. Each is one optimizer step of the policy on its share of the batch, and one of the critic.
 
 Shapes: R rows, B masked tokens of the batch, M of a part of a micro-batch, H hidden.
 """
@@ -26,7 +26,7 @@ from rollflow.tasks.policies.device import send
 
 
 class Updates:
-    """See the module's docstring. `seen` gathers what they tell."""
+    """See the module's docstring. `seen` collects the diagnostics of all updates."""
 
     def __init__(self, roles: Roles, data: Rows, before: Before, version: int, settle: Settle) -> None:
         self.device, self.model, self.token_logprobs = roles.device, roles.model, roles.token_logprobs
@@ -34,14 +34,14 @@ class Updates:
         self.settle = settle
 
     def of(self, part: list[int]) -> dict[str, float]:
-        """One optimizer step over the rows of one minibatch, and one of the critic."""
+        """Take one optimizer step over the rows of one minibatch, and one of the critic."""
         return self._update(part) | self._update_critic(part)
 
     def _update(self, part: list[int]) -> dict[str, float]:
         roles, data, seen = self.roles, self.data, self.seen
         weight_R = self.weights_of(part)
         roles.policy.clear()
-        added = torch.zeros((), dtype=torch.float64, device=self.device)  # read once: to read it waits for a GPU
+        added = torch.zeros((), dtype=torch.float64, device=self.device)  # read once, since reading waits for the GPU
         for micro in roles.micros(data, roles.to_run(part, self.before.signal_R)):
             with self.token_logprobs.adding():
                 added += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
@@ -55,14 +55,14 @@ class Updates:
         return found
 
     def weights_of(self, part: list[int]) -> Tensor:
-        """(R,) what a token of each row of a minibatch weighs in its loss; zero of other rows."""
+        """Return (R,) the weight of a token of each row in a minibatch's loss; zero for rows outside it."""
         weight_R = torch.zeros(len(self.data.rewards))
         tokens_R = torch.from_numpy(self.data.masked_tokens[part])
         weight_R[part] = row_weights(tokens_R, self.roles.config.objective.aggregation, self.roles.longest).float()
         return weight_R
 
     def loss_of(self, some: slice, hidden_MH: Tensor, micro: MicroBatch, weight_R: Tensor) -> Tensor:
-        """The loss of some tokens of a micro-batch; `seen` takes in what they tell."""
+        """Return the loss of some tokens of a micro-batch, and add their diagnostics to `seen`."""
         tokens = self._masked_tokens(micro, some, hidden_MH)
         result = self.roles.objective.loss(tokens)
         versions_M = torch.from_numpy(self.data.versions)[micro.among[some]]
@@ -72,8 +72,8 @@ class Updates:
     def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> Tensor:
         """Add up the gradient of a micro-batch's loss, and return the loss in float64.
 
-        Of a large vocabulary the head and the loss are run forward and backward for some tokens at a time, so that only
-        their logits are there at once; then the decoder is run backward for all of them.
+        With a large vocabulary, head and loss run forward and backward for some tokens at a time, so that only the
+        logits of these tokens exist at once. Then the decoder runs backward for all tokens.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
         hidden_MH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))
@@ -83,7 +83,7 @@ class Updates:
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach().double()
         if self.device.type == "cpu":
-            give_back_all()  # what the last micro-batch has freed would lie beside the logits of this one
+            give_back_all()  # memory freed by the last micro-batch must not add to this one's logits
         given, total = hidden_MH.detach(), torch.zeros((), dtype=torch.float64, device=self.device)
         leaves = [given[some].requires_grad_() for some in parts]
         for some, leaf in zip(parts, leaves, strict=True):
@@ -108,7 +108,7 @@ class Updates:
         return found
 
     def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
-        """What the objective is given of some tokens of a micro-batch, from the hidden states before their tokens."""
+        """Return the objective's inputs for some tokens of a micro-batch, from the hidden states before them."""
         roles, before, among = self.roles, self.before, micro.among[some]
         logp_M, entropy_M = self.token_logprobs.of(
             hidden_MH,
