@@ -1,4 +1,4 @@
-"""Objectives: one contract (`base`), presets made of parts (a file each), or a person's own; pure torch."""
+"""Objectives: one contract (`base`), presets built from parts (one file each), or a user-defined class; pure torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """The objective that `[train.objective]` asks for.
+    """Build the objective that `[train.objective]` asks for.
 
     Raises:
-        ConfigError: there is no objective of that import path.
+        ConfigError: the import path names no objective.
     """
     match config:
         case PartsObjective():

@@ -7,33 +7,33 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.config import Advantage
 
-EPSILON = 1e-4  # keeps a group of all but equal rewards from dividing by next to nothing
-TINY = 1e-8  # the same, of a batch: in the square
-ROUNDING = 1e-12  # what is less is rounding, where nothing is meant
+EPSILON = 1e-4  # added to a group's deviation, so that nearly equal rewards are not divided by almost zero
+TINY = 1e-8  # the same for a batch: added to the squared deviation
+ROUNDING = 1e-12  # a smaller value is a rounding error and counts as zero
 
 
 def advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
-    """(R,) the advantage of each trajectory, which all of its tokens have.
+    """Return (R,) the advantage of each trajectory, which applies to all of its tokens.
 
-    `groups_R` numbers each trajectory's group from 0; `tokens_R` counts the tokens that the policy chose; `longest` is
-    the most that it may. Where all that is compared is equal, the advantage is exactly zero.
+    `groups_R` numbers each trajectory's group from 0. `tokens_R` counts the tokens that the policy sampled; `longest`
+    is the most that it may sample. If all compared rewards are equal, the advantage is exactly zero.
     """
     shaped_R = shaped(part, rewards_R, tokens_R, longest)
     return signed(part, _scaled(part, shaped_R, _centred(part, shaped_R, groups_R, tokens_R), groups_R, tokens_R))
 
 
 def shaped(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
-    """(R,) rewards, less what long responses lose."""
+    """Return (R,) rewards minus the penalty for overlong responses."""
     return rewards_R - overlong(tokens_R, longest, part.overlong).to(rewards_R.dtype)
 
 
 def signed(part: Advantage, found: Tensor) -> Tensor:
-    """Advantages, each times the weight of its sign."""
+    """Multiply each advantage by the weight of its sign."""
     return torch.where(found < 0, found * part.negative_weight, found * part.positive_weight)
 
 
 def whitened(found: Tensor, weight: Tensor) -> Tensor:
-    """Less the weighted mean, over the weighted deviation; exactly zero where all are equal."""
+    """Subtract the weighted mean and divide by the weighted deviation; exactly zero if all values are equal."""
     if _equal(found, weight):
         return torch.zeros_like(found)
     mean, deviation = _moments(found, weight)
@@ -41,7 +41,7 @@ def whitened(found: Tensor, weight: Tensor) -> Tensor:
 
 
 def overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
-    """(R,) what a long response loses: 0 up to (1 - share) x longest tokens, then rising to 1 at `longest`.
+    """Return (R,) the penalty of a long response: 0 up to (1 - share) x longest tokens, rising to 1 at `longest`.
 
     DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
     """
@@ -53,7 +53,7 @@ def overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
 
 
 def _centred(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
-    """Rewards less the baseline."""
+    """Subtract the baseline from rewards."""
     match part.baseline:
         case "none":
             return rewards_R
@@ -66,19 +66,19 @@ def _centred(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Ten
     if part.baseline == "group":  # GRPO (Shao et al. 2024, section 4.1)
         return centred_R
     count_G = torch.bincount(groups_R).to(rewards_R.dtype)
-    others_R = (count_G - 1).clamp(min=1)[groups_R]  # RLOO: less the mean of the others (Kool et al. 2019)
+    others_R = (count_G - 1).clamp(min=1)[groups_R]  # RLOO: minus the mean of the others (Kool et al. 2019)
     return centred_R * count_G[groups_R] / others_R
 
 
 def _in_group(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Rewards less the mean of their group."""
+    """Subtract the mean of its group from each reward."""
     count_G = torch.bincount(groups_R).to(rewards_R.dtype)
     mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, rewards_R) / count_G
     return torch.where(_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
 
 
 def _scaled(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
-    """Over the sample standard deviation (over n - 1), if any: that of the group is of its rewards."""
+    """Divide by the sample standard deviation (over n - 1), if any; a group's is that of its rewards."""
     match part.scale:
         case "none":
             return centred_R
@@ -93,20 +93,20 @@ def _scaled(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Ten
 
 
 def _moments(found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted mean and deviation (over the weights' sum less 1)."""
+    """Return weighted mean and deviation (divided by the sum of weights minus 1)."""
     mean = (found * weight).sum() / weight.sum().clamp(min=1)
     square = ((found - mean).square() * weight).sum() / (weight.sum() - 1).clamp(min=1)
     return mean, (square + TINY).sqrt()
 
 
 def _equal(found: Tensor, weight: Tensor) -> bool:
-    """Whether all are equal that have a weight."""
+    """Return True if all values that have a weight are equal."""
     compared = found[weight > 0]
     return not len(compared) or bool((compared == compared[0]).all())
 
 
 def _differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """(R,) bool: whether not all rewards of the group are equal, whatever their mean is rounded to."""
+    """Return (R,) bool: True if the group's rewards are not all equal; rounding of their mean does not matter."""
     groups = int(groups_R.max()) + 1 if len(groups_R) else 0
     empty_G = rewards_R.new_zeros(groups)
     least_G = empty_G.scatter_reduce(0, groups_R, rewards_R, "amin", include_self=False)

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number."""
+"""Aggregation of the tokens' losses into one number."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def row_weights(tokens_R: Tensor, aggregation: str, longest: int) -> Tensor:
-    """(R,) float64: weight of each token, by its row, that sums token losses into one number over a minibatch.
+    """Return (R,) float64, the weight of each row's tokens in the sum of losses over a minibatch.
 
-    `tokens_R` counts the loss-masked tokens of the minibatch's R rows, whatever a clip or a correction leaves of them.
+    `tokens_R` counts the loss-masked tokens of the minibatch's R rows, also those that a clip or a correction zeroes.
     A row without tokens counts nowhere.
 
-    - `token-mean`: every token the same (DAPO: Yu et al. 2025).
+    - `token-mean`: all tokens have the same weight (DAPO: Yu et al. 2025).
     - `sequence-mean`: the mean over rows of their token means (GRPO: Shao et al. 2024).
     - `sequence-sum`: the mean over rows of their token sums (REINFORCE).
-    - `constant`: that over `longest`, the most tokens of a response (Dr.GRPO: Liu et al. 2025).
+    - `constant`: the same divided by `longest`, the most tokens of a response (Dr.GRPO: Liu et al. 2025).
     """
     counts_R = tokens_R.double()
     rows = max(int((tokens_R > 0).sum()), 1)

@@ -1,7 +1,7 @@
-"""The `[train.objective]` section: what is minimised, as a choice of parts.
+"""The `[train.objective]` section: the loss to minimize, as a choice of parts.
 
-A part is a section of a few keys; its formula and paper stand with its code. `kind` names a preset (`presets.py`): the
-parts that are not given are the preset's, and a run keeps all of them, expanded. Imports pydantic only.
+A part is a section of a few keys; its formula and paper are documented with its code. `kind` names a preset
+(`presets.py`), which gives the parts that the recipe does not. A run stores all parts, expanded. Imports pydantic only.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
 from rollflow.tasks.sections import Imported, Section, refuse, with_kinds
 
 Level = Literal["token", "sequence", "geometric"]
-HEAVIEST = 1e6  # of a weight: what is above only overflows
+HEAVIEST = 1e6  # largest weight; a larger one would only overflow
 Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Field(ge=0, le=UNBOUNDED)]]
 
 
 class Ratio(Section):
-    """The ratio of the policy being trained to an older one, in the surrogate. See `ratios.py`."""
+    """The ratio of the trained policy to an older one, in the surrogate. See `ratios.py`."""
 
     to: Literal["behaviour", "proximal"] = Field(
         "behaviour", description="the policy that sampled, or the learner before this version's first update"
@@ -54,7 +54,7 @@ class PolicyGradient(Section):
 
     @property
     def weighs(self) -> bool:
-        """Whether the ratio counts at all."""
+        """True if the ratio has any effect."""
         return any(low != high for low, high in (self.positive, self.negative))
 
 
@@ -69,7 +69,7 @@ class BinaryTv(Section):
 
 
 class Kimi(Section):
-    """The advantage times the log-prob, less a squared log-ratio."""
+    """The advantage times the log-prob, minus a squared log-ratio."""
 
     kind: Literal["kimi"] = Field("kimi", description="A log pi - tau/2 (log ratio)^2")
     tau: float = Field(0.1, gt=0, le=HEAVIEST, description="weight of the squared log-ratio")
@@ -79,7 +79,7 @@ Surrogate = Annotated[Clip | PolicyGradient | BinaryTv | Kimi, Field(discriminat
 
 
 class Correction(Section):
-    """What is done about tokens that an older policy sampled. See `corrections.py`."""
+    """The treatment of tokens that an older policy sampled. See `corrections.py`."""
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none", description="what becomes of a ratio to the behaviour policy that is out of range; none: no correction"
@@ -101,11 +101,11 @@ class Correction(Section):
 
     @property
     def weighs(self) -> bool:
-        """Whether it multiplies losses by a ratio."""
+        """True if it multiplies losses by a ratio."""
         return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
 
 
-COUNTS_WITH = {  # what `outside` must be for a key of a correction to change anything
+COUNTS_WITH = {  # the values of `outside` with which each key of a correction has an effect
     "level": ("clamp", "mask"),
     "low": ("clamp", "mask"),
     "high": ("clamp", "mask"),
@@ -115,14 +115,14 @@ COUNTS_WITH = {  # what `outside` must be for a key of a correction to change an
 }
 
 
-SCALES = {  # that fit a baseline which leaves something of equal rewards; others fit all, or say more below
+SCALES = {  # allowed scales for baselines under which equal rewards may differ from zero
     "none": ("none", "whiten"),
     "batch": ("none", "batch", "whiten"),
 }
 
 
 class Advantage(Section):
-    """What makes advantages of rewards. See `advantages.py`."""
+    """The way from rewards to advantages. See `advantages.py`."""
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
@@ -165,7 +165,7 @@ KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight",
 
 
 class Penalties(Section):
-    """What every token pays, or its response. See `penalties.py`."""
+    """The price of every token, or of its response. See `penalties.py`."""
 
     kl: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the divergence; k1 only in the reward")
     kl_to: Literal["behaviour", "reference"] = Field(
@@ -190,7 +190,8 @@ class Penalties(Section):
             cure = "there is no weight to adapt; set kl_weight, 0.01 say"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
         for name, counts_with in KL_COUNTS_WITH.items():
-            value, given = getattr(self, name), self.model_fields_set  # a weight of 0 that is given is one of a sweep
+            # An explicit weight of 0 is allowed: it may belong to a sweep.
+            value, given = getattr(self, name), self.model_fields_set
             if value != type(self).model_fields[name].default and counts_with not in given:
                 cure = f"it changes nothing without {counts_with}; leave it out, or set that, too"
                 refuse(f"train.objective.penalties.{name}", value, cure)
@@ -198,12 +199,12 @@ class Penalties(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference policy is asked for log-probs."""
+        """True if the reference policy's log-probs are needed."""
         return self.kl_weight > 0 and self.kl_to == "reference"
 
 
 class ObjectiveBase(Section):
-    """What every objective has."""
+    """Keys that all objectives share."""
 
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
@@ -214,7 +215,7 @@ class ObjectiveBase(Section):
 
 
 class PartsObjective(ObjectiveBase):
-    """A preset, or what a recipe makes of it."""
+    """A preset, with the parts that a recipe changes."""
 
     kind: PresetName = Field("grpo", description="a preset; its parts may be changed one by one")
     ratio: Ratio = Ratio()
@@ -225,7 +226,7 @@ class PartsObjective(ObjectiveBase):
     @model_validator(mode="wrap")
     @classmethod
     def _with_kinds(cls, tree: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
-        """The preset's parts where none are given; these do not count as set."""
+        """Fill in the preset's parts where none are given; these do not count as set."""
         preset = PRESETS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, Mapping) else None
         if preset is None:
             return made(tree)
@@ -250,12 +251,12 @@ class PartsObjective(ObjectiveBase):
 
     @property
     def ratio_counts(self) -> bool:
-        """Whether the surrogate has a ratio."""
+        """True if the surrogate has a ratio."""
         return not isinstance(self.surrogate, PolicyGradient) or self.surrogate.weighs
 
 
 class ImportObjective(ObjectiveBase, Imported):
-    """An objective of your own."""
+    """A user-defined objective."""
 
     kind: Literal["import"] = Field("import", description="a class of your own, derived from Objective")
 
@@ -264,7 +265,7 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset with what is given in its place, key by key; a part of another kind replaces the preset's whole."""
+    """Merge given parts into the preset, key by key; a part of another kind replaces the preset's whole part."""
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -274,13 +275,13 @@ def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-# A run keeps every part with every key. What it has kept is not refused: it is to be replayed. A form sends as much, so
-# what would train wrongly is looked for again when a run is made.
+# A recorded run keeps every part with every key, and such a tree is accepted, so that it can be replayed. A form sends
+# every key, too; so `check_new` repeats the important checks when a run is created.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 
 def _check_counts(correction: Correction, given: Any) -> None:
-    """Refuse a key that changes nothing."""
+    """Refuse a key that has no effect."""
     if not isinstance(given, Mapping):
         return
     for name, kinds in COUNTS_WITH.items():
@@ -296,7 +297,7 @@ def _check_counts(correction: Correction, given: Any) -> None:
 
 
 def _check_ratio(objective: PartsObjective, given: Any) -> None:
-    """As `_check_counts`, of a surrogate without a ratio. A correction's ratio is to the policy of `to`, too."""
+    """Refuse a ratio key without effect, for a surrogate without a ratio. A correction's ratio may use `to`, too."""
     if objective.ratio_counts or not isinstance(given, Mapping):
         return
     for name in ("level",) if objective.correction.outside in ("clamp", "mask") else ("level", "to"):
@@ -306,14 +307,14 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Refuse what a run may have been recorded with and no new one is made with: it trains, but not what it says."""
+    """Refuse settings that a recorded run may have but a new run must not: they do not train what they say."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
         _check_k1(objective.penalties)
 
 
 def _check_length(objective: PartsObjective) -> None:
-    """Refuse a response's ratio in the loss of each of its n tokens, unless the mean over them is taken."""
+    """Refuse a sequence ratio in the loss of each of a response's n tokens, unless the mean over them is taken."""
     once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
     if once or not isinstance(objective.surrogate, Clip | BinaryTv):
         return
@@ -325,14 +326,14 @@ def _check_length(objective: PartsObjective) -> None:
 
 
 def _check_k1(penalties: Penalties) -> None:
-    """Refuse k1 in the loss: its gradient is that of log pi, which takes stale tokens further away."""
+    """Refuse k1 in the loss: its gradient is that of log pi, which moves stale tokens further away."""
     if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
         cure = 'its gradient knows nothing of the other policy; choose "k2" or "k3", or a reference in the reward'
         refuse("train.objective.penalties.kl", "k1", cure)
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:
-    """Only what is given counts as set in the section and below it."""
+    """Mark only the given fields as set, in the section and below it."""
     section.__pydantic_fields_set__.intersection_update(given)
     for name, value in given.items():
         part = getattr(section, name, None)
@@ -340,7 +341,7 @@ def _set_only(section: Section, given: Mapping[str, Any]) -> None:
             _set_only(part, value)
 
 
-# Where keys were, before objectives were made of parts: runs recorded then are replayed.
+# Old places of keys, from before objectives had parts: recorded runs with these keys can be replayed.
 EARLIER = {
     "clip_low": ("surrogate", "low"),
     "clip_high": ("surrogate", "high"),
@@ -350,7 +351,7 @@ EARLIER = {
 
 
 def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree, with what stands under earlier keys in its part; null is not given."""
+    """Move the values of old keys into their parts; null counts as not given."""
     found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]

@@ -1,7 +1,7 @@
-"""Advantages of tokens, from what a critic expects after each (Schulman et al. 2016, Generalized advantage estimation).
+"""Advantages of tokens from a critic's values (Schulman et al. 2016, Generalized advantage estimation).
 
-Shapes: R trajectories, B all their tokens that the policy chose, one trajectory after the other. What an environment
-wrote between two of them is no step. A trajectory ends with its last token, and nothing is expected after it.
+Shapes: R trajectories, B all their tokens that the policy sampled, one trajectory after the other. Tokens that an
+environment wrote are not steps. A trajectory ends with its last token; the value after that token is zero.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rollflow.tasks.objectives.config import Advantage
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """(B,) float64: each token pays its price, and the last of a trajectory has its reward.
+    """Return (B,) float64: each token's price is subtracted, and a trajectory's last token gets its reward.
 
-    `starts` (R + 1) is where each trajectory begins in B.
+    `starts` (R + 1) holds the place in B where each trajectory begins.
     """
     found_B = -price_B.double()
     some = np.flatnonzero(np.diff(starts))  # trajectories that have a token
@@ -26,7 +26,7 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
 
 
 def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(B,) advantages and (B,) returns, which the critic is to expect; float64.
+    """Return (B,) advantages and (B,) returns, the critic's targets; float64.
 
     A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t; the return is A_t + V_t, before whitening.
     """
@@ -38,7 +38,7 @@ def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, start
 
 
 def _rows(values_B: Tensor, at: tuple[np.ndarray, np.ndarray], counts: np.ndarray) -> np.ndarray:
-    """(R, longest + 1) float64, with zeros behind each trajectory's end."""
+    """Return (R, longest + 1) float64, padded with zeros after each trajectory's end."""
     found = np.zeros((len(counts), int(counts.max(initial=0)) + 1))
     found[at] = values_B.numpy()
     return found

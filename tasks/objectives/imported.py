@@ -1,4 +1,4 @@
-"""An objective of your own: a class that derives from `Objective`, made with its options."""
+"""A user-defined objective: a class that derives from `Objective`, created with its options."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ KEY = "train.objective"
 
 
 class ImportedObjective(Objective):
-    """The one that `train.objective.path` names. A loss of another shape would be spread over all tokens: refused."""
+    """The objective that `train.objective.path` names. A loss of a wrong shape is refused: torch would broadcast it."""
 
     def __init__(self, config: ImportObjective) -> None:
-        """ConfigError: there is no such class, or it takes other options."""
+        """Import the class; raise `ConfigError` if it does not exist or takes other options."""
         self._path = config.path
         self._own = imported_object(KEY, config, Objective, optional="keep")  # type: ignore[type-abstract]
         for name in ("uses_proximal", "uses_entropy", "uses_reference", "uses_batch", "every_row"):
             setattr(self, name, getattr(self._own, name))
-        self.by_token = bool(vars(type(self._own)).get("by_token"))  # type: ignore[misc]  # of a loss of its own
+        self.by_token = bool(vars(type(self._own)).get("by_token"))  # type: ignore[misc]  # see `base`
 
     def loss(self, tokens: MaskedTokens) -> TokenLoss:
         """See `Objective`."""

@@ -1,9 +1,9 @@
-"""Lines: what a model runs. Rows of a group may stand behind one copy of their prompt, which is then computed once.
+"""Lines are the sequences that a model runs. Rows of a group may share one copy of their prompt, computed once.
 
     rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and begins where p ends
             p p p b b
 
-Attention over a line is dense (T x T), so a row joins one only where that costs less than a row of its own.
+Attention over a line is dense (T x T), so a row joins a line only if that costs less than a line of its own.
 
 Shapes: R rows, L lines, T padded tokens.
 """
@@ -18,20 +18,20 @@ import numpy as np
 
 from rollflow.tasks.objectives.rows import Rows
 
-PAIRS = 6  # times the width: pairs of tokens whose attention costs what one token costs elsewhere in a layer
+PAIRS = 6  # PAIRS x width pairs of tokens cost as much attention as one token costs in the rest of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Some rows of a group."""
+    """One row, or some rows of a group behind one copy of their prompt."""
 
     rows: tuple[int, ...]
-    prompt: int  # tokens that they share; of a row alone, none
-    length: int  # tokens in all
+    prompt: int  # tokens of the shared prompt; 0 for a single row
+    length: int  # tokens of the whole line
 
 
 def lines_of(data: Rows, rows: Sequence[int], most: int, width: int | None) -> list[Line]:
-    """Lines of these rows, of at most `most` tokens where they have several; without `width`, a line a row."""
+    """Pack these rows into lines; a line with several rows has at most `most` tokens. Without `width`, a line a row."""
     if width is None:
         return [_alone(data, row) for row in rows]
     ordered = sorted(rows, key=lambda row: (data.groups[row], -data.lengths[row], row))
@@ -44,7 +44,7 @@ def _alone(data: Rows, row: int) -> Line:
 
 
 def _of_group(data: Rows, rows: list[int], most: int, width: int) -> Iterator[Line]:
-    """Rows of one group, the longest first: each joins the line before it where that saves work."""
+    """Yield lines of one group's rows, longest first: each row joins the line before it if that saves work."""
     prompt, line = _prompt(data, rows), _alone(data, rows[0])
     for row in rows[1:]:
         own = int(data.lengths[row]) - prompt
@@ -57,13 +57,13 @@ def _of_group(data: Rows, rows: list[int], most: int, width: int) -> Iterator[Li
 
 
 def _saves(length: int, own: int, prompt: int, pairs: int) -> bool:
-    """Whether `own` more tokens in a line cost less than a row of their own, whose attention is causal."""
+    """Return True if `own` more tokens in a line cost less than a separate row, whose attention is causal."""
     joined = own * pairs + 2 * length * own + own**2
     return joined < (prompt + own) * pairs + (prompt + own) ** 2 / 2
 
 
 def _prompt(data: Rows, rows: list[int]) -> int:
-    """Leading tokens that all rows have, none of which the policy chose."""
+    """Return the number of leading tokens that all rows share and that the policy did not sample."""
     if len(rows) < 2:
         return 0
     firsts = [data.chosen[data.starts[r]] if data.masked_tokens[r] else data.offsets[r + 1] for r in rows]
@@ -74,18 +74,18 @@ def _prompt(data: Rows, rows: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """Lines, padded. `at` and `among` are of the M masked tokens of their rows, row by row."""
+    """Lines, padded. `at` and `among` cover the M masked tokens of the lines' rows, row by row."""
 
     tokens: np.ndarray  # (L, T) int64
     positions: np.ndarray  # (L, T) int64
-    part: np.ndarray  # (L, T) int64: 0 of a prompt or a row alone, 1, 2, ... of the rows behind it; -1 of padding
-    at: tuple[np.ndarray, np.ndarray]  # (M,) line, (M,) place of the token before each
-    among: np.ndarray  # (M,) which of the batch's masked tokens it is
-    row: np.ndarray  # (M,) of the batch
+    part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind it; -1 for padding
+    at: tuple[np.ndarray, np.ndarray]  # (M,) line, (M,) place of the token before each masked token
+    among: np.ndarray  # (M,) number of each token among the batch's masked tokens
+    row: np.ndarray  # (M,) row of the batch
 
 
 def lay(data: Rows, lines: Sequence[Line]) -> Laid:
-    """Put lines side by side, padded to the longest."""
+    """Lay out lines as arrays, padded to the longest."""
     shape = len(lines), max(line.length for line in lines)
     tokens, positions, part = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     at_line, at_place, among, of_row = [], [], [], []
@@ -99,7 +99,7 @@ def lay(data: Rows, lines: Sequence[Line]) -> Laid:
             tokens[i, here] = data.tokens[begin + line.prompt : end]
             positions[i, here], part[i, here] = np.arange(line.prompt, end - begin), number
             own = np.arange(data.starts[row], data.starts[row + 1])
-            before = data.chosen[own] - begin - 1  # in the row
+            before = data.chosen[own] - begin - 1  # place in the row
             at_place.append(np.where(before < line.prompt, before, before - line.prompt + place))
             at_line.append(np.full(len(own), i))
             among.append(own)

@@ -1,4 +1,4 @@
-"""From a batch to tensors: padded micro-batches of rows of like length.
+"""Padded micro-batches of rows of similar length, as tensors.
 
 Shapes: R rows (trajectories), L lines, T padded tokens, M loss-masked tokens of the rows at hand. Padding is on the
 right, so causal attention never sees it; where rows share a prompt, a mask keeps them apart.
@@ -21,38 +21,38 @@ from rollflow.tasks.objectives.rows import Rows
 class MicroBatch:
     """L lines, padded to T tokens. Each is a row, or some rows of a group behind one copy of their prompt.
 
-    `where` picks the M masked tokens of their rows: the hidden state at that place predicts the token.
+    `where` points to the hidden states that predict the M masked tokens of the lines' rows.
     """
 
     tokens: Tensor  # (L, T) int64
-    where: tuple[Tensor, Tensor]  # (M,) line, (M,) place of the token before, in the line
+    where: tuple[Tensor, Tensor]  # (M,) line, (M,) place of the token before each masked token
     targets: Tensor  # (M,) int64
-    row_M: Tensor  # int64: row of the batch that each of them is of
-    among: Tensor  # (M,) int64: which of the batch's B masked tokens they are
-    positions: Tensor | None = None  # (L, T) int64, where a line has several rows
-    part: Tensor | None = None  # (L, T) int64, likewise: see `Laid`
+    row_M: Tensor  # int64: row of the batch of each masked token
+    among: Tensor  # (M,) int64: number of each token among the batch's B masked tokens
+    positions: Tensor | None = None  # (L, T) int64 if a line has several rows, else None
+    part: Tensor | None = None  # (L, T) int64 if a line has several rows, else None: see `Laid`
 
     @property
     def seen(self) -> Tensor | None:
-        """(L, 1, T, T) bool, where a line has several rows: what each token (third axis) attends to."""
+        """(L, 1, T, T) bool if a line has several rows, else None: the tokens (last axis) that each one attends to."""
         return None if self.part is None else seen_of(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a decoder is called with, beside `use_cache`; sent without waiting (`policies/device.send`)."""
+        """Return a decoder's arguments, beside `use_cache`; sent without waiting (`policies/device.send`)."""
         found = {"input_ids": self.tokens.to(device, non_blocking=True)}
         if self.positions is None or self.part is None:
             return found
-        seen, least = (
-            seen_of(self.part.to(device, non_blocking=True)),
-            torch.finfo(dtype).min,
-        )  # T times as large as what is sent
+        seen = seen_of(self.part.to(device, non_blocking=True))  # built on the device: it is T times as large as `part`
+        least = torch.finfo(dtype).min
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, least)
         return {**found, "position_ids": self.positions.to(device, non_blocking=True), "attention_mask": mask}
 
 
 def seen_of(part: Tensor) -> Tensor:
-    """(L, 1, T, T) bool: what each token attends to (last axis), by the part of its line. Padding sees padding, lest it
-    see nothing."""
+    """Return (L, 1, T, T) bool: the tokens (last axis) that each token (third axis) attends to, by their parts.
+
+    Padding attends to padding, since a softmax over no token would be NaN.
+    """
     asks, asked = part[:, :, None], part[:, None, :]
     before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool, device=part.device).tril_()
     return (((asked == asks) | (asked == 0)) & before)[:, None]
@@ -67,8 +67,8 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Split rows, longest first, into padded micro-batches of at most `micro_tokens` (one row at least).
 
-    With `width`, that of a model which can, rows of a group share their prompt where that saves work (`lines.py`).
-    `own` are those of the lines that this process runs.
+    With `width`, the width of a model that can do it, rows of a group share their prompt if that saves work
+    (`lines.py`). `own` selects the lines that this process runs.
     """
     order = own(sorted(lines_of(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
     while order:

@@ -1,4 +1,4 @@
-"""An objective from its parts: surrogate(ratio) x correction + penalties."""
+"""An objective built from its parts: surrogate(ratio) x correction + penalties."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollflow.tasks.objectives.surrogates import surrogate_loss
 
 
 class ObjectiveOfParts(Objective):
-    """See `config.PartsObjective`; each part's formula stands with its code."""
+    """See `config.PartsObjective`; the formula of each part is documented with its code."""
 
     def __init__(self, config: PartsObjective) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""A divergence, as a price of every token whatever its advantage; in the loss, or in the reward. Shapes: M tokens."""
+"""KL penalties: a price for each token, whatever its advantage; in the loss or in the reward. Shapes: M tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.ratios import BOUND
 
-STEP = 0.2  # largest relative error that one version's weight follows
+STEP = 0.2  # largest relative error that counts when the weight is adapted
 
 
 def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
-    """Estimators of KL(new || old) from samples of new (Schulman 2020, Approximating KL divergence), d = log(new/old).
+    """Estimate KL(new || old) from samples of new (Schulman 2020, Approximating KL divergence); d = log(new/old).
 
-    k1 is d (its gradient is zero on average where new sampled), k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
+    k1 is d (its gradient is zero on average over samples of new), k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
     """
     change_M = (new_M - old_M).clamp(-BOUND, BOUND)
     match penalties.kl:
@@ -26,9 +26,10 @@ def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
 
 
 def adapted(penalties: Penalties, weight: float, divergence: float) -> float:
-    """The next version's weight, after one of this divergence (nats a token), where there is a `kl_target`.
+    """Return the KL weight of the next version, given this version's divergence (nats a token).
 
-    weight (1 + gain e), e = divergence / target - 1 within [-0.2, 0.2] (Ziegler et al. 2019, section 2.2).
+    weight (1 + gain e), with e = divergence / target - 1 clipped to [-0.2, 0.2] (Ziegler et al. 2019, section 2.2).
+    Without `kl_target` the weight stays.
     """
     if penalties.kl_target is None:
         return weight

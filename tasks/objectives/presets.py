@@ -1,7 +1,7 @@
-"""Objectives by name: the parts that papers and other systems put together. Data only; a part not named is the default.
+"""Presets: objectives by name, as parts from papers and other systems. Data only; a part not named has its default.
 
-The table with formulas is in docs/objectives.md; each one is compared with its formula in
-`tests/contracts/test_objectives.py`.
+docs/objectives.md has the table with formulas; `tests/contracts/test_objectives.py` compares each preset with its
+formula.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-UNBOUNDED = 1e9  # above any ratio: log-ratios are bounded at 20, and a run keeps its config as JSON without infinities
+UNBOUNDED = 1e9  # above any ratio (log-ratios are clipped at 20); a finite number, since configs are stored as JSON
 
 Range = tuple[float, float]
 PresetName = Literal[
@@ -38,7 +38,7 @@ PresetName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Parts by name, and where they are from."""
+    """The parts of an objective, and the paper that they come from."""
 
     paper: str
     parts: Mapping[str, Any]

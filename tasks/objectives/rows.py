@@ -1,4 +1,4 @@
-"""A batch as flat arrays: what objectives and learners see of its Arrow columns. Shapes: R rows (trajectories)."""
+"""A batch as flat arrays, for objectives and learners; read from its Arrow columns. Shapes: R rows (trajectories)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from rollflow.storage.batch import TrajectoryBatch
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow).
+    """A whole batch as flat arrays with row offsets (views of the Arrow buffers where types allow it).
 
-    B are its loss-masked tokens, one row after the other. Whatever is known of each is a flat (B,) array or tensor.
+    B counts the batch's loss-masked tokens, one row after the other. Any value known for each
+    of these tokens is a flat (B,) array or tensor.
     """
 
     tokens: np.ndarray  # int32, all rows' tokens
     offsets: np.ndarray  # int64, R + 1: where each row begins in `tokens`
-    chosen: np.ndarray  # int64, (B,) where the loss-masked tokens are in `tokens`
-    starts: np.ndarray  # int64, R + 1: where each row begins in what is flat over B
-    behaviour: np.ndarray  # float32, (B,) nats
-    versions: np.ndarray  # int32, (B,) that sampled each token
+    chosen: np.ndarray  # int64, (B,) places of the loss-masked tokens in `tokens`
+    starts: np.ndarray  # int64, R + 1: where each row begins in the flat (B,) arrays
+    behaviour: np.ndarray  # float32, (B,) log-probs in nats under the policy that sampled the token
+    versions: np.ndarray  # int32, (B,) version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0
     rewards: np.ndarray  # float32, R
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> Rows:
-        """Open a batch's columns."""
+        """Read a batch's columns."""
         table = batch.table
         tokens = _column(table, "tokens")
         offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)
         mask = _view(_column(table, "loss_mask").flatten().cast(pa.uint8())).copy()
-        mask[offsets[:-1]] = 0  # nothing predicts a first token
+        mask[offsets[:-1]] = 0  # no hidden state predicts the first token
         chosen = np.flatnonzero(mask)
         numbers = {key: i for i, key in enumerate(batch.keys)}
         pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
@@ -50,12 +51,12 @@ class Rows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row."""
+        """Number of tokens of each row."""
         return np.diff(self.offsets)
 
     @property
     def masked_tokens(self) -> np.ndarray:
-        """Loss-masked tokens of each row."""
+        """Number of loss-masked tokens of each row."""
         return np.diff(self.starts)
 
     @property
@@ -70,5 +71,5 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _view(values: pa.Array) -> np.ndarray:
-    """The numbers as they lie in the Arrow buffer; `to_numpy` would first import pandas, on the way of a restart."""
+    """View the numbers in the Arrow buffer; `to_numpy` would import pandas first, which delays a restart."""
     return np.from_dlpack(values)

@@ -1,4 +1,4 @@
-"""Surrogates: the loss of each token from the ratio r, the advantage A and the log-prob. Shapes: M tokens."""
+"""Surrogates: the loss of each token from its ratio r, its advantage A and its log-prob. Shapes: M tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollflow.tasks.objectives.ratios import log_ratio
 
 
 def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
-    """The loss of a surrogate; `old_M` are the log-probs that the ratio is to."""
+    """Return a surrogate's loss; `old_M` are the log-probs of the ratio's older policy."""
     match part:
         case Clip():
             return clipped(part, log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp(), tokens.advantage_M)
@@ -24,10 +24,10 @@ def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: T
 
 
 def clipped(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
+    """Return PPO's clipped loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, eq. 7).
 
-    With `dual` c, a negative advantage counts at most c times (Ye et al. 2020, eq. 5): max(., c A) for A < 0. Without
-    it a stale token whose ratio has grown is pushed down without bound.
+    With `dual` = c, a negative advantage counts at most c times (Ye et al. 2020, eq. 5): max(., c A) for A < 0. Without
+    `dual`, a stale token with a large ratio is pushed down without bound.
     """
     plain_M = ratio_M * advantage_M
     held_M = ratio_M.clamp(1 - part.low, 1 + part.high) * advantage_M
@@ -40,10 +40,10 @@ def clipped(part: Clip, ratio_M: Tensor, advantage_M: Tensor) -> TokenLoss:
 
 
 def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
-    """-sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
+    """Return the policy-gradient loss -sg(clamp(r, range of A's sign)) A log pi (REINFORCE: Williams 1992).
 
     One range from 0 for both signs is TIS (Yao et al. 2025) and CISPO (MiniMax 2025). [1, 1] for good answers and
-    [0, 1] for the others is TOPR (Le Roux et al. 2025). A range of one number holds nothing back.
+    [0, 1] for the others is TOPR (Le Roux et al. 2025). A range of a single number counts as no clip.
     """
     advantage_M = tokens.advantage_M
     good_M = advantage_M > 0
@@ -55,9 +55,9 @@ def weighted(part: PolicyGradient, ratio: Ratio, tokens: MaskedTokens, old_M: Te
 
 
 def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """-r A while the probability has not moved away by more than a bound, else nothing.
+    """Return -r A until the probability has moved away by more than a bound; then zero.
 
-    Bounded is the total variation of "this token or another": pi - mu, above for A > 0, below for A < 0.
+    The bound is on the total variation of "this token or another": pi - mu, from above if A > 0, from below if A < 0.
     """
     advantage_M, moved_M = tokens.advantage_M, tokens.logp_M.detach().exp() - old_M.exp()
     over_M = ((advantage_M > 0) & (moved_M > part.high)) | ((advantage_M < 0) & (moved_M < -part.low))
@@ -66,9 +66,9 @@ def bounded(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -
 
 
 def squared(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """-A log pi + tau/2 (log r)^2 (Kimi Team 2025).
+    """Return -A log pi + tau/2 (log r)^2 (Kimi Team 2025).
 
-    Of the ratio of a whole response, each token has the share of the square that is its own log-ratio.
+    For the ratio of a whole response, each token gets the share of the square that belongs to its own log-ratio.
     """
     whole_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level)
     own_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, "token")

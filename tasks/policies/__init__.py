@@ -1,1 +1,1 @@
-"""The policy's architecture and its cold start."""
+"""The policy: its folder, tokenizer, model head and cold start."""

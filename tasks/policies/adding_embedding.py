@@ -1,8 +1,8 @@
-"""A model's input embedding, whose weight's gradient is added to what is there in the rows alone that were read.
+"""A model's input embedding that adds its weight's gradient in place, only in the rows that were read.
 
-Autograd makes a gradient of the whole vocabulary for each micro-batch, zero but in the rows of its tokens, and adds it
-then: beside the gradient, as much again. The sums are autograd's, to the bit, but where the last layer has the same
-weight: there they come in another order.
+For each micro-batch, autograd builds a gradient of the whole vocabulary, zero except in the rows of its tokens, and
+then adds it: this takes as much memory again as the gradient. The sums here equal autograd's to the bit, except where
+the last layer has the same weight: there the order of the sums differs.
 
 Shapes: T tokens, U different ones among them, H hidden, V vocabulary.
 """
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LEAST_BYTES = 2**22  # of an embedding; a smaller one stays in the cache
+LEAST_BYTES = 2**22  # least bytes of an embedding; a smaller one stays in the CPU's cache
 
 
 class AddingEmbedding:
-    """The input embedding of `model`, if it is a plain one; another is left to autograd."""
+    """The input embedding of `model`, if it is a plain one; autograd handles any other."""
 
     def __init__(self, model: Any) -> None:
         found: Any = None
-        with suppress(NotImplementedError):  # transformers does not know where it is
+        with suppress(NotImplementedError):  # transformers does not know where the embedding is
             found = model.get_input_embeddings()
         plain = type(found) is nn.Embedding and type(found.weight) is nn.Parameter
         asked = plain and not (found.sparse or found.scale_grad_by_freq or found.max_norm is not None)
@@ -33,15 +33,16 @@ class AddingEmbedding:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """For the length of a block: going backward through what it reads there changes its weight's `grad` itself."""
+        """During the block, a backward pass through the embedding adds to its weight's `grad` directly."""
         embedding = self._embedding
-        if embedding is None or "forward" in vars(embedding):  # somebody else's, as some libraries' hooks are
+        if embedding is None or "forward" in vars(embedding):  # replaced already, as by some libraries' hooks
             yield
             return
         if not embedding.weight.requires_grad or embedding.weight.nbytes < LEAST_BYTES:
             yield
             return
-        started = torch.zeros((), requires_grad=True, device=embedding.weight.device)  # or there would be no backward
+        # Without an input that needs a gradient there would be no backward pass.
+        started = torch.zeros((), requires_grad=True, device=embedding.weight.device)
         embedding.forward = lambda input: _Adding.apply(started, input, embedding)  # type: ignore[method-assign, no-untyped-call]
         try:
             yield
@@ -52,7 +53,7 @@ class AddingEmbedding:
 class _Adding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        ctx.weight_VH = embedding.weight  # autograd does not know that it is asked for: its hooks are silent
+        ctx.weight_VH = embedding.weight  # hidden from autograd, whose hooks do not run
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)
         return nn.functional.embedding(ids, embedding.weight)
@@ -62,7 +63,7 @@ class _Adding(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[None, None, None]:
         ids_U, place_T = ctx.saved_tensors[0].flatten().unique(return_inverse=True)
         made_UH = torch.ops.aten.embedding_dense_backward(slope.flatten(0, -2), place_T, len(ids_U), -1, False)
-        if ctx.padding is not None:  # which has no gradient
+        if ctx.padding is not None:  # the padding token has no gradient
             made_UH[ids_U == ctx.padding] = 0.0
         if ctx.weight_VH.grad is None:
             ctx.weight_VH.grad = torch.zeros_like(ctx.weight_VH)

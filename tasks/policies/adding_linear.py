@@ -1,8 +1,8 @@
-"""A model's last layer, whose weight's gradient is added to what is there some rows at a time.
+"""A model's last layer that adds its weight's gradient in place, some rows at a time.
 
-Autograd makes the whole gradient of a call, and adds it then: beside the gradient, as much again, for each part of a
-batch. Of a vocabulary of 151,936 that is more than the logits of many tokens. Here only `PIECE_BYTES` are made at a
-time. The gradients are autograd's, to the bit: each of their elements is the same sum.
+For each call, autograd builds the whole gradient and then adds it: this takes as much memory again as the gradient, for
+each part of a batch. At a vocabulary of 151,936 that is more than the logits of many tokens. Here only `PIECE_BYTES`
+are built at a time. The gradients equal autograd's to the bit: each element is the same sum.
 
 Shapes: M positions, H hidden, V vocabulary.
 """
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # of a gradient's rows, which stay in the cache while they are added
-ON_GPU = 16  # as many there, where each piece costs three launches
+PIECE_BYTES = 2**22  # bytes of a gradient's rows, which stay in the CPU's cache while they are added
+ON_GPU = 16  # factor for GPUs, where each piece costs three kernel launches
 
 
 class AddingLinear(nn.Module):
-    """`linear`, which has no bias. While it is `adding`, a backward pass through it changes its weight's `grad` itself;
-    what it is given must need a gradient then."""
+    """Wrap `linear`, which has no bias. During `adding`, a backward pass adds to its weight's `grad` directly.
+
+    The input must need a gradient then.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -31,17 +33,17 @@ class AddingLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As `linear` has it: some models look at its type."""
+        """The weight of `linear`: some models look at its type."""
         return self.linear.weight
 
     @property
     def gains(self) -> bool:
-        """Whether the gradient is more than one piece."""
+        """True if the gradient is larger than one piece."""
         return self.linear.weight.nbytes > _piece_bytes(self.linear.weight)
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """For the length of a block, forward and backward. Nobody else then hears of the weight's gradient."""
+        """Add gradients in place during a block of forward and backward; autograd's hooks on the weight do not run."""
         self._adds = self.linear.weight.requires_grad
         try:
             yield
@@ -49,7 +51,7 @@ class AddingLinear(nn.Module):
             self._adds = False
 
     def forward(self, given: Tensor) -> Tensor:
-        """As `linear` does."""
+        """Return the output of `linear`."""
         if not self._adds:
             return self.linear(given)  # type: ignore[no-any-return]
         return _Adding.apply(given, self.linear)  # type: ignore[no-any-return, no-untyped-call]
@@ -58,7 +60,7 @@ class AddingLinear(nn.Module):
 class _Adding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, linear: nn.Linear) -> Tensor:
-        ctx.weight_VH = linear.weight  # autograd does not know that it is asked for: its hooks are silent
+        ctx.weight_VH = linear.weight  # hidden from autograd, whose hooks do not run
         ctx.save_for_backward(given)
         return nn.functional.linear(given, linear.weight)
 
@@ -77,7 +79,7 @@ def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
         weight_VH.grad = torch.empty_like(weight_VH)
     grad_VH = weight_VH.grad
     assert grad_VH is not None
-    # Alike: of one row alone some processors have another kernel.
+    # Pieces of equal size: for a single row some processors use another kernel.
     pieces = max(1, grad_VH.nbytes // _piece_bytes(grad_VH))
     for some_VH, slope_MS in zip(grad_VH.tensor_split(pieces), slope_MV.tensor_split(pieces, dim=1), strict=True):
         made = slope_MS.t() @ given_MH
@@ -85,5 +87,5 @@ def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
 
 
 def _piece_bytes(tensor: Tensor) -> int:
-    """The bytes of a piece, on the tensor's device."""
+    """Return the bytes of a piece on the tensor's device."""
     return PIECE_BYTES * (ON_GPU if tensor.device.type == "cuda" else 1)

@@ -1,7 +1,7 @@
 """The chat template of a policy folder, rendered at one moment.
 
-A template may read the clock (`strftime_now`). Here that clock stops at the run's start, in UTC: a question has the
-same tokens on every machine and after each restart.
+A template may read the clock (`strftime_now`). Here that clock is fixed at the run's start, in UTC, so that a question
+has the same tokens on every machine and after each restart.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, cast
 
 from rollflow.storage.errors import ConfigError
 
-QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # words that occur in no template
+QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # texts that no template contains
 SYSTEM = "You answer."
-ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)  # another year, month, day, hour, minute and second
+ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)  # changes year, month, day, hour, minute and second
 
 
 class ChatTemplate:
-    """Renders conversations by the template of `tokenizer`, a transformers tokenizer that has one."""
+    """Render conversations with the template of `tokenizer`, a transformers tokenizer that has one."""
 
     def __init__(self, tokenizer: Any, now: float) -> None:
         """`now` is the time that the template's clock shows, in seconds since the epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
 
     def encode(self, text: str, system: str | None) -> list[int]:
-        """Return the prompt tokens of a question, up to where the policy continues.
+        """Return the prompt tokens of a question, up to the place where the policy continues.
 
         Raises:
-            ConfigError: the template refuses it.
+            ConfigError: the template refuses the question or the system message.
         """
         tokens = _attempt(system, lambda: self._apply(_asked(text, system), tokenize=True))
         return [int(token) for token in tokens]
@@ -43,7 +43,7 @@ class ChatTemplate:
         """Refuse a template that leaves out the system message or the question, or that is not deterministic.
 
         Raises:
-            ConfigError: with one sentence for what the user must change.
+            ConfigError: the template fails the check; one sentence says what the user must change.
         """
         try:
             rendered = self.render(QUESTION, system)
@@ -61,12 +61,12 @@ class ChatTemplate:
             raise ConfigError(f"{_CHAT}: the policy's chat template gives another prompt each time; {_NO_CHAT}")
 
     def reads_clock(self, system: str | None) -> bool:
-        """Report whether a prompt depends on the moment at which it is rendered."""
+        """Return True if a prompt depends on the moment at which it is rendered."""
         later = ChatTemplate(self._tokenizer, (self._moment + ANOTHER_TIME).timestamp())
         return self.render(QUESTION, system) != later.render(QUESTION, system)
 
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
-        """Return the token of `special` that follows an answer; None if none does, or the template takes no answer."""
+        """Return the token in `special` that follows an answer; None if there is none, or no answer is allowed."""
         rendered = ""
         for system in (None, SYSTEM):  # some templates require a system message
             conversation = [*_asked(QUESTION, system), {"role": "assistant", "content": ANSWER}]

@@ -1,9 +1,9 @@
-"""Cold start: supervise a small fresh policy on demonstrations until it is weak but real.
+"""Cold start: supervise a small fresh policy on demonstrations until it solves some questions, but not all.
 
-Teacher forcing on "question" "answer<end>", loss on the answer only. Accuracy is measured on the held-out questions, as
-the run's evaluation measures it. Between two evaluations it may rise by twenty points, and how far depends on the
-machine's rounding. So training ends at the first evaluation at or above the target. Then bisection interpolates between
-the weights of the last two evaluations until the accuracy is at the target.
+Teacher forcing on "question" "answer<end>", with a loss on the answer only. Accuracy is measured on the held-out
+questions, as in the run's evaluation. Between two evaluations the accuracy may rise by twenty points, and the exact
+rise depends on the machine's rounding. So training ends at the first evaluation at or above the target. Then bisection
+interpolates between the weights of the last two evaluations until the accuracy is at the target.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rollflow.tasks.policies.head import OwnHead
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
-POOL = 20_000  # demonstrations to draw from
-WARMUP = 50  # supervised steps to the full learning rate
-CLOSE = 0.005  # an accuracy this little above the target is accepted
-LOOKS = 8  # the most evaluations of a bisection
+POOL = 20_000  # number of demonstrations to draw from
+WARMUP = 50  # supervised steps until the full learning rate
+CLOSE = 0.005  # largest accepted distance above the target accuracy
+LOOKS = 8  # most evaluations of a bisection
 
 
 def cold_start(
@@ -37,7 +37,7 @@ def cold_start(
     report: Callable[[int, float], None],
     seed: int,
 ) -> float:
-    """Train `model` in place; returns its accuracy. `report(step, accuracy)` is called at each evaluation.
+    """Train `model` in place; return its accuracy. `report(step, accuracy)` is called at each evaluation.
 
     Raises:
         ConfigError: the target was not reached within `max_steps`.
@@ -80,7 +80,7 @@ def _land(
     accuracy: Callable[[Any], float],
     report: Callable[[float], None],
 ) -> float:
-    """Move `model`, of accuracy `found`, towards the weights `before` down to `target`; returns its accuracy."""
+    """Interpolate `model` (accuracy `found`) towards the weights `before`, down to `target`; return the accuracy."""
     after, low, high = _copy_weights(model), 0.0, 1.0  # shares of the way from `before` to `after`
     for _ in range(LOOKS):
         if found - target <= CLOSE:
@@ -98,20 +98,20 @@ def _land(
 
 
 def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share: float) -> None:
-    """Set the model's weights to those that lie `share` of the way from `before` to `after`."""
+    """Set the model's weights to the point at `share` of the way from `before` to `after`."""
     for parameter, first, last in zip(model.parameters(), before, after, strict=True):
         parameter.copy_(torch.lerp(first, last, share))
 
 
 class _Pool:
-    """Demonstrations as (prompt tokens, answer tokens), made when first drawn."""
+    """Demonstrations as (prompt tokens, answer tokens); each is built when it is first drawn."""
 
     def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
         self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
         self._made: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def draw(self, count: int) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """`count` demonstrations at random."""
+        """Draw `count` demonstrations at random."""
         return [self._at(self._draw.randrange(POOL)) for _ in range(count)]
 
     def _at(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -123,7 +123,7 @@ class _Pool:
 
 
 def answer_loss(decoder: Any, head: OwnHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Mean cross-entropy (nats) of the answers' tokens, right-padded; `head` is that of the decoder's model."""
+    """Return the mean cross-entropy (nats) of the answers' tokens; `head` belongs to `decoder`'s model."""
     longest = max(len(p) + len(a) for p, a in pairs)
     tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
     mask = torch.zeros((len(pairs), longest), dtype=torch.bool)
@@ -140,7 +140,10 @@ def answer_loss(decoder: Any, head: OwnHead, pairs: Sequence[tuple[Sequence[int]
 def answers(
     model: Any, prompts: Sequence[Sequence[int]], end: int, longest: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """One answer for each prompt (greedy at temperature 0), no end token; prompts of like length run together."""
+    """Generate an answer for each prompt, without its end token; greedy at temperature 0.
+
+    Prompts of the same length run together.
+    """
     generator = torch.Generator().manual_seed(seed)
     found: list[list[int]] = [[] for _ in prompts]
     for length in sorted({len(p) for p in prompts}):
@@ -161,7 +164,7 @@ def answers(
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """The next token of each row, (rows, 1)."""
+    """Sample the next token of each row: (rows, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)

@@ -1,4 +1,4 @@
-"""The `[policy]` section: where the policy comes from."""
+"""The `[policy]` section: the source of the policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollflow.tasks.sections import Section
 
 
 class ColdStart(Section):
-    """Build a small Llama policy and supervise it on demonstrations until it is weak but real."""
+    """Build a small Llama policy and supervise it on demonstrations until it reaches a low accuracy."""
 
     hidden_size: int = Field(128, gt=0, description="width; a multiple of heads")
     layers: int = Field(2, gt=0, description="transformer blocks")
@@ -25,7 +25,7 @@ class ColdStart(Section):
 
 
 class PolicyConfig(Section):
-    """Where the policy comes from: a Hugging Face folder (or hub name), or a cold start."""
+    """The source of the policy: a Hugging Face folder (or hub name), or a cold start."""
 
     path: str | None = Field(None, description="a Hugging Face folder, relative to the recipe, or a hub name")
     cold_start: ColdStart | None = None

@@ -1,6 +1,6 @@
-"""How many tokens a policy can read, and how many exercise all that its positions do, both from its `config.json`.
+"""The context length of a policy, and the length of its weight-update probe, both from its `config.json`.
 
-Imports no torch and no transformers.
+This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-# The names that architectures use for the context length; a policy that reads images has them in `text_config`.
+# Names of the context length in different architectures; a policy that reads images has them in `text_config`.
 NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -23,14 +23,14 @@ NAMES = (
 )
 ORIGINAL = "original_max_position_embeddings"
 PROBE = 32  # enough tokens for a policy without windows or scaled positions
-LONGEST_PROBE = 8448  # a longer probe would cost more than a step
+LONGEST_PROBE = 8448  # a longer probe would take longer than a train step
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Return the longest prompt plus response, in tokens, at which learner and engines agree.
+    """Return the longest prompt plus response, in tokens, for which learner and engines agree.
 
-    Linear scaling multiplies the positions. LongRoPE counts up to its original length, where its factors change.
-    Dynamic scaling counts up to the config's length: beyond it a log-prob depends on the tokens that follow.
+    Linear scaling multiplies the length. LongRoPE is used up to its original length, where its factors change. Dynamic
+    scaling is used up to the config's length: beyond it, a log-prob depends on later tokens.
 
     Raises:
         ConfigError: the config names no length.
@@ -56,8 +56,9 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def probe_length(config: Mapping[str, Any]) -> int:
-    """Return how many tokens the weight-update probe needs: past sliding windows and past the length that positions are
-    scaled from, within the context.
+    """Return the number of tokens that the weight-update probe needs.
+
+    The probe reaches past sliding windows and past the length from which positions are scaled, within the context.
     """
     text = text_config(config)
     windows = [_window(text)]
@@ -67,10 +68,10 @@ def probe_length(config: Mapping[str, Any]) -> int:
 
 
 def check_window(config: Mapping[str, Any]) -> None:
-    """Refuse a sliding window that is no number of tokens.
+    """Refuse a sliding window that is not a number of tokens.
 
     Raises:
-        ConfigError: with the value.
+        ConfigError: the message has the value.
     """
     window = _window(text_config(config))
     if window is not None and (type(window) is not int or window < 1):
@@ -91,7 +92,7 @@ def _window(text: Mapping[str, Any]) -> Any:
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """List how positions are scaled: one entry for all layers, or one for each kind of layer."""
+    """Yield the scalings of positions: one entry for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):
@@ -100,6 +101,6 @@ def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _original_length(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
-    """Return the length that positions are scaled from."""
+    """Return the length from which positions are scaled."""
     found = scaling.get(ORIGINAL, text.get(ORIGINAL))
     return found if type(found) is int and found > 0 else None

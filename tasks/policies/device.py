@@ -1,4 +1,4 @@
-"""The device on which this process runs a policy: the learner and the transformers engine."""
+"""The device on which this process runs a policy; for the learner and the transformers engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def fix_workspace() -> None:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the processor's (pageable) memory on `device`, without waiting for the device's earlier work.
+    """Copy a tensor from the CPU's (pageable) memory to `device`, without waiting for the device's earlier work.
 
-    The driver has read the tensor when this returns. The way back has to wait: use `cpu()`.
+    The driver has read the tensor when this returns. Copies from the device must wait: use `cpu()` for them.
     """
     return tensor.to(device, non_blocking=True)

@@ -33,15 +33,15 @@ COPIED = (
 
 
 def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
-    """Files of a small Llama policy: tied embeddings, byte-level BPE with single digits, learned from `texts`.
+    """Build the files of a small Llama policy: tied embeddings, byte-level BPE with single digits, fitted to `texts`.
 
-    It is a Llama because every tool reads the `tokenizer.json` of a Llama as it is. For some model types (Qwen2)
+    A Llama is chosen because every tool uses the `tokenizer.json` of a Llama unchanged. For some model types (Qwen2)
     transformers uses a pre-tokenizer of its own, whatever the folder says.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Digits stand alone, so that a sum is not a lookup; no word splitting, so that fixed phrases are one token.
+    # Digits are single tokens, so that a sum is not a lookup. Words are not split, so that fixed phrases are one token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -71,7 +71,7 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
 
 
 def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
-    """The config.json of a Llama model, without its special tokens."""
+    """Return the config.json of a Llama model, without its special tokens."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -83,7 +83,7 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
         "num_key_value_heads": cold.heads,
         "max_position_embeddings": cold.context,
         "hidden_act": "silu",
-        "initializer_range": 0.06,  # for a narrow model; 0.02 needs twice the supervised steps
+        "initializer_range": 0.06,  # suits a narrow model; 0.02 needs twice the supervised steps
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
@@ -94,8 +94,8 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
 
 
 def local_policy(path: str) -> Path | None:
-    """The folder that `policy.path` names, with what a policy needs; None where it is a hub name."""
-    folder = Path(os.path.expanduser(path))  # the path of an unknown user stays as it is, and is no folder
+    """Return the folder that `policy.path` names, after checks of its files; None if it is a hub name."""
+    folder = Path(os.path.expanduser(path))  # with an unknown user name the path stays unchanged, and is not a folder
     if folder.is_dir():
         return _complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -106,7 +106,7 @@ def local_policy(path: str) -> Path | None:
 def find_policy(path: str, download: bool = True) -> Path | None:
     """Find the local folder of `policy.path`: a folder as it is, or a hub name from the hub's cache or the hub.
 
-    Returns None for a hub name that is not in the cache and is not to be downloaded.
+    Return None for a hub name that is not in the cache, if `download` is False.
     """
     if (folder := local_policy(path)) is not None:
         return folder
@@ -134,7 +134,7 @@ def resolve_policy(path: str) -> Path:
 
 
 def is_weights(path: str) -> bool:
-    """Report whether a file of a policy's folder belongs to its weights.
+    """Return True if a file of a policy's folder belongs to its weights.
 
     Some folders on the hub have the weights a second time, as `consolidated*.safetensors`: another tool's format, which
     transformers does not read.
@@ -152,7 +152,7 @@ def weight_paths(path: str) -> list[Path]:
 
 
 def weight_files(path: str) -> dict[str, Data]:
-    """The weights of an existing policy, with which a run begins, on whatever machine its learner is."""
+    """Memory-map the weights of an existing policy, with which a run starts, on the learner's machine."""
     return {file.name: mapped(file) for file in weight_paths(path)}
 
 
@@ -172,15 +172,15 @@ def _complete(path: str, folder: Path) -> Path:
 
 
 def copy_folder(path: str) -> dict[str, bytes]:
-    """The files of an existing policy that a run keeps, without the weights."""
+    """Read the files of an existing policy that a run stores, without the weights."""
     folder = resolve_policy(path)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
 
 def with_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
-    """The files, with a config.json that names the type in which the run trains and stores its weights.
+    """Return the files with the training type (`dtype`) in their config.json.
 
-    Other tools load weights in the type that is named there. In another type they would compute other log-probs.
+    Other tools load weights in the type named there; in another type they would compute other log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))

@@ -1,11 +1,11 @@
 """A policy's own head: from its decoder's hidden states to logits by the model's own forward.
 
     hidden states --> the model's own forward --> logits
-                      (they are put in the place of what its decoder gives)
+                      (hidden states replace the decoder's output)
 
-What a model does between hidden states and logits stands in its forward: a soft-cap (Gemma 2), a scale (Granite,
-Cohere), a bias. So that forward is run, and nothing of it is written again here. Training, the probe, the transformers
-engine and the cold start all come this way. A model that cannot be run so is refused at the start.
+A model's forward may contain more than a matrix between hidden states and logits: a soft-cap (Gemma 2), a scale
+(Granite, Cohere), a bias. So that forward is run, and nothing of it is repeated here. Training, the probe, the
+transformers engine and the cold start all use this path. A model that cannot be run this way is refused at the start.
 
 Shapes: M positions, T tokens, H hidden, V vocabulary.
 """
@@ -24,31 +24,31 @@ from torch import Tensor, nn
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.adding_linear import AddingLinear
 
-LOOK = 8  # tokens that a model is tried with
-NEAR = {torch.float32: 1e-3}  # nats by which two ways to the same log-probs may differ; HALF in shorter types
+LOOK = 8  # number of tokens in the test of a model
+NEAR = {torch.float32: 1e-3}  # largest difference (nats) of two computations of a log-prob; HALF in shorter types
 HALF = 0.05
 
 
 class _Given(nn.Module):
-    """Stands where a model has its decoder, and returns what it is given."""
+    """A module in the place of a model's decoder that returns a given output."""
 
     output: Any = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """What stands in `output`, whatever is asked."""
+        """Return `output`, whatever the arguments are."""
         return self.output
 
 
 class OwnHead:
-    """The head of `model`, whose parameters it reads where they are. See the module's docstring."""
+    """The head of `model`, whose parameters are used in place. See the module's docstring."""
 
     vocabulary: int  # V
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """Tries the model with a few tokens; what comes out is `judged`, unless its weights are not there yet.
+        """Test the model with a few tokens; the result is `judged` unless the model has no weights yet.
 
         Raises:
-            ConfigError: its log-probs come out otherwise than its own forward gives them.
+            ConfigError: its log-probs differ from those of its own forward.
         """
         self._given = _Given()
         try:
@@ -57,14 +57,14 @@ class OwnHead:
             self._linear = _adding(self._head, model.get_output_embeddings())
             off = self._distance(model, decoder)
         except torch.OutOfMemoryError:
-            raise  # it says nothing of the model's code
-        except Exception as error:  # whatever a model's own code says of being run so
+            raise  # lack of memory says nothing about the model's code
+        except Exception as error:  # a model's own code may raise anything when it is run this way
             raise _refused(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
             raise _refused(model, f"log-probs differ by {off:.2g} nats")
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
-        """Logits (M, V), in the model's type; for its forward the M hidden states are those of one row."""
+        """Return logits (M, V) in the model's type; the model's forward sees the M hidden states as one row."""
         stand_in_1M = torch.zeros((1, len(hidden_MH)), dtype=torch.long, device=hidden_MH.device)
         self._given.output = self._kind(last_hidden_state=hidden_MH[None])
         try:
@@ -74,8 +74,10 @@ class OwnHead:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """For the length of a block, a backward pass adds the gradient of the last layer's weight where it is, without
-        autograd: see `AddingLinear`. Where that layer is small, or not only a weight, nothing is different."""
+        """During the block, a backward pass adds the last layer's gradient in place, without autograd.
+
+        See `AddingLinear`. Nothing changes if that layer is small, or has more than a weight.
+        """
         if self._linear is None or not self._linear.gains:
             yield
             return
@@ -84,7 +86,7 @@ class OwnHead:
 
     @torch.no_grad()
     def _distance(self, model: Any, decoder: Any) -> float:
-        """The most that this way and the model's own differ in, in nats."""
+        """Return the largest difference between this path and the model's own, in nats."""
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
         self.vocabulary = theirs_TV.shape[-1]
@@ -95,13 +97,13 @@ class OwnHead:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The most that two ways to the same numbers differ in; infinite where only one of them gives a number."""
-    same = (one == other) | (one.isnan() & other.isnan())  # of broken weights, both are NaN
+    """Return the largest difference between two results; infinite where only one of them is a number."""
+    same = (one == other) | (one.isnan() & other.isnan())  # broken weights give NaN on both sides
     return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())
 
 
 def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
-    """The model with `other` in the place of `module`; it shares everything else with the one that is given."""
+    """Return the model with `other` in the place of `module`; everything else is shared with the original."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
         raise TypeError("the decoder is the model itself")
@@ -115,7 +117,7 @@ def _with_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
 
 
 def _adding(head: Any, last: nn.Module | None) -> AddingLinear | None:
-    """Put an `AddingLinear` in the place of the last layer, if it is a weight that stands in the model itself."""
+    """Put an `AddingLinear` in the place of the last layer, if that is only a weight, directly in the model."""
     name = next((name for name, found in head._modules.items() if found is last), None)
     if name is None or type(last) is not nn.Linear or last.bias is not None:
         return None
@@ -124,7 +126,7 @@ def _adding(head: Any, last: nn.Module | None) -> AddingLinear | None:
 
 
 def _shallow(module: nn.Module) -> Any:
-    """A module with the same tensors and the same modules in it. Hooks that the other gets later are not its own."""
+    """Return a shallow copy of a module: the same tensors and child modules, but its own hooks from here on."""
     made = copy.copy(module)
     held = {name: copy.copy(value) for name, value in vars(module).items() if "hooks" in name}
     vars(made).update(held, _modules=dict(module._modules))

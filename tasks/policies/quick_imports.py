@@ -1,4 +1,4 @@
-"""Quicker imports of transformers and of what is built on it: most of the start of a learner or an engine on a CPU."""
+"""Faster imports of transformers and of packages built on it: most of a learner's or an engine's start on a CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import faster.
+    """Import faster during the block.
 
-    Imported modules stay, so it is lost time to look for garbage in them. Only the losses and decoding of other models
-    need scikit-learn and SciPy; accelerate is for those that are spread over devices (peft imports it itself).
+    Imported modules stay, so searching them for garbage wastes time. scikit-learn and SciPy are needed only for losses
+    and decoding of other models; accelerate only for models spread over devices (peft imports it itself).
     """
     gc.disable()
     try:

@@ -19,7 +19,7 @@ GENERATION = "generation_config.json"
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of `config.json`, then others from `generation_config.json`. (Chat models have both.)"""
+    """Return the end-of-sequence ids of `config.json` and `generation_config.json` (chat models have both)."""
     found: list[int] = []
     for name in ("config.json", GENERATION):
         path = folder / name
@@ -43,7 +43,7 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """Return the id of the tokenizer's own end token, if it names one that it has."""
+    """Return the id of the tokenizer's end token; empty if it names none, or none that it has."""
     name = named_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
     added = {token["content"]: token["id"] for token in tokens.get("added_tokens") or ()}
@@ -53,7 +53,7 @@ def tokenizer_end(folder: Path) -> list[int]:
 
 
 def named_token(folder: Path, key: str) -> str | None:
-    """Return the text of a token that the tokenizer's files name, e.g. its `eos_token`."""
+    """Return the text of a token that the tokenizer's files name, e.g. `eos_token`."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file
         found = json.loads(path.read_text()).get(key) if path.exists() else None

@@ -1,9 +1,9 @@
-"""The tensors of a policy folder: a run begins with every one of them, and with no other.
+"""Checks of a policy folder's tensors: the model's tensors and the folder's must match exactly.
 
     headers   every file is whole, and an index names each tensor once, in the file that has it
     names     when transformers loads the folder without values, no tensor is missing, left over or of another shape
     ties      two tensors that the config ties are equal
-    values    none is NaN or infinite, in the type that is trained
+    values    no value is NaN or infinite in the type that is trained
 
 Files are memory-mapped, and at most `PIECE` values are in memory at a time.
 """
@@ -25,19 +25,19 @@ from rollflow.tasks.policies.attention import attention_of
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.head import OwnHead
 
-PIECE = 2**22  # values
+PIECE = 2**22  # most values in memory at a time
 SHOWN = 4  # the most names in one error
-TRIED_BYTES = 2**28  # a model up to this size is also loaded and run before the run
+TRIED_BYTES = 2**28  # models up to this size are also loaded and run before the run
 TRIED_TOKENS = 8
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE = "save the policy again (save_pretrained)"
 
 
 def check_tensors(folder: Path, dtype: str) -> int:
-    """Check the weights in `folder`; returns how many tokens the model has rows for.
+    """Check the weights in `folder`; return the number of tokens for which the model has rows.
 
     Raises:
-        ConfigError: with one sentence that names the tensors, or the file.
+        ConfigError: a check failed; one sentence names the tensors or the file.
     """
     where = _read_headers(folder)
     model, info = _load_names(folder, dtype, "meta")
@@ -97,7 +97,7 @@ def _check_names(file: Path) -> list[str]:
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """Return the model and transformers' loading info; the model is on "meta", without values."""
+    """Load the model without values, on the "meta" device; return it with transformers' loading info."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

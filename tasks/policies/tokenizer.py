@@ -22,18 +22,18 @@ from rollflow.tasks.policies.chat import ChatTemplate
 from rollflow.tasks.policies.context import context_length, probe_length
 from rollflow.tasks.policies.stop import config_ends, named_token, stop_tokens, tokenizer_end
 
-# What tokenizers treat differently, alone and beside each other: letters, digits, blanks, signs, marks, scripts.
+# Pieces of text that tokenizers treat differently, alone and together: letters, digits, blanks, signs, marks, scripts.
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
 
 
 class PolicyTokenizer:
-    """Encodes questions and decodes responses. `folder` holds tokenizer.json and config.json."""
+    """Encode questions and decode responses. `folder` has tokenizer.json and config.json."""
 
     def __init__(self, folder: Path, now: float | None = None, *, single_start: bool = True) -> None:
-        """`now` is the time that a chat template's clock shows, in seconds since the epoch; by default, this moment.
+        """`now` is the time that a chat template's clock shows, in seconds since the epoch; by default now.
 
         With `single_start`, prompts have at most one start token, and no end token at their end. Without it they have
-        all tokens that the tokenizer adds, and the context is `max_position_embeddings`, as in older runs.
+        all tokens that the tokenizer adds, and the context is `max_position_embeddings`, as in older recorded runs.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -45,7 +45,7 @@ class PolicyTokenizer:
         """Return the prompt tokens of a question; with `chat`, through the tokenizer's chat template.
 
         Raises:
-            ConfigError: the template refuses it.
+            ConfigError: the template refuses the question.
         """
         if chat:
             return self.template.encode(text, system)
@@ -81,34 +81,34 @@ class PolicyTokenizer:
         return self.decode(tokens[:-1] if ended else tokens)
 
     def name(self, token: int) -> str:
-        """Return a token as an error shows it."""
+        """Return a token's text and id for an error message."""
         return f"{self._fast.id_to_token(token) or '?'} ({token})"
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The end-of-sequence ids."""
+        """Ids of the end-of-sequence tokens."""
         return stop_tokens(self.folder)
 
     @cached_property
     def context(self) -> int:
         """Longest prompt plus response, in tokens."""
         if not self._single_start and type(named := self._config.get("max_position_embeddings")) is int:
-            return named  # longer prompts are replaced, so the context must not change
+            return named  # prompts longer than the context are replaced, so the context of such a run must not change
         return context_length(self._config)
 
     @property
     def probe_length(self) -> int:
-        """Tokens of the weight-update probe."""
+        """Number of tokens of the weight-update probe."""
         return probe_length(self._config)
 
     @cached_property
     def vocabulary(self) -> Mapping[str, int]:
-        """Every token with its id, added ones included."""
+        """All tokens with their ids, including added tokens."""
         return self._fast.get_vocab(with_added_tokens=True)
 
     @cached_property
     def special(self) -> Mapping[str, int]:
-        """The added tokens with their ids."""
+        """Added tokens with their ids."""
         return {token.content: id for id, token in self._fast.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -136,7 +136,7 @@ class PolicyTokenizer:
         return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of a text behind the tokenizer's start tokens, unless the text begins with these itself."""
+        """Encode a text behind the tokenizer's start tokens, unless the text begins with these itself."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
@@ -145,7 +145,7 @@ class PolicyTokenizer:
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokenizer adds before and after a text, found with a text that has tokens."""
+        """Tokens that the tokenizer adds before and after a text; tested with a text that has tokens."""
         for text in ("a", *sorted(self.vocabulary.keys() - self.special.keys())):
             if own := self._fast.encode(text, add_special_tokens=False).ids:
                 break
@@ -157,8 +157,10 @@ class PolicyTokenizer:
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        """End tokens that no prompt may end with: those of tokenizer and config. (Some chat models list the token that
-        begins an answer among those of generation_config.json.)"""
+        """End tokens that no prompt may end with: those of tokenizer and config.
+
+        generation_config.json does not count: some chat models list the token there that begins an answer.
+        """
         return frozenset([*tokenizer_end(self.folder), *config_ends(self._config)])
 
     @cached_property
@@ -182,10 +184,10 @@ class PolicyTokenizer:
 
 
 def _whole(folder: Path) -> Tokenizer:
-    """Return tokenizer.json without its truncation and padding settings, which other tools ignore.
+    """Load tokenizer.json without its truncation and padding settings, which other tools ignore.
 
     Raises:
-        ConfigError: the file is missing, or is no tokenizer.
+        ConfigError: the file is missing or not a tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -220,7 +222,7 @@ def _open_as_others(folder: Path) -> Any:
 
 
 def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
-    """How `AutoTokenizer` reads the folder differently from a run; None if it reads the same.
+    """Return how `AutoTokenizer` reads the folder differently from a run; None if it reads the same.
 
     It compares the vocabularies, and the tokens and texts of `texts`, of every special token and of `PIECES`.
 
@@ -233,7 +235,7 @@ def other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
 
 
 def _difference(ours: Tokenizer, theirs: Any, texts: Iterable[str]) -> str | None:
-    """How `theirs` reads texts differently from `ours`; None if it reads the same."""
+    """Return how `theirs` reads texts differently from `ours`; None if it reads the same."""
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))

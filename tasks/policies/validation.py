@@ -21,10 +21,10 @@ OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_m
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a folder whose JSON files or tokenizer cannot be read, or whose special tokens are no text.
+    """Refuse a folder whose JSON files or tokenizer cannot be read, or whose special tokens are not text.
 
     Raises:
-        ConfigError: with the name of the file.
+        ConfigError: the message names the file.
     """
     for name in ("config.json", "tokenizer.json", *OPTIONAL):
         path = folder / name
@@ -46,10 +46,10 @@ def check_files(folder: Path) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a config.json that transformers cannot read, and a sliding window that is no number of tokens.
+    """Refuse a config.json that transformers cannot read, or a sliding window that is not a number of tokens.
 
     Raises:
-        ConfigError: with the value, or with transformers' own reason.
+        ConfigError: the message has the value, or transformers' own reason.
     """
     from transformers import AutoConfig
 
@@ -63,11 +63,12 @@ def check_config(folder: Path) -> None:
 
 
 def name_end_tokens(folder: Path) -> None:
-    """Write the union of the end tokens of config.json, generation_config.json, the tokenizer and the chat template
-    into generation_config.json.
+    """Write the union of all end tokens into generation_config.json.
+
+    They come from config.json, generation_config.json, the tokenizer and the chat template.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no end token.
     """
     tokenizer = PolicyTokenizer(folder)
     found = [*_config_ends(folder, "config.json"), *_config_ends(folder, "generation_config.json")]
@@ -91,7 +92,7 @@ def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
     """Refuse a tokenizer that can produce a token for which the model has no row.
 
     Raises:
-        ConfigError: with the first such token.
+        ConfigError: the message names the first such token.
     """
     cure = "resize the model's embeddings (resize_token_embeddings), or remove the token"
     beyond = sorted((id, name) for name, id in tokenizer.vocabulary.items() if id >= rows)
@@ -106,7 +107,7 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
     """Refuse a chat template that loses the question or a source's system message.
 
     Raises:
-        ConfigError: with one sentence for what the user must change.
+        ConfigError: a template fails; one sentence says what the user must change.
     """
     for chat, system in dict.fromkeys((source.chat, source.system) for source in sources):
         if chat:
@@ -114,5 +115,5 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
 
 
 def describe_ends(tokenizer: PolicyTokenizer) -> str:
-    """Describe the end tokens in words."""
+    """Return the end tokens in words."""
     return f"end tokens: {', '.join(map(tokenizer.name, tokenizer.stop_tokens))}"

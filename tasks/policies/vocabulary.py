@@ -1,4 +1,4 @@
-"""How many tokens a policy has, as its folder says."""
+"""The number of tokens that a policy has, according to its folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollflow.storage.flat import ANY_TOKEN
 
 
 def vocabulary_of(folder: Path) -> int:
-    """Its tokens are those from 0 to one less than this: the `vocab_size` of `config.json`, if that says one."""
+    """Return `vocab_size` of `config.json`, if it has one: the tokens are 0 to one less than this."""
     config = json.loads((folder / "config.json").read_text())
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return int(size or ANY_TOKEN)
