@@ -47,12 +47,12 @@ from benchmarks.victims import (
     kill_everything,
     works,
 )
-from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
-from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.run_expectations import expected_of
+from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.expectations import expected_of
 
 ENGINES = ("engine", "vllm core")  # on vLLM their processes are there seconds before they can serve
 LIMIT_SECONDS = 180.0  # longest wait for one recovery

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.report import Row
 from benchmarks.victims import RECORDED_AS
-from rollflow.tasks.config import RecoveryConfig
+from rollflow.tasks.run.config import RecoveryConfig
 
 EVERYTHING = "everything"
 TARGET_SECONDS = 10.0

@@ -39,7 +39,7 @@ import torch
 from benchmarks.report import Row, arguments, at_least, publish
 from rollflow.storage.batch import TrajectoryBatch, packed
 from rollflow.storage.log.entries import Entry, RunCreated, VersionPublished
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore

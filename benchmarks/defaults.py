@@ -22,8 +22,8 @@ from rich.table import Table
 
 from benchmarks.report import Row
 from benchmarks.workloads import ROLL, UNBIASED, Workload, ran, workloads
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.config import RolloutConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import WARM_UP, Figures, population
 from rollflow.tasks.simulation.planner import settled_bias
 

@@ -25,9 +25,9 @@ from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompts.pins import read_once
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.run_context import open_prompts
+from rollflow.tasks.run.context import open_prompts
+from rollflow.tasks.run.prompt_pins import read_once
 
 RECIPE = Path("flows/recipes/sorting.toml")
 BATCH = "batch.arrow"

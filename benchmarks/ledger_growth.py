@@ -32,10 +32,9 @@ from rollflow.flows.views.status import StageStatus
 from rollflow.flows.views.status_writer import StatusWriter
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import Conflict, Missing
-from rollflow.storage.journal.usage import Usage
-from rollflow.storage.log import audits
+from rollflow.storage.log import audit_checkpoints
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.audits import Audited
+from rollflow.storage.log.audit_checkpoints import Audited
 from rollflow.storage.log.entries import (
     BatchCommitted,
     Body,
@@ -51,21 +50,22 @@ from rollflow.storage.log.entries import (
     entry_path,
 )
 from rollflow.storage.log.garbage import orphans
-from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.rules import apply, decide
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.snapshots import EVERY, segment_path, snapshot_path, to_bytes
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import Data, ObjectStore, Stat, pieces
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.run_records.usage import Usage
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.scheduler import ResumePoint
-from rollflow.tasks.run_context import FORMAT, RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import FORMAT, RunContext
 
 SIZES = (100, 1_000, 10_000, 100_000)
 LATENCY_SECONDS = 0.03
@@ -276,7 +276,7 @@ class Steps:
         report = AuditReport()
         report.close(made.state)
         first = hashlib.sha256(run.get(entry_path(0))).hexdigest()
-        audits.keep(run, Audited(made.state, report, {}, SIZE, first))
+        audit_checkpoints.keep(run, Audited(made.state, report, {}, SIZE, first))
         self.restart()
 
     def start(self) -> None:

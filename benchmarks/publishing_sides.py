@@ -26,7 +26,7 @@ import transformers.models.auto.modeling_auto  # noqa: F401 - what is imported i
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import RunCreated, VersionPublished
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore
@@ -38,8 +38,8 @@ from rollflow.tasks.learners.base import Learner, LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.learners.freed import give_back
 from rollflow.tasks.learners.gathered import staged
-from rollflow.tasks.learners.restore import restore
 from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.run.restore import restore
 
 GROUPS, SIZE, PROMPT = 4, 4, 16
 VOCABULARY = 1000  # tokens that are chosen from

@@ -25,7 +25,7 @@ from benchmarks.report import Row, arguments, at_least, at_most, publish
 from rollflow.flows.locations import attach_run
 from rollflow.tasks.policies.cold_start import POOL
 from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 Asked = Sequence[tuple[str, str]]  # questions and their right answers
 ALL = 10**9  # held-out questions: all that there are

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from rollflow.storage.records import Prompt
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.cold_start import answers, cold_start
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompts.pins import read_once
-from rollflow.tasks.run_context import open_prompts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import open_prompts
+from rollflow.tasks.run.prompt_pins import read_once
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 

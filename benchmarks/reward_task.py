@@ -19,8 +19,8 @@ from rollflow.flows.config import load_recipe
 from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import Missing
 from rollflow.storage.log.entries import Claimed
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import written
+from rollflow.storage.log.run_log import Log
 from rollflow.tasks.learners.torch_learner import load_model
 
 THREADS = 2

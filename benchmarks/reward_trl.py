@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.recipe_task import RecipeTask
 from benchmarks.reward_task import THREADS, task_of
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.objectives.config import Clip, PartsObjective
+from rollflow.tasks.run.config import RunConfig
 
 Point = tuple[int, float, float]
 

@@ -68,7 +68,7 @@ def prepared(case: Case, threads: int, home: Path, address: str = ""):  # type: 
     from rollflow.storage.log.entries import VersionPublished
     from rollflow.tasks.learners.config import TorchTrain
     from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-    from rollflow.tasks.run_context import claim
+    from rollflow.tasks.run.context import claim
 
     os.environ["ROLLFLOW_HOME"] = str(home)
     context = prepare(recipe(case, threads), f"overhead-{case.max_new_tokens}-{time.time_ns()}")

@@ -29,11 +29,11 @@ from rollflow.storage.batch import TrajectoryBatch, packed
 from rollflow.storage.records import Ending, GroupKey, PackedGroup, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.hardware import Hardware, ResponsesHardware
 from rollflow.tasks.simulation.parts import TimedRewards
 from rollflow.tasks.simulation.records import Records

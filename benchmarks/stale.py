@@ -25,11 +25,11 @@ from rollflow.flows.config import load_recipe
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
 from rollflow.storage.records import Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.shards import from_files
 from rollflow.tasks.learners.torch_learner import load_model
+from rollflow.tasks.run.config import RunConfig
 
 Sampled = tuple[list[int], list[float]]  # tokens of a response and their log-probs
 TOLD = ("entropy", "grad_norm", "kl_behaviour", "explained_variance", "kl_reference", "clipped")

@@ -26,8 +26,8 @@ from typing import Any
 
 from benchmarks.report import Row, arguments, at_most, publish
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.flat import Float32s, Int32s
 from rollflow.storage.records import Ending, Prompt
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.wire import ENDINGS, Collected, PackedPartials, PackedRequests

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from rollflow.flows.services.flow_line import flow_run_of
+from rollflow.flows.services.process_title import flow_run_of
 
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
 MODULES = {"reward worker": "rollflow.tasks.verifiers.worker", "runner": "rollflow.flows.deployments"}

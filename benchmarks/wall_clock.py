@@ -19,10 +19,10 @@ import ray
 
 from benchmarks.report import Row, arguments, publish
 from rollflow.tasks.actors.engine_client import RayEngine
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.rollout.proxy import Probe
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.records import Snapshot
 from rollflow.tasks.simulation.world import World, simulate

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.report import Row, at_most
 from rollflow.flows.config import load_hardware
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate

@@ -1,4 +1,4 @@
-"""How a recipe (one TOML file, one run) becomes the typed config tree of `tasks/config.py`.
+"""How a recipe (one TOML file, one run) becomes the typed config tree of `tasks/run/config.py`.
 
 Imports pydantic only. Every refusal is one sentence with the key, the value and the cure.
 """
@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rollflow.flows.key_words import allowed, default_of
+from rollflow.flows.allowed_values import allowed, default_of
 from rollflow.flows.services.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
 from rollflow.tasks.objectives.config import check_new
-from rollflow.tasks.sections import Section
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
 
 if TYPE_CHECKING:
     from rollflow.tasks.simulation.hardware import Hardware

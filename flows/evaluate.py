@@ -14,10 +14,10 @@ from rollflow.flows.locations import await_run
 from rollflow.storage.errors import ConfigError, Missing
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.environments import build_environment
-from rollflow.tasks.names import RunPlace
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, evaluation_of, store_evaluation
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.names import RunPlace
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
 

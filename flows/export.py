@@ -17,7 +17,7 @@ from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.policies.tokenizer import other_reading
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 TEXTS = 64  # of the run's prompts, where they can be had, that others must read as the run did
 

@@ -10,10 +10,10 @@ from rollflow.flows.services.times import utc_stamp
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import open_store
-from rollflow.tasks.config import RunConfig, StoreConfig
-from rollflow.tasks.names import run_id as checked
-from rollflow.tasks.node import cache_in
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig, StoreConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.names import run_id as checked
+from rollflow.tasks.runtime.node import cache_in
 
 
 def home() -> Path:

@@ -32,8 +32,8 @@ from pydantic import Field, ValidationError, field_validator
 
 from rollflow.flows.config import load_recipe, read_toml, sentences
 from rollflow.flows.export import export
-from rollflow.flows.keepalive.crashed import line
 from rollflow.flows.keepalive.stages import reason_of
+from rollflow.flows.keepalive.supervisor_restart import line
 from rollflow.flows.locations import all_runs, context_of, home, store_uri
 from rollflow.flows.services.prefect_api import SERVED, api, flow_state, going, insist, start, supervisors
 from rollflow.flows.services.times import utc_minute
@@ -42,11 +42,11 @@ from rollflow.flows.views.registry import Registered, Registry, Score, z_score
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.log.entries import entry_path
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.names import RecipeName
 from rollflow.tasks.rollout.evaluation import evaluation_of
-from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.sections import Section, refuse
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.names import RecipeName
+from rollflow.tasks.runtime.sections import Section, refuse
 
 POLL_SECONDS = 2.0
 CANCEL_SECONDS = 120.0

@@ -25,11 +25,11 @@ from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
 
 from rollflow.flows.evaluate import evaluate_version
-from rollflow.flows.keepalive.crashed import follows_another
-from rollflow.flows.keepalive.following import Following
+from rollflow.flows.keepalive.restart_history import begin_anew
 from rollflow.flows.keepalive.restarts import GaveUp
-from rollflow.flows.keepalive.spent import begin_anew
+from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.keepalive.stages import Stages
+from rollflow.flows.keepalive.supervisor_restart import follows_another
 from rollflow.flows.locations import await_run, context_of, home, run_id_of, store_uri
 from rollflow.flows.prepare import prepare
 from rollflow.flows.services import cluster
@@ -38,15 +38,14 @@ from rollflow.flows.services.reachability import check_store_reach
 from rollflow.flows.steps import Steps, blocks, cancel, run_name, suspend, tag, tags
 from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.anchors import write_anchor, write_first_anchor
-from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.config_history import select_shown
 from rollflow.flows.views.log_lines import about
+from rollflow.flows.views.mlflow_payload import beginning, ending
 from rollflow.flows.views.mlflow_run import TrackingPlace
 from rollflow.flows.views.page import Page
-from rollflow.flows.views.run_facts import beginning, ending
+from rollflow.flows.views.progress_blocks import rows
 from rollflow.flows.views.status import Phase, record_end
 from rollflow.flows.views.status_writer import StatusWriter, points
-from rollflow.flows.views.stopping import Ended, take_back
 from rollflow.flows.views.summary import SUMMARY, summarize
 from rollflow.flows.views.tracking import Tracker
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
@@ -54,14 +53,15 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.configs import differences
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.log.garbage import sweep
-from rollflow.storage.log.log import Writer
 from rollflow.storage.log.report import AuditReport
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.config_changes import tree_of
-from rollflow.tasks.names import RunId, RunPlace
+from rollflow.storage.log.run_log import Writer
+from rollflow.storage.run_records.stop_requests import Ended, take_back
 from rollflow.tasks.rollout.evaluation import evaluated, skipped
-from rollflow.tasks.run_context import RunContext, claim
-from rollflow.tasks.run_expectations import expected_of
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.config_changes import tree_of
+from rollflow.tasks.run.context import RunContext, claim
+from rollflow.tasks.run.expectations import expected_of
+from rollflow.tasks.runtime.names import RunId, RunPlace
 
 
 @flow(name="post-training", log_prints=False, flow_run_name=run_name, persist_result=True, result_serializer="json")

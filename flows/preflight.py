@@ -23,11 +23,9 @@ from rollflow.flows.services.ray_access import check_membership
 from rollflow.flows.services.reachability import check_folder, check_mlflow, check_prefect, check_ray, check_store_reach
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import Data, open_store
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, hindrance_of, kv_cache_need
 from rollflow.tasks.learners.config import DeepSpeedTrain
-from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.policies.folder import (
     build_cold_folder,
     copy_folder,
@@ -46,12 +44,14 @@ from rollflow.tasks.policies.validation import (
     describe_ends,
     name_end_tokens,
 )
-from rollflow.tasks.prompt_check import Tell, fit_files, probe_sources, read_files
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.near_duplicates import near_duplicates
-from rollflow.tasks.prompts.pins import Pin, pinned, read_once
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.run_context import RunContext, open_prompts, probe_tokens
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
+from rollflow.tasks.run.prompt_check import Tell, fit_files, probe_sources, read_files
+from rollflow.tasks.run.prompt_pins import Pin, pinned, read_once
+from rollflow.tasks.run.user_code import check_own_parts
 
 VOCABULARY_TEXTS = 2000
 

@@ -14,15 +14,15 @@ from rollflow.flows.locations import context_of, store_uri
 from rollflow.flows.preflight import preflight
 from rollflow.storage.errors import ConfigError, Conflict
 from rollflow.storage.log.entries import RunCreated, entry_path
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import Data, ObjectStore
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.records import StoredObject
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.own_parts import own_code
-from rollflow.tasks.prompt_check import Tell
-from rollflow.tasks.prompts.pins import keep
-from rollflow.tasks.run_context import FORMAT, RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import FORMAT, RunContext
+from rollflow.tasks.run.prompt_check import Tell
+from rollflow.tasks.run.prompt_pins import keep
+from rollflow.tasks.run.user_code import own_code
 
 
 def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunContext:

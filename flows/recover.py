@@ -8,10 +8,10 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 
-from rollflow.flows.keepalive.crashed import is_up, read, run_of, run_uri, start_again
+from rollflow.flows.keepalive.supervisor_restart import is_up, read, run_of, run_uri, start_again
 from rollflow.flows.services.prefect_api import insist
 from rollflow.storage.errors import Unreachable
-from rollflow.tasks.config import StoreConfig
+from rollflow.tasks.run.config import StoreConfig
 
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5

@@ -9,7 +9,7 @@ from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.statuses import RewardStatus
-from rollflow.tasks.names import RunPlace
+from rollflow.tasks.runtime.names import RunPlace
 
 NO_LIMIT = float("inf")  # it has nothing to do while the others prepare; they are the ones that must progress
 

@@ -12,7 +12,7 @@ from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.rollout import ROLLOUT, start_rollout
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.names import RunPlace
+from rollflow.tasks.runtime.names import RunPlace
 
 
 @flow(name="rollout", log_prints=False)

@@ -16,7 +16,7 @@ from rollflow.flows.locations import home
 from rollflow.flows.services.locks import one_at_a_time
 from rollflow.flows.services.prefect_api import SERVED, names_of
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 
 SHIPPED = Path(__file__).parent / "recipes"
 

@@ -27,14 +27,14 @@ from rollflow.flows.services.process import MlflowServer, PrefectServer, Runner,
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.flows.services.registering import check_unserved, sweep, withdraw
-from rollflow.flows.services.told import Told
+from rollflow.flows.services.stop_flag import Told
 from rollflow.flows.services.variables import OWN_PREFECT, OWN_RAY, drop_settings
 from rollflow.flows.views.log_lines import settings
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.tasks.actors.early_imports import Kind, kinds_of
-from rollflow.tasks.config import RecoveryConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RecoveryConfig
+from rollflow.tasks.run.context import RunContext
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 1.0
@@ -91,7 +91,7 @@ class Session:
         Raises:
             GaveUp: a service cannot be kept up.
         """
-        from rollflow.flows.keepalive.crashed import PickUp
+        from rollflow.flows.keepalive.supervisor_restart import PickUp
 
         service_keeper = self.service_keeper(RecoveryConfig())
         pick_up = PickUp(self.deployment) if SERVER in self.services else None

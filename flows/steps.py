@@ -23,9 +23,9 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Pending, Suspended
 
 from rollflow.flows.services.prefect_api import api
-from rollflow.flows.views.stopping import Ended
 from rollflow.storage.errors import Unreachable
-from rollflow.tasks.config import RunConfig
+from rollflow.storage.run_records.stop_requests import Ended
+from rollflow.tasks.run.config import RunConfig
 
 T = TypeVar("T")
 BLOCKS = 20  # boxes for the versions of a run, at most

@@ -10,7 +10,7 @@ from rollflow.flows.locations import await_run
 from rollflow.flows.services import cluster
 from rollflow.tasks.actors.learner import LEARNER, start_learner
 from rollflow.tasks.actors.statuses import LearnerStatus
-from rollflow.tasks.names import RunPlace
+from rollflow.tasks.runtime.names import RunPlace
 
 
 @flow(name="train")

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import pyarrow as pa
 
-from rollflow.storage.columns import joined, parts_of
+from rollflow.storage.arrow_rows import joined, parts_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.records import Ending, FinishedGroup, GroupKey, PackedGroup, Trajectory, TrajectoryGroup
 

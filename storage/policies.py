@@ -21,9 +21,9 @@ from typing import TypeVar
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import Body, Entry, Pruned, VersionPublished
 from rollflow.storage.log.lineage import find_version
-from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.retention import Kind, Retention
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import Data, ObjectStore, pieces
 from rollflow.storage.objects.disk import mapped, sha256_of

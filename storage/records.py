@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
-from rollflow.storage.flat import Bools, Int32s
+from rollflow.storage.token_arrays import Bools, Int32s
 
 
 class Ending(StrEnum):

@@ -19,8 +19,8 @@ import pyarrow as pa
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, Body, Entry, Group
-from rollflow.storage.log.log import Attached, Log, Writer
 from rollflow.storage.log.reading import there
+from rollflow.storage.log.run_log import Attached, Log, Writer
 from rollflow.storage.log.state import Refused, RunState, Waiting
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import found

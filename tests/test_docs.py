@@ -12,8 +12,8 @@ import pytest
 from rollflow.flows.commands.keys_page import keys_page
 from rollflow.flows.commands.options import parser
 from rollflow.flows.config import describe_keys
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.sections import Section
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from rollflow.flows.services.ray_access import check_membership
 from rollflow.flows.services.reachability import check_ray, check_store_reach
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.placement import runtime_env
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 
 
 def command(options: argparse.Namespace) -> int:

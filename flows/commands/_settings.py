@@ -26,8 +26,8 @@ from rollflow.flows.config import parse, read_toml
 from rollflow.flows.services.reachability import redact
 from rollflow.flows.services.recipe_paths import anchor_paths
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import SECRET_NAME, RunConfig
-from rollflow.tasks.sections import Section
+from rollflow.tasks.run.config import SECRET_NAME, RunConfig
+from rollflow.tasks.runtime.sections import Section
 
 SECTIONS = ("store", "cluster", "tracking")
 FILES = (  # variables that name a file

@@ -15,8 +15,8 @@ from rollflow.flows.views.audit_table import print_report, show_audit
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
 from rollflow.storage.log.report import AuditReport
-from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.run_expectations import expected_of
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.expectations import expected_of
 
 REPORT = TypeAdapter(AuditReport)
 

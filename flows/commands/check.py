@@ -12,7 +12,7 @@ import json
 import sys
 
 from rollflow.flows.commands import OK
-from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.config import load_recipe
 from rollflow.flows.preflight import preflight
 

@@ -15,7 +15,7 @@ from rollflow.flows.locations import find_run, home
 from rollflow.flows.views.compare import ComparedRun, describe_same_weights, differences, read_compared
 from rollflow.flows.views.compare_page import compare_page
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 
 def command(options: argparse.Namespace) -> int:

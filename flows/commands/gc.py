@@ -15,7 +15,7 @@ from rollflow.flows.locations import find_run
 from rollflow.flows.views.console import duration
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.garbage import Orphan, collect, orphans, store_clock
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollflow.flows.commands import OK
-from rollflow.flows.commands.toml import to_toml
+from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.config import sections_of
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.sections import Section
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
 
 HEAD = """# A recipe. What begins with "#:" is a key as it is by default: take these two characters away to set it.
 # `rollflow check` says what is wrong with it, `rollflow keys` lists the keys of all other kinds.

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollflow.flows.commands import OK
-from rollflow.flows.commands.inspected import (
+from rollflow.flows.commands._inspect_data import (
     batch_of,
     check_key,
     groups_of,
@@ -33,15 +33,15 @@ from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.progress import trained_domains
 from rollflow.flows.views.turns import Part, prompt_tokens, split_turns
 from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
 from rollflow.storage.log.lineage import Consumed, Waiting, fates
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import GroupKey, Trajectory
-from rollflow.tasks.learners.restore import name_of
-from rollflow.tasks.run_context import RunContext
+from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import name_of
 
 SHOWN = 12  # keys in a list; the rest is counted
 

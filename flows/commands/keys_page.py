@@ -12,10 +12,10 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from rollflow.flows.allowed_values import UNSET, allowed, default_of
 from rollflow.flows.config import sections_of
-from rollflow.flows.key_words import UNSET, allowed, default_of
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.sections import Section
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
 
 HEAD = """# Configuration

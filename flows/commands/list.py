@@ -16,7 +16,7 @@ from rollflow.flows.locations import all_runs
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError, Corrupt
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 COLUMNS = ("run", "began", "state", "version", "reward", "held-out")
 

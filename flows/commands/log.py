@@ -26,9 +26,9 @@ from rollflow.storage.log.entries import (
     VersionPublished,
     encode,
 )
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import written
-from rollflow.tasks.run_context import RunContext
+from rollflow.storage.log.run_log import Log
+from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 1.0  # how often a log that is followed is read
 SHOWN = ("reward", "loss")  # metrics of a version

@@ -20,7 +20,7 @@ from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.views.log_lines import as_json, is_of, text
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 

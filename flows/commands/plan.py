@@ -23,12 +23,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rollflow.flows.commands import FAILED, OK
-from rollflow.flows.commands.toml import rewritten
+from rollflow.flows.commands._toml_edit import rewritten
 from rollflow.flows.config import hardware_file, load_hardware, load_recipe
 from rollflow.flows.views.console import duration
 from rollflow.flows.views.simulation import as_json
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.candidates import FULL, QUICK, Candidate, Limits, Outcome
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.planner import TOLERANCE, Planned, plan

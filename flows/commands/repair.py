@@ -10,7 +10,7 @@ from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
 from rollflow.storage.errors import ConfigError, Missing
 from rollflow.storage.log.repair import cures, repair
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 
 def command(options: argparse.Namespace) -> int:

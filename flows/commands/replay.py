@@ -24,11 +24,11 @@ from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.tasks.learners.base import Learner
-from rollflow.tasks.learners.restore import Replayed, name_of, new_learner, restore, train_again
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import Replayed, name_of, new_learner, restore, train_again
 
 if TYPE_CHECKING:
-    from rollflow.tasks.learners.compared import Distance
+    from rollflow.tasks.run.replay_diff import Distance
 
 CAUSE = "a replay is bit for bit the same only on the same kind of machine, with the same torch build"
 
@@ -133,7 +133,7 @@ def _comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[st
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance | None:
     """How far what differs is from what was published, where that is in storage."""
-    from rollflow.tasks.learners.compared import distance
+    from rollflow.tasks.run.replay_diff import distance
 
     if not replayed.differences:
         return None

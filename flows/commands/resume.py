@@ -15,9 +15,9 @@ from rollflow.flows.services.run_lock import hold_run
 from rollflow.flows.views.config_history import change_sentence
 from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config_changes import change_config, check_change, tree_of
-from rollflow.tasks.own_parts import changed_code, check_own_parts
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config_changes import change_config, check_change, tree_of
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.user_code import changed_code, check_own_parts
 
 ALIVE_SECONDS = 5.0  # a supervisor writes its status once a second
 

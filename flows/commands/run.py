@@ -19,15 +19,15 @@ from rollflow.flows.services.run_lock import hold_run
 from rollflow.flows.session import Session, session_of
 from rollflow.flows.views.audit_table import show_audit
 from rollflow.flows.views.console import open_view, print_summary
-from rollflow.flows.views.seen import keep_seen
+from rollflow.flows.views.last_status import keep_seen
 from rollflow.flows.views.status import RunStatus, read_status, record_end
-from rollflow.flows.views.stopping import take_back
 from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, StoreFailed, Unreachable
-from rollflow.storage.journal.usage import read_usage
+from rollflow.storage.run_records.stop_requests import take_back
+from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.lease import STATUS
-from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.run_expectations import expected_of
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.expectations import expected_of
 
 
 def command(options: argparse.Namespace) -> int:

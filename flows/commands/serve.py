@@ -17,7 +17,7 @@ from rollflow.flows.services.prefect_api import SERVED
 from rollflow.flows.services.process import MlflowServer
 from rollflow.flows.services.profile import prefect_url
 from rollflow.flows.services.reachability import check_prefect, check_prefect_database, redact
-from rollflow.flows.services.told import Told
+from rollflow.flows.services.stop_flag import Told
 from rollflow.flows.session import open_session
 from rollflow.flows.views.tracking import VIEW
 from rollflow.storage.errors import ConfigError

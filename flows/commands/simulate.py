@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rollflow.flows.commands import OK
-from rollflow.flows.commands.predict import compare
+from rollflow.flows.commands._prediction import compare
 from rollflow.flows.config import load_hardware, load_recipe
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.simulation import Outputs, run_simulation

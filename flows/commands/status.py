@@ -11,14 +11,14 @@ from rich.console import Console
 
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import default_store, find_run, home
-from rollflow.flows.services.in_time import call_in_time
+from rollflow.flows.services.deadline import call_in_time
 from rollflow.flows.views.console import duration, render
-from rollflow.flows.views.seen import keep_seen, read_seen
+from rollflow.flows.views.last_status import keep_seen, read_seen
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.lease import STATUS
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 STORE_SECONDS = 6.0  # deadline for all reads: with the imports, an answer takes at most ten
 SILENT_SECONDS = 60.0  # a supervisor writes once a second while it follows its stages

@@ -9,8 +9,8 @@ import time
 from rollflow.flows.commands import FAILED, OK
 from rollflow.flows.locations import find_run
 from rollflow.flows.views.status import RunStatus, read_status
-from rollflow.flows.views.stopping import How, ask
-from rollflow.tasks.run_context import RunContext
+from rollflow.storage.run_records.stop_requests import How, ask
+from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0

@@ -31,10 +31,10 @@ from rollflow.flows.views.compare_page import compare_page
 from rollflow.flows.views.summary import read_summary
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import entry_path
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.names import LONGEST_RECIPE
-from rollflow.tasks.names import run_id as checked
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.names import LONGEST_RECIPE
+from rollflow.tasks.runtime.names import run_id as checked
 
 MOST = 1000  # runs of a study
 

@@ -24,7 +24,7 @@ from rollflow.storage.errors import ConfigError, NotFinite, RollflowError, Store
 from rollflow.storage.log.state import Superseded
 from rollflow.tasks.actors.lease import Lease, LeaseWatch
 from rollflow.tasks.actors.statuses import ActorStatus
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 POLL_SECONDS = 0.5
 CALM_SECONDS = 2.0

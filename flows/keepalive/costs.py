@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 import psutil
 
 from rollflow.flows.keepalive.services import RAY, RUNNER
-from rollflow.flows.services.flow_line import flow_run_of
 from rollflow.flows.services.process import Service
-from rollflow.storage.journal.usage import Cost
-from rollflow.tasks.cpu import below_cost, own_cost
+from rollflow.flows.services.process_title import flow_run_of
+from rollflow.storage.run_records.usage import Cost
+from rollflow.tasks.runtime.cpu import below_cost, own_cost
 
 COMMAND, SUPERVISOR, STAGES = "command", "supervisor", "stage flows"
 

@@ -22,7 +22,7 @@ from rollflow.flows.services.actor_process import explain_lost_call
 from rollflow.storage.errors import ConfigError, EngineFailed, StoreFailed, Unreachable
 from rollflow.tasks.actors.rollout import EVALUATION, engine_name, start_engine
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 START_SECONDS = 900.0
 START_POLL_SECONDS = 0.1

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import VllmEngineConfig
+from rollflow.tasks.run.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from rollflow.tasks.actors.placement import Role, engine_cpus, fits, learner_cpus
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 
 
 def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
-from rollflow.flows.keepalive.spent import Earlier
+from rollflow.flows.keepalive.restart_history import Earlier
 from rollflow.storage.errors import RollflowError
-from rollflow.storage.journal.recoveries import Notes, Recovery
-from rollflow.tasks.config import RecoveryConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.storage.run_records.recoveries import Notes, Recovery
+from rollflow.tasks.run.config import RecoveryConfig
+from rollflow.tasks.run.context import RunContext
 
 LONGEST_PAUSE = 60.0
 

@@ -19,8 +19,8 @@ from rollflow.flows.services.prefect_api import crash_orphans
 from rollflow.flows.services.process import PrefectServer, Service
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.journal.recoveries import Recovery
-from rollflow.tasks.config import RecoveryConfig
+from rollflow.storage.run_records.recoveries import Recovery
+from rollflow.tasks.run.config import RecoveryConfig
 
 SERVER, RAY, RUNNER = "prefect server", "ray head", "runner"
 REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the start of its flows"}

@@ -22,9 +22,9 @@ from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.locations import home
 from rollflow.flows.services import stack
 from rollflow.flows.services.home_server import addresses, is_free
-from rollflow.flows.services.told import Told
+from rollflow.flows.services.stop_flag import Told
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RecoveryConfig
+from rollflow.tasks.run.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
 PORT_SECONDS = 30.0  # for what a dead one had started to end

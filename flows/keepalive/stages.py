@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.runtime import flow_run
 from prefect.states import Running
 
-from rollflow.flows.keepalive.early import begin_actors
+from rollflow.flows.keepalive.prestart import begin_actors
 from rollflow.flows.keepalive.restarts import GaveUp, RecoveryReporter, Restarts, first_line
 from rollflow.flows.services import cluster
 from rollflow.flows.services.actor_process import explain_lost_call
@@ -30,7 +30,7 @@ from rollflow.flows.services.prefect_api import api, going, start, states_of
 from rollflow.flows.steps import stand_in, tags, title
 from rollflow.flows.views.status import StageStatus
 from rollflow.storage.errors import RollflowError, Unreachable
-from rollflow.storage.journal.usage import Usage
+from rollflow.storage.run_records.usage import Usage
 from rollflow.tasks.actors.channel import CHANNEL, start_channel
 from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.lease import Lease
@@ -38,8 +38,8 @@ from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
-from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.warned import Warned
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.actor_warnings import Warned
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # how often the states of the child runs are read

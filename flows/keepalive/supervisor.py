@@ -20,12 +20,12 @@ from rollflow.flows.keepalive.services import ServiceKeeper
 from rollflow.flows.services.prefect_api import api, emit, flow_state
 from rollflow.flows.views.status import RunStatus, read_status
 from rollflow.storage.errors import RollflowError, Unreachable
-from rollflow.storage.journal.recoveries import Notes, Recovery
-from rollflow.storage.journal.usage import Usage, store_usage
-from rollflow.tasks.run_context import RunContext
+from rollflow.storage.run_records.recoveries import Notes, Recovery
+from rollflow.storage.run_records.usage import Usage, store_usage
+from rollflow.tasks.run.context import RunContext
 
 if TYPE_CHECKING:
-    from rollflow.flows.keepalive.crashed import Successor
+    from rollflow.flows.keepalive.supervisor_restart import Successor
 
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
@@ -134,7 +134,7 @@ class SupervisorKeeper:
             client.set_flow_run_state(self.flow_run, Crashed(message=reason), force=True)
 
     def _start_again(self, status: RunStatus) -> RunStatus:
-        from rollflow.flows.keepalive.crashed import start_again
+        from rollflow.flows.keepalive.supervisor_restart import start_again
 
         successor = start_again(self.flow_run, self.context)
         if successor is None:

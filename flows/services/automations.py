@@ -5,7 +5,7 @@
 
 They are installed by name. To install them again changes nothing, so what they have counted is kept. They reach only
 the deployments that they are made for. Prefect's SQLite database gets slow under automations, so a private server has
-none; its session looks after the runs (`keepalive/crashed.py`).
+none; its session looks after the runs (`keepalive/supervisor_restart.py`).
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from prefect.context import refresh_global_settings_context
 from prefect.runner import _starter_engine
 from prefect.utilities.processutils import get_sys_executable
 
-from rollflow.flows.services.flow_line import ENGINE, FLOW_RUN
-from rollflow.tasks.fork_server import be_named, fork_server, leave_alive_to_owner
+from rollflow.flows.services.process_title import ENGINE, FLOW_RUN
+from rollflow.tasks.runtime.fork_server import be_named, fork_server, leave_alive_to_owner
 
 PR_SET_PDEATHSIG = 1
 

@@ -20,7 +20,7 @@ from rollflow.tasks.objectives.config import PartsObjective
 if TYPE_CHECKING:
     from prefect import Flow
 
-    from rollflow.tasks.config import RunConfig
+    from rollflow.tasks.run.config import RunConfig
 
 Schema = dict[str, Any]
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.flows.services.lost_workers import WorkerWatch
+from rollflow.flows.services.prewarmed_workers import Spares
 from rollflow.flows.services.process import free_port
-from rollflow.flows.services.spares import Spares
 
 WATCH_SECONDS = 0.2
 WORKER = Path(__file__).with_name("ray_worker.py")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollflow.flows.services.locks import PROBE_SECONDS, is_held, take_within
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 
 @contextlib.contextmanager

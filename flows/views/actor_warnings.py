@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rollflow.flows.services.reachability import redact
 from rollflow.flows.views.parameters import names_secret
-from rollflow.tasks.warned import Warned
+from rollflow.tasks.runtime.actor_warnings import Warned
 
 URL = re.compile(r"\b\w+://[^\s'\"]+")
 NAMED = re.compile(r"([\w-]+)(['\"]?\s*[=:]\s*)(?:(?:Bearer|Basic)\s+)?([^\s,;]+)")

@@ -14,7 +14,7 @@ from rollflow.flows.views.mlflow_run import ANCHOR_TAG, TrackingPlace, read_tags
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.log.anchors import Anchor, first_anchor, newest_anchor, parse_anchor
 from rollflow.storage.log.state import RunState
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 if TYPE_CHECKING:
     from rollflow.flows.views.page import Page

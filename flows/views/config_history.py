@@ -14,7 +14,7 @@ import tomlkit
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
 from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import Change
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 UNSET = "unset"
 TOML = {"None": UNSET, "True": "true", "False": "false"}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollflow.flows.views.run_facts import Beginning, Changes, Ending, KeptVersion, Prompts
+from rollflow.flows.views.mlflow_payload import Beginning, Changes, Ending, KeptVersion, Prompts
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log.anchors import Anchor
 

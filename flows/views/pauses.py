@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from rollflow.storage.log.entries import BatchCommitted, Claimed, VersionPublished
 from rollflow.storage.log.reading import written
 from rollflow.storage.policies import PolicyVersion
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 
 def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersion) -> float:

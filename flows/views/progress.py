@@ -14,8 +14,8 @@ from itertools import islice
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 
 RECENT = 5  # versions that count as recent
 KEPT = 128  # versions at hand

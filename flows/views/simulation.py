@@ -24,7 +24,7 @@ from rollflow.flows.views import timeline_html, timeline_png
 from rollflow.flows.views.console import duration, staleness_bar
 from rollflow.flows.views.timeline import drawing
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.timeline import Timeline

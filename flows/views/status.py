@@ -17,7 +17,7 @@ from rollflow.storage.errors import Corrupt, Missing, RollflowError
 from rollflow.tasks.actors.lease import STATUS
 
 if TYPE_CHECKING:
-    from rollflow.tasks.run_context import RunContext
+    from rollflow.tasks.run.context import RunContext
 
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")

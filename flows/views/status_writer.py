@@ -23,13 +23,13 @@ from rollflow.flows.views.progress import KEPT, RECENT, Progress, system_figures
 from rollflow.flows.views.status import Phase, RunStatus, StageStatus
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.journal.recoveries import RecoveryLog
-from rollflow.storage.journal.usage import Usage, store_usage
 from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.storage.run_records.usage import Usage, store_usage
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
 from rollflow.tasks.rollout.evaluation import Evaluation, evaluations
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 TELL_SECONDS = 1.0
 MESSAGES = 3  # the latest ones that the live view shows

@@ -11,12 +11,12 @@ from typing import Any
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal
 from rollflow.flows.views.progress import Progress, length_bias
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.journal.recoveries import RecoveryLog
-from rollflow.storage.journal.usage import read_usage
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.rollout.evaluation import evaluations, skipped
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 SUMMARY = "summary.json"
 

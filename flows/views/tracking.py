@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollflow.flows.services.reachability import redact
+from rollflow.flows.views.mlflow_payload import Beginning, Ending
 from rollflow.flows.views.mlflow_run import (
     EVALUATED,
     KEY_TAG,
@@ -40,7 +41,6 @@ from rollflow.flows.views.mlflow_run import (
     open_run,
 )
 from rollflow.flows.views.parameters import flatten
-from rollflow.flows.views.run_facts import Beginning, Ending
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.log.anchors import Anchor
 

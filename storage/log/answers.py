@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.log.expected import Limits
 from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.records import Ending, Prompt
+from rollflow.storage.token_arrays import ANY_TOKEN
 
 Found = tuple[ViolationKind, str]
 Array = np.ndarray[Any, Any]

@@ -33,8 +33,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log import audits
-from rollflow.storage.log.audits import Audited
+from rollflow.storage.log import audit_checkpoints
+from rollflow.storage.log.audit_checkpoints import Audited
 from rollflow.storage.log.commits import check_batch, check_version
 from rollflow.storage.log.configs import RecordedConfig, differences
 from rollflow.storage.log.entries import (
@@ -54,10 +54,10 @@ from rollflow.storage.log.expecting import Expecting, OpenSince
 from rollflow.storage.log.objects import Looked, Looking, Named
 from rollflow.storage.log.reading import entries
 from rollflow.storage.log.recheck import recheck
-from rollflow.storage.log.refold import Refold
 from rollflow.storage.log.report import AuditReport
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.rows import Rules
+from rollflow.storage.log.tolerant_fold import Refold
 from rollflow.storage.objects.base import ObjectStore, first_missing
 from rollflow.storage.records import StoredObject
 
@@ -102,8 +102,8 @@ class _Audit:
         self, store: ObjectStore, expected: Expected, *, deep: bool, progress: Callable[[Progress], None] | None
     ) -> None:
         self.store, self.deep, self.progress = store, deep, progress
-        snapshots = audits.snapshots(store)  # before the log is read: what they were made of is there
-        newest, self.others = audits.newest(store, thorough=expected.is_thorough)
+        snapshots = audit_checkpoints.snapshots(store)  # before the log is read: what they were made of is there
+        newest, self.others = audit_checkpoints.newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = Audited() if deep else newest
         self.begun_at = begun.state.n
@@ -138,10 +138,10 @@ class _Audit:
 
     def _leave_word(self) -> None:
         if not self.report.clean and self.deep:
-            audits.withdraw(self.store, self.others)
+            audit_checkpoints.withdraw(self.store, self.others)
         if self.report.clean and self.fold.state.n > self.begun_at:
             told = self.fold.state, self.report, self.rows, self.responses, self.first, self.opened.batches
-            audits.keep(self.store, Audited(*told, thorough=self.expecting.is_thorough))
+            audit_checkpoints.keep(self.store, Audited(*told, thorough=self.expecting.is_thorough))
 
     # --- entries ------------------------------------------------------------------------------------------------
 
@@ -337,13 +337,17 @@ class _Audit:
     def _hear(self, n: int, sha256: str) -> None:
         """Compare entry `n` with what snapshots and older audits say of it."""
         witness = self.witnesses.pop(n, None)
-        if witness and not sha256.startswith(witness.sha256) and audits.is_sound(self.store, witness):
+        if witness and not sha256.startswith(witness.sha256) and audit_checkpoints.is_sound(self.store, witness):
             self.report.add("altered", entry_path(n), f"{witness.path} was made of another entry {n}")
 
     def _hear_the_others(self) -> None:
         """Check whether entries that snapshots or older audits have seen are gone from the log's end."""
         end = self.fold.state.n
-        beyond = [witness for n, witness in self.witnesses.items() if n > end and audits.is_sound(self.store, witness)]
+        beyond = [
+            witness
+            for n, witness in self.witnesses.items()
+            if n > end and audit_checkpoints.is_sound(self.store, witness)
+        ]
         if beyond:
             newest = max(beyond, key=lambda witness: witness.n)
             what = f"the log ends with entry {end}, {newest.path} was made when there was an entry {newest.n}"

@@ -15,8 +15,8 @@ from typing import Any
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import Change, ConfigChanged, Entry, RunCreated, decode, entry_path
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import entries, there
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import ObjectStore
 
 

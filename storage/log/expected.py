@@ -1,6 +1,6 @@
 """What an audit expects of a run's batches beyond what storage knows by itself: its config's limits, its prompts.
 
-Storage reads no config and makes no prompts, so the caller provides both (`tasks/run_expectations.py`).
+Storage reads no config and makes no prompts, so the caller provides both (`tasks/run/expectations.py`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.records import DiscardReason, Prompt
+from rollflow.storage.token_arrays import ANY_TOKEN
 
 
 @dataclass(frozen=True, slots=True)

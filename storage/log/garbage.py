@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import INDEX, BatchCommitted, Claimed, Pruned, RunCreated, VersionPublished, Written
 from rollflow.storage.log.reading import entries
-from rollflow.storage.log.refold import Refold
 from rollflow.storage.log.report import ViolationKind
 from rollflow.storage.log.retention import Kind
 from rollflow.storage.log.state import RunState
+from rollflow.storage.log.tolerant_fold import Refold
 from rollflow.storage.objects.base import ABANDONED_SECONDS, ObjectStore, Unfinished
 from rollflow.storage.records import StoredObject
 

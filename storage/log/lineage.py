@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from rollflow.storage.errors import Missing
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, Written
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import there, written
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 

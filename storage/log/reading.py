@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import FOLDER, Written, entry_number, entry_path
-from rollflow.storage.log.log import AHEAD, Log
+from rollflow.storage.log.run_log import AHEAD, Log
 from rollflow.storage.objects.base import ObjectStore
 
 AT_ONCE = 32  # reads at a time; fewer at first, so that little is asked for beyond the end of a log

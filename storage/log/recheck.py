@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.audits import Audited, audit_path
+from rollflow.storage.log.audit_checkpoints import Audited, audit_path
 from rollflow.storage.log.entries import decode, entry_path, opened
 from rollflow.storage.log.report import Violation, ViolationKind
 from rollflow.storage.log.rules import apply

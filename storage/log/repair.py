@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log.audits import AUDITS
+from rollflow.storage.log.audit_checkpoints import AUDITS
 from rollflow.storage.log.entries import FOLDER, Written, decode, entry_number, entry_path
 from rollflow.storage.log.rules import apply
 from rollflow.storage.log.snapshots import SNAPSHOTS, healed

@@ -24,7 +24,7 @@ import ray
 
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Missing, Unreachable
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.lease import Lease

@@ -20,9 +20,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.policies.quick_imports import quick_imports
+from rollflow.tasks.run.config import RunConfig
 
 Kind = Literal["engine", "learner", "rollout", "reward"]
 KIND = "ROLLFLOW_IMPORTS"  # in the environment of a worker: the kind of its actor

@@ -16,10 +16,10 @@ from rollflow.tasks.actors.wire import (
     pack_partials,
     unpack_requests,
 )
-from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, Partial, WeightsSource
 from rollflow.tasks.engines.meter import EngineStats, Meter
-from rollflow.tasks.warned import warnings_of
+from rollflow.tasks.runtime.actor_warnings import warnings_of
+from rollflow.tasks.runtime.cpu import CpuClock
 
 COALESCE_SECONDS = 0.003  # how long a finished generation waits for company
 PROGRESS_SECONDS = 0.25  # between two reports of what runs: so many tokens' work can be lost with an actor

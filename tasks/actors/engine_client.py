@@ -32,7 +32,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.flat import Float32s, Int32s
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.actors.engine import EngineActor, TakenOver
 from rollflow.tasks.actors.wire import (
     Collected,

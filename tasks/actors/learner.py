@@ -33,7 +33,7 @@ import ray
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, Missing, NotFinite, Stale, StoreFailed, Unreachable
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
-from rollflow.storage.log.log import Writer
+from rollflow.storage.log.run_log import Writer
 from rollflow.storage.log.state import Deposed, Refused
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard
@@ -45,17 +45,17 @@ from rollflow.tasks.actors.placement import actor_options, learner_cpus
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.ranks import rank_hosts
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.learners.base import AGAIN, Learner
 from rollflow.tasks.learners.gathered import staged
 from rollflow.tasks.learners.rank_orders import NEAR
-from rollflow.tasks.learners.restore import Restored, new_learner, restore
-from rollflow.tasks.meter import Meter
-from rollflow.tasks.run_context import RunContext, claim
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext, claim
+from rollflow.tasks.run.restore import Restored, new_learner, restore
+from rollflow.tasks.runtime.actor_warnings import warnings_of
+from rollflow.tasks.runtime.cpu import CpuClock
+from rollflow.tasks.runtime.meter import Meter
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
-from rollflow.tasks.warned import warnings_of
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0

@@ -28,7 +28,7 @@ from rollflow.storage.errors import Missing, RollflowError
 from rollflow.storage.objects import open_store
 
 if TYPE_CHECKING:
-    from rollflow.tasks.run_context import RunContext
+    from rollflow.tasks.run.context import RunContext
 
 STATUS = "status.json"  # where the supervisor keeps its view of the run, in the run's storage
 LOOKS = 20  # in the time of one lease

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
-from rollflow.tasks.node import node_cache
+from rollflow.tasks.runtime.node import node_cache
 
 PACKAGES = {  # what has to be the same on every node, and under which names it is installed
     "rollflow": ("rollflow",),

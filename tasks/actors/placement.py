@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rollflow.tasks.actors.early_imports import Kind, environment
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
+from rollflow.tasks.run.config import RunConfig
 
 Role = Literal["engine", "learner", "scheduler", "reward"]
 LEAST = 0.001  # of a resource: for an actor that asks for nothing at all Ray draws one of all nodes

@@ -27,10 +27,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.actors.placement import actor_options, fits, runtime_env
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.rank_orders import Meeting, Pipes, RankHosts
-from rollflow.tasks.learners.restore import start_of
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import start_of
 
 RESERVED_SECONDS = 240.0  # for GPUs to be free; ranks are waited for a little longer
 CONNECTED_SECONDS = 60.0  # for a rank that is there to have its connections taken

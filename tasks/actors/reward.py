@@ -21,19 +21,19 @@ from typing import Any
 import ray
 
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.flat import Int32s
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.statuses import RewardStatus
-from rollflow.tasks.coalesce import Coalescer
-from rollflow.tasks.collector import spare_collector
-from rollflow.tasks.cpu import CpuClock
-from rollflow.tasks.once import Once
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.actor_warnings import warnings_of
+from rollflow.tasks.runtime.async_once import Once
+from rollflow.tasks.runtime.coalesce import Coalescer
+from rollflow.tasks.runtime.cpu import CpuClock
+from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
-from rollflow.tasks.warned import warnings_of
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2

@@ -22,8 +22,8 @@ import pyarrow as pa
 import ray
 
 from rollflow.storage.errors import EngineFailed, StoreFailed, Unreachable
-from rollflow.storage.journal.updates import Update, store_update
-from rollflow.storage.log.log import Writer
+from rollflow.storage.log.run_log import Writer
+from rollflow.storage.run_records.updates import Update, store_update
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.actors.channel import RayChannel
 from rollflow.tasks.actors.early_imports import Kind, imports_vllm
@@ -34,14 +34,11 @@ from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options, engine_cpus
 from rollflow.tasks.actors.reward import RewardClient
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.collector import spare_collector
-from rollflow.tasks.cpu import CpuClock
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
-from rollflow.tasks.once import Once
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout import build_limits, build_proxy, build_scheduler
@@ -59,10 +56,13 @@ from rollflow.tasks.rollout.evaluation import (
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
-from rollflow.tasks.run_context import RunContext, claim
+from rollflow.tasks.run.context import RunContext, claim
+from rollflow.tasks.runtime.actor_warnings import warnings_of
+from rollflow.tasks.runtime.async_once import Once
+from rollflow.tasks.runtime.cpu import CpuClock
+from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
-from rollflow.tasks.warned import warnings_of
 
 ROLLOUT = "rollout"
 EVALUATION = -1  # the number of the engine that evaluates, where there is one for that

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from rollflow.storage.journal.usage import Cost
-from rollflow.tasks.warned import Warned
+from rollflow.storage.run_records.usage import Cost
+from rollflow.tasks.runtime.actor_warnings import Warned
 
 WORTH_SAYING = 0.02  # a share below this is left out of a note
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise, starmap
 from typing import TypeAlias
 
-from rollflow.storage.flat import Float32s, Int32s
 from rollflow.storage.records import Ending
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 
 ENDINGS = tuple(Ending)

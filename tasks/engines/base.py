@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from rollflow.storage.flat import Float32s, Int32s
 from rollflow.storage.records import Ending
+from rollflow.storage.token_arrays import Float32s, Int32s
 
 NO_INTS, NO_FLOATS = Int32s(), Float32s()
 

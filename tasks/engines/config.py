@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Section, refuse
+from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class EngineBase(Section):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rollflow.storage.journal.usage import Cost
-from rollflow.tasks.warned import Warned
+from rollflow.storage.run_records.usage import Cost
+from rollflow.tasks.runtime.actor_warnings import Warned
 
 
 @dataclass(frozen=True, slots=True)

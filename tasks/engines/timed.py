@@ -37,8 +37,8 @@ from itertools import count
 from pathlib import Path
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.flat import Float32s, Int32s
 from rollflow.storage.records import Ending
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths

@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.flat import Int32s
-from rollflow.tasks.collector import spare_collector
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
-from rollflow.tasks.fork_server import fork_server
 from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.quick_imports import quick_imports
 from rollflow.tasks.policies.stop import stop_tokens
+from rollflow.tasks.runtime.fork_server import fork_server
+from rollflow.tasks.runtime.gc_tuning import spare_collector
 
 if TYPE_CHECKING:
     from rollflow.tasks.engines.vllm_responses import Response, Responses

@@ -22,8 +22,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.flat import Float32s, Int32s
 from rollflow.storage.records import Ending
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Partial
 
 ENDINGS = {FinishReason.STOP: Ending.STOP, FinishReason.LENGTH: Ending.LENGTH, FinishReason.ABORT: Ending.ABORTED}

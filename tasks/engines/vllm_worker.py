@@ -28,7 +28,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rollflow.tasks.fork_server import be_named
+from rollflow.tasks.runtime.fork_server import be_named
 
 POLL_SECONDS = 0.5
 OWNER = "rollflow_owner"  # key in vLLM's additional_config: the owner's process id

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Imported, Section
+from rollflow.tasks.runtime.sections import Imported, Section
 
 EPISODES = {"kind": "the trajectories in the log are its episodes"}
 

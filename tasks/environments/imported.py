@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ImportEnvironment
-from rollflow.tasks.imports import imported_object
+from rollflow.tasks.runtime.imports import imported_object
 from rollflow.tasks.verifiers.base import Score, failed, sound
 
 KEY = "environment"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
-from rollflow.tasks.sections import Section, refuse, with_kinds
+from rollflow.tasks.runtime.sections import Section, refuse, with_kinds
 
 STORED = "the learner's stored state depends on it"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from rollflow.storage.log.log import Writer
+from rollflow.storage.log.run_log import Writer
 from rollflow.storage.objects.base import Data
 from rollflow.storage.policies import PolicyStore, Put
 from rollflow.storage.records import StoredObject

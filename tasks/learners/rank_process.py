@@ -33,7 +33,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite
 from rollflow.storage.objects.base import Data, pieces
-from rollflow.tasks.fork_server import PR_SET_NAME
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import DeepSpeedTrain, Ranked, TorchTrain
 from rollflow.tasks.learners.gloo_ranks import GlooRanks, store_at
@@ -44,7 +43,8 @@ from rollflow.tasks.learners.settling import Stopped, told
 from rollflow.tasks.learners.sharded import ShardedLearner
 from rollflow.tasks.learners.staging import stage
 from rollflow.tasks.learners.torch_learner import TorchLearner
-from rollflow.tasks.warned import send_to
+from rollflow.tasks.runtime.actor_warnings import send_to
+from rollflow.tasks.runtime.fork_server import PR_SET_NAME
 
 MEET = "meet"  # store key that the first rank sets when it has started
 POLL_SECONDS = 0.1

@@ -44,7 +44,7 @@ from rollflow.tasks.learners.ranks import Lost, lost
 from rollflow.tasks.learners.settling import Stopped, settled
 from rollflow.tasks.learners.sharded import ShardedLearner
 from rollflow.tasks.learners.staging import Staging
-from rollflow.tasks.warned import ear
+from rollflow.tasks.runtime.actor_warnings import ear
 
 IMPORTS = "rollflow.tasks.learners.rank_imports"  # imported once, in the process that ranks are forked from
 READY_SECONDS = 300.0  # time for a rank to import modules and read the model

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
-from rollflow.tasks.sections import Imported, Section, refuse, with_kinds
+from rollflow.tasks.runtime.sections import Imported, Section, refuse, with_kinds
 
 Level = Literal["token", "sequence", "geometric"]
 HEAVIEST = 1e6  # largest weight; a larger one would only overflow

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.imports import imported_object
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.objectives.config import ImportObjective
+from rollflow.tasks.runtime.imports import imported_object
 
 KEY = "train.objective"
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import Section
+from rollflow.tasks.runtime.sections import Section
 
 
 class ColdStart(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rollflow.storage.flat import ANY_TOKEN
+from rollflow.storage.token_arrays import ANY_TOKEN
 
 
 def vocabulary_of(folder: Path) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollflow.tasks.sections import Imported, Section, refuse
+from rollflow.tasks.runtime.sections import Imported, Section, refuse
 
 
 class PromptBase(Section):

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.imports import imported_object, made
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import ImportPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
+from rollflow.tasks.runtime.imports import imported_object, made
 
 KEY = "prompts"
 TRIES = 64  # positions that are tried in place of one that another source holds out

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollflow.tasks.config import RunConfig
     from rollflow.tasks.engines.base import Engine
     from rollflow.tasks.rollout.config import AnyRouting
     from rollflow.tasks.rollout.limits import RolloutLimits
     from rollflow.tasks.rollout.proxy import InferenceProxy
     from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+    from rollflow.tasks.run.config import RunConfig
 
 
 def build_limits(config: RunConfig) -> RolloutLimits:

@@ -14,7 +14,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from rollflow.storage.records import Discard, Prompt, TrajectoryGroup
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.rollout.admission import Supply
 from rollflow.tasks.rollout.episode import PlayedEpisode
@@ -24,6 +23,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits, limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from rollflow.tasks.run.config import RunConfig
 
 WHOLE = -1  # in place of a sample: all of them
 

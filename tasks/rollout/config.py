@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.sections import LONGEST_SECONDS, Section
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 Routing = Literal["least-work", "prefix"]
 AnyRouting = Literal[Routing, "group"]  # a baseline among them

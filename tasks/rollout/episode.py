@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.flat import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.storage.records import Ending, Prompt, Trajectory
+from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, Partial
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.rollout.proxy import Started

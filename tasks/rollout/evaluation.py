@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, EngineFailed, Missing
-from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import Prompt
+from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rollflow.storage.records import GroupKey
 from rollflow.tasks.rollout.buffer import Rank, TrajectoryBuffer
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.starts import Starts
+from rollflow.tasks.rollout.running_by_version import Starts
 
 FIRST = GroupKey(-1, -1)  # before every other
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, Prompt, Trajectory, TrajectoryGroup
+from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.config import FilterConfig
+from rollflow.tasks.run.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

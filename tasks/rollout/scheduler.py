@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 
 from rollflow.storage.batch import packed
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Cursor, Discard, DiscardReason, FinishedGroup, GroupKey, Prompt, TrajectoryGroup
+from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
@@ -44,7 +44,7 @@ from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered
 from rollflow.tasks.rollout.proxy import InferenceProxy
-from rollflow.tasks.rollout.starts import Starts
+from rollflow.tasks.rollout.running_by_version import Starts
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 

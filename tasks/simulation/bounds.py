@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
 from rollflow.tasks.simulation.world import World

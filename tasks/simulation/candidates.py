@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.config import RolloutConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.hardware import Hardware
 

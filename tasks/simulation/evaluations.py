@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.evaluation import Evaluation, Evaluations, Evaluator, Means, Skipped
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import Prompts, TimedRewards
 from rollflow.tasks.simulation.records import Records

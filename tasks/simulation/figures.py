@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.rollout.group import sample_seed
 from rollflow.tasks.rollout.mixing import Mixture
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import Bounds, bounds_of, work_of
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import Prompts

@@ -16,7 +16,7 @@ from statistics import NormalDist, median
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.calibrate import Seen, calibrated
 from rollflow.tasks.simulation.hardware import (
     Hardware,

@@ -11,9 +11,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
-from rollflow.tasks.sections import Section, refuse
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section, refuse
 
 GRAINS = 128  # simulated tokens of the longest response: enough for versions per token, and short tuples
 

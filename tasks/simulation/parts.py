@@ -11,9 +11,9 @@ from rollflow.storage.channel import Channel
 from rollflow.storage.errors import EngineFailed, Stale
 from rollflow.storage.records import Prompt
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
 from rollflow.tasks.simulation.records import Gauge, Records, Span, trajectories_of
 from rollflow.tasks.verifiers.base import Score

@@ -32,7 +32,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import Bounds, bounds_of, work_of
 from rollflow.tasks.simulation.candidates import FULL, LIMITS, Budget, Candidate, Limits, Outcome
 from rollflow.tasks.simulation.figures import WARM_UP, Figures, population

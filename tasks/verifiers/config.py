@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rollflow.tasks.sections import LONGEST_SECONDS, Imported, Section, refuse
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
 
 
 class Format(Section):

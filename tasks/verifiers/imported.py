@@ -6,7 +6,7 @@ import functools
 import inspect
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.imports import imported_function, made
+from rollflow.tasks.runtime.imports import imported_function, made
 from rollflow.tasks.verifiers.base import Score, Verifier
 from rollflow.tasks.verifiers.config import ImportReward
 

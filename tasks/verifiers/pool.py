@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError, RollflowError
-from rollflow.storage.flat import Int32s
+from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.runtime.actor_warnings import ear
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, failed
 from rollflow.tasks.verifiers.config import ImportReward, RewardConfig
-from rollflow.tasks.warned import ear
 
 CHUNK = 32  # responses handed to a worker at a time: a write and a wake-up each would cost more than the verdict;
 AHEAD_SECONDS = 0.1  # but no more than take it so long: those behind a slow one are judged twice

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from rollflow.storage.flat import Int32s
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import RewardConfig
-from rollflow.tasks.warned import send_to
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 

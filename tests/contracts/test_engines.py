@@ -13,8 +13,8 @@ import pytest_asyncio
 import ray
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.flat import Int32s
 from rollflow.storage.records import Ending
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.engines import build_engine
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, Partial

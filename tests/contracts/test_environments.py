@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
-from rollflow.storage.flat import Int32s
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Ending, Prompt, Trajectory
-from rollflow.tasks.clock import run_virtual
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation, Partial
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
 from tests.support.log_runs import read
-from tests.support.own_parts import FOLDER, put_in_reach
 from tests.support.pipeline import Pipeline
+from tests.support.user_code import FOLDER, put_in_reach
 from tests.tasks.test_scheduler import trained
 
 CASES: dict[str, EnvironmentConfig] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.storage.journal.usage import Cost
+from rollflow.storage.run_records.usage import Cost
 from rollflow.tasks.actors.gauges import figures
 from rollflow.tasks.actors.statuses import LearnerStatus, RewardStatus, RolloutStatus
 from tests.support.waiting import RUN_SECONDS

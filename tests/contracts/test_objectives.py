@@ -35,7 +35,7 @@ from rollflow.tasks.objectives.rows import Rows as PackedRows
 from tests.support import oracles
 from tests.support.dual import Dual
 from tests.support.oracles import LONGEST, ORACLES, Row, Rows
-from tests.support.own_parts import FOLDER, put_in_reach
+from tests.support.user_code import FOLDER, put_in_reach
 
 F64 = torch.float64
 

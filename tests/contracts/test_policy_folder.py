@@ -26,7 +26,7 @@ from rollflow.flows.prepare import prepare
 from rollflow.flows.services.process import free_port
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.small_run import prepare_small, train_small
 from tests.support.tiny_policy import reference_logprobs
 

@@ -13,7 +13,6 @@ import pytest
 
 from rollflow.flows.config import parse
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.own_parts import check_own_parts
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
@@ -26,7 +25,8 @@ from rollflow.tasks.prompts.config import (
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.keys import normalise
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from tests.support.own_parts import FOLDER, put_in_reach
+from rollflow.tasks.run.user_code import check_own_parts
+from tests.support.user_code import FOLDER, put_in_reach
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 HELD_OUT = 40  # of the 200 to 300 questions that each source has: a leak would show at once

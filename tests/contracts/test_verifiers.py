@@ -20,7 +20,7 @@ from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score, Verifier, judge
 from rollflow.tasks.verifiers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
-from tests.support.own_parts import FOLDER, put_in_reach
+from tests.support.user_code import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from rollflow.flows.services.stack import find
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from tests.e2e.test_runs import SMALL
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until

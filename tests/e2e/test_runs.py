@@ -29,7 +29,7 @@ from rollflow.flows.services.process import PrefectServer, free_port, start_toge
 from rollflow.flows.services.ray_head import RayHead
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import ConfigChanged
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.config import ColdStart

@@ -22,10 +22,10 @@ from typing import Literal
 import pytest
 
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support import log_actors
 from tests.support.forked import alone
 from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries

@@ -16,11 +16,11 @@ from benchmarks.chaos import EVERYTHING, Victim, one_run
 from benchmarks.victims import ROLES, kill_everything
 from rollflow.flows.commands.cli import main
 from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
+from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.trajectories import TrajectoryStore
 from tests.support.described import change_config
 from tests.support.waiting import RUN_SECONDS

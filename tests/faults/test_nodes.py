@@ -12,8 +12,8 @@ import pytest
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
 from rollflow.flows.services.ray_head import RayHead, RayNode
-from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
+from rollflow.storage.run_records.recoveries import RecoveryLog
 from tests.support.waiting import RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]

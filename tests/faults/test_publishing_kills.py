@@ -14,7 +14,7 @@ import pytest
 
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import VersionPublished
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.faults.test_failpoints import FORK, KillingStore
 from tests.support.forked import alone
 from tests.support.log_runs import of_kind

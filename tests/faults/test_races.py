@@ -11,7 +11,7 @@ import pytest
 
 from rollflow.storage.errors import Conflict
 from rollflow.storage.log.entries import BatchCommitted, Claimed, VersionPublished
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import Refused
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import GroupKey

@@ -29,7 +29,7 @@ from rollflow.tasks.learners.gloo_ranks import first_store
 from rollflow.tasks.learners.rank_orders import Load, Meeting, Pipes, RankHosts, StartedRank
 from rollflow.tasks.learners.rank_process import run_rank
 from rollflow.tasks.learners.ranked import RankedLearner
-from rollflow.tasks.warned import Warnings
+from rollflow.tasks.runtime.actor_warnings import Warnings
 from tests.contracts.test_learners import batch
 from tests.support.small_run import StoreFeed, prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.chaos import Victim
 from benchmarks.victims import find, kill_everything
 from rollflow.flows.commands.cli import main
-from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
+from rollflow.storage.run_records.recoveries import RecoveryLog
 from tests.faults.test_kills import SYNCHRONOUS, sampled
 from tests.support.waiting import HANG_SECONDS, RUN_SECONDS, until
 

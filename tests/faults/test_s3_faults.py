@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from rollflow.storage.errors import Conflict
 from rollflow.storage.log.audit import audit
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import s3_requests
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.objects.s3_requests import PART_BYTES, Patience

@@ -26,8 +26,8 @@ from rollflow.tasks.actors.ranks import SpreadRank, in_turn, rank_hosts
 from rollflow.tasks.learners.gloo_ranks import first_store
 from rollflow.tasks.learners.rank_orders import Load, Meeting
 from rollflow.tasks.learners.ranked import RankedLearner
-from rollflow.tasks.learners.restore import new_learner
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import new_learner
 from tests.support.small_run import StoreFeed, prepare_small, train_small
 from tests.support.waiting import until
 
@@ -168,7 +168,7 @@ WITH_GPUS = """
 import ray
 from rollflow.storage.errors import Unreachable
 from rollflow.tasks.actors import ranks
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 
 ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 

@@ -16,15 +16,15 @@ import pytest
 from benchmarks.chaos import RECIPE, TIMING, Victim
 from benchmarks.victims import kill_everything
 from rollflow.storage.errors import ConfigError, Unreachable
-from rollflow.storage.journal.recoveries import Notes, Recovery, RecoveryLog
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
+from rollflow.storage.run_records.recoveries import Notes, Recovery, RecoveryLog
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.actors.reward import RewardActor
 from rollflow.tasks.actors.rollout import RolloutActor
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.s3_server import s3_server, use
 
@@ -119,7 +119,7 @@ class Away(MemoryStore):
 
 
 def test_a_note_is_kept_until_it_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.storage.journal.recoveries.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("rollflow.storage.run_records.recoveries.AGAIN_SECONDS", 0.01)
     run = Away(uuid.uuid4().hex)
     notes, made = Notes(run), [Recovery("learner", f"killed {n}", 1.0, 2.0, 3.0) for n in range(3)]
     for recovery in made:

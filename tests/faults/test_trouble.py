@@ -19,14 +19,14 @@ import s3fs
 from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import RunCreated, VersionPublished, entry_path
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.policies import PolicyStore
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.run_context import FORMAT, RunContext
+from rollflow.tasks.run.context import FORMAT, RunContext
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.batches import begin, learning, scheduling, staged
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.forked import alone

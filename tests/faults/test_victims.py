@@ -19,9 +19,9 @@ from benchmarks.chaos import Victim
 from benchmarks.chaos_table import Kill, Outcome, table_of
 from benchmarks.victims import RECORDED_AS, ROLES, is_record_of, kill, kill_everything, mine
 from rollflow.flows.steps import tags
-from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.tasks.config import RunConfig
+from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.tasks.run.config import RunConfig
 from tests.support.log_runs import committed
 from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
 from tests.support.waiting import until

@@ -18,16 +18,16 @@ from rollflow.flows.post_training import _finish, _give_up
 from rollflow.flows.services import cluster
 from rollflow.flows.views.progress import Progress
 from rollflow.storage.errors import Conflict, NotFinite, RollflowError, StoreFailed, Unreachable
-from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
-from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import Superseded
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
+from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.actors.statuses import RewardStatus, RolloutStatus
-from rollflow.tasks.config import ClusterConfig, RecoveryConfig, RunConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import ClusterConfig, RecoveryConfig, RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.batches import begin, train
 from tests.support.described import describe
 from tests.support.lives import Worker
@@ -169,7 +169,9 @@ def test_over_the_budget_the_reason_is_told(tmp_path: Path) -> None:
 
 def test_a_keeper_that_follows_another_goes_on_with_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a stage's flow that is killed whenever its actor has come back."""
-    monkeypatch.setattr("rollflow.flows.keepalive.spent.WAIT_SECONDS", HANG_SECONDS)  # however busy the machine is
+    monkeypatch.setattr(
+        "rollflow.flows.keepalive.restart_history.WAIT_SECONDS", HANG_SECONDS
+    )  # however busy the machine is
     keep(tmp_path, "raise work", restarts=2)
     keep_on(tmp_path, "raise work")
     assert [one.attempt for one in RecoveryLog(open_store(str(tmp_path))).read()] == [1, 2]

@@ -12,7 +12,7 @@ from rollflow.flows.commands.cli import main
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import RunCreated
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.run_context import FORMAT
+from rollflow.tasks.run.context import FORMAT
 from tests.support.log_runs import Actors, changed, sha256_of
 
 

@@ -19,10 +19,10 @@ from rollflow.flows.services.process import free_port
 from rollflow.flows.services.reachability import check_store_reach
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.refused import refused, refused_alike
 from tests.support.waiting import HANG_SECONDS

@@ -9,7 +9,7 @@ import pytest
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.config import load_recipe
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.refused import refused
 from tests.support.waiting import HANG_SECONDS
 

@@ -23,15 +23,15 @@ from rollflow.flows.views.progress import Progress
 from rollflow.flows.views.summary import summarize
 from rollflow.storage import policies
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
 from rollflow.storage.log.anchors import first_anchor, newest_anchor
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Written
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import written
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.run_log import Log
+from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.log_runs import changed, sha256_of
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS

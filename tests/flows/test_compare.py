@@ -15,7 +15,7 @@ import pytest
 from rollflow.flows.commands.cli import main
 from rollflow.flows.views.compare import ComparedRun, Curve, describe_same_weights, differences, seeds
 from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import change_config
 from tests.support.refused import refused
 from tests.support.small_run import prepare_small, train_small

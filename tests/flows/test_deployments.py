@@ -27,7 +27,7 @@ from rollflow.flows.services import prefect_api, registering
 from rollflow.flows.services.prefect_api import OF_SESSION, SERVED, api, crash_orphans, going, start
 from rollflow.flows.services.process import PrefectServer, Runner
 from rollflow.flows.services.registering import Offer, list_superseded, register, sweep, withdraw
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.prefect_home import served
 from tests.support.waiting import RUN_SECONDS, until
 

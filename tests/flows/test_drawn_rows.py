@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from rollflow.flows.config import load_recipe
 from rollflow.flows.preflight import Preflight, preflight
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.run_context import open_prompts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from tests.support.counts import examples

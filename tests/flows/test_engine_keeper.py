@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import ray
 
-from rollflow.flows.keepalive.early import begin_actors
 from rollflow.flows.keepalive.engines import Engines
+from rollflow.flows.keepalive.prestart import begin_actors
 from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import StoreFailed
-from rollflow.storage.journal.recoveries import RecoveryLog
 from rollflow.storage.objects import open_store
+from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.rollout import EVALUATION, ROLLOUT, engine_name
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.rollout.config import EvaluationConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.lives import Joins
 from tests.support.waiting import HANG_SECONDS

@@ -17,11 +17,11 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects.disk import explained
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer, other_reading
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.s3_server import s3_server, use
 from tests.support.small_run import make_policy, prepare_small, train_small
 
@@ -89,7 +89,7 @@ def test_the_prompts_need_not_be_to_be_had_any_more(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file stays where the run began, packages are upgraded: the weights are what they were."""
-    monkeypatch.setattr("rollflow.tasks.prompts.pins.package_version", lambda _: "99.0")
+    monkeypatch.setattr("rollflow.tasks.run.prompt_pins.package_version", lambda _: "99.0")
     with pytest.raises(ConfigError, match="the run began with reasoning-gym"):
         RunContext(trained.uri, trained.cache).prompts()
     command(capsys, "small", 3, tmp_path / "new", code=0)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollflow.flows.services.flow_line import flow_run_of
+from rollflow.flows.services.process_title import flow_run_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="only there are flow runs forked")]

@@ -12,8 +12,8 @@ from rollflow.flows.config import load_recipe, sentences
 from rollflow.flows.nightly import nightly
 from rollflow.flows.post_training import post_training
 from rollflow.flows.services.form import form, values
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.objectives.presets import PRESETS
+from rollflow.tasks.run.config import RunConfig
 
 RECIPES = sorted((Path(__file__).parents[2] / "flows" / "recipes").glob("*.toml"))
 FORM: dict[str, Any] = json.loads(json.dumps(form(post_training, ("storage",))))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollflow.flows.keepalive.gpus import GpuShares, shared_out
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 
 
 def config_of(replicas: int, width: int, ranks: int, evaluation: str = "auto") -> RunConfig:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.run_facts import _samples
+from rollflow.flows.views.mlflow_payload import _samples
 from rollflow.flows.views.turns import split_turns
 from rollflow.storage.records import Ending, Trajectory
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support import small_run
 from tests.support.small_run import prepare_small, train_small
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollflow.flows.commands.cli import main
 from rollflow.storage.records import StoredObject
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.refused import refused
 from tests.support.small_run import prepare_small, train_small
 

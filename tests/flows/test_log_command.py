@@ -14,7 +14,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import Entry, Pruned, entry_path
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import DiscardReason
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.log_actors import SIZE, Learner, Scheduler, Supervisor, entries
 

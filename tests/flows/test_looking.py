@@ -18,7 +18,7 @@ from rollflow.flows.views.status import RunStatus
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.actors.lease import STATUS
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.described import describe
 
 RECIPE = "flows/recipes/sorting.toml"

@@ -21,12 +21,12 @@ from rollflow.flows.keepalive.services import SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stage, Stages
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.journal.recoveries import Recovery
 from rollflow.storage.objects import open_store
+from rollflow.storage.run_records.recoveries import Recovery
 from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
-from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 
 DAY = 24 * 3600.0

@@ -13,8 +13,8 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.locations import attach_run, context_of, find_run
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import entry_path
-from rollflow.tasks.names import LONGEST, RecipeName, RunId, RunPlace
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.names import LONGEST, RecipeName, RunId, RunPlace
 from tests.support.described import describe
 
 RECIPE = "flows/recipes/sorting.toml"

@@ -28,9 +28,9 @@ from rollflow.flows.services.process import PrefectServer
 from rollflow.flows.services.registering import register
 from rollflow.flows.views.registry import Registered, Score, z_score
 from rollflow.storage.errors import Unreachable
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.prefect_home import served
 from tests.support.small_run import make_policy, train_small
 

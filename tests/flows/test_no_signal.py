@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.run import _suggest_next_step
-from rollflow.flows.keepalive.following import Following
+from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.views.console import print_summary
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal, describe_no_signal
 from rollflow.flows.views.status import read_status
@@ -20,7 +20,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.audit import audit
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.flows.test_status_writer import NoTracker, Seen
 from tests.support import small_run
 from tests.support.small_run import prepare_small, train_small

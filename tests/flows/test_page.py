@@ -16,16 +16,16 @@ import pytest
 
 from rollflow.flows.views import page as page_module
 from rollflow.flows.views.anchors import write_anchor, write_first_anchor
-from rollflow.flows.views.blocks import rows
 from rollflow.flows.views.page import Page
+from rollflow.flows.views.progress_blocks import rows
 from rollflow.flows.views.summary import summary_bias
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log.anchors import Anchor, check_anchors, parse_anchor
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.batches import begin, train
 
 PICTURE = base64.b64encode(b"picture").decode()
@@ -145,7 +145,7 @@ def test_the_bias_of_a_block_is_that_of_the_closing_figures(lost_tokens: float, 
     policies = SimpleNamespace(since=lambda first: iter(versions[first:]))
     context: Any = SimpleNamespace(policies=policies, store=None, config=RunConfig(groups=2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollflow.flows.views.blocks.evaluations", lambda *_: [])
+        patch.setattr("rollflow.flows.views.progress_blocks.evaluations", lambda *_: [])
         (row,) = rows(context, [(1, 2)])
     assert row["length bias"] == bias
     fates = {"trained": 4, "discarded stale": int(lost_groups), "in flight": 7}

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from rollflow.flows.views import blocks
+from rollflow.flows.views import progress_blocks
 from rollflow.flows.views.mlflow_run import VERSION
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import Progress
 from rollflow.flows.views.status_writer import points
 from rollflow.storage.log.entries import VersionPublished
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.records import StoredObject
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.batches import begin, learning, scheduling, staged
 
 TOKENS = 8.0  # of a batch: two groups of two responses of two tokens
@@ -115,7 +115,7 @@ def test_block_of_versions_has_no_pause(run: Run, monkeypatch: pytest.MonkeyPatc
     run.resume()
     run.train(2)
     monkeypatch.setattr(RunContext, "config", RunConfig(groups=2))
-    [row] = blocks.rows(run.context, [(1, 4)])
+    [row] = progress_blocks.rows(run.context, [(1, 4)])
     assert row["tokens/s"] == f"{TOKENS / 10:,.0f}"
     assert row["idle"] == "10%"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands import plan as planning
+from rollflow.flows.commands._toml_edit import rewritten, to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.toml import rewritten, to_toml
 from rollflow.tasks.simulation.candidates import Budget
 from tests.support.refused import refused
 

@@ -15,7 +15,7 @@ from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.prepare import prepare
 from rollflow.flows.served_recipes import recipes_of
 from rollflow.flows.services.form import values
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.refused import refused
 from tests.support.small_run import make_policy
 

@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
+from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.config import describe_keys, load_recipe, parse, sentence
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.learners.config import TorchTrain, TrainBase
 from rollflow.tasks.objectives.config import Advantage, Clip, Correction, Kimi, PartsObjective, Penalties, Ratio
 from rollflow.tasks.objectives.presets import PRESETS
-from rollflow.tasks.sections import Section
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
 
 ENGINE = '[engine]\nkind = "vllm"\nslots = 7\nthreads = 3\nkv_cache_bytes = 4\n'
 

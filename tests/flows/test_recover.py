@@ -18,11 +18,11 @@ from uuid import UUID
 import pytest
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running, Scheduled
 
-from rollflow.flows.keepalive import crashed as crashed_module
-from rollflow.flows.keepalive.crashed import PickUp, follows_another, pause_before, run_uri, start_again
+from rollflow.flows.keepalive import supervisor_restart as crashed_module
 from rollflow.flows.keepalive.restarts import Budget, GaveUp
 from rollflow.flows.keepalive.services import RUNNER, SERVER, ServiceKeeper
 from rollflow.flows.keepalive.stages import Stages, cancel
+from rollflow.flows.keepalive.supervisor_restart import PickUp, follows_another, pause_before, run_uri, start_again
 from rollflow.flows.locations import attach_run, context_of
 from rollflow.flows.services.automations import install
 from rollflow.flows.services.prefect_api import (
@@ -39,9 +39,9 @@ from rollflow.flows.services.process import PrefectServer, Runner, stop_together
 from rollflow.flows.services.ray_head import RayHead, RayNode
 from rollflow.flows.session import Session
 from rollflow.flows.views.status import RunStatus, read_status
-from rollflow.storage.journal.recoveries import Recovery, RecoveryLog
-from rollflow.tasks.config import RecoveryConfig, RunConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
+from rollflow.tasks.run.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.prefect_home import served
 from tests.support.waiting import HANG_SECONDS, until

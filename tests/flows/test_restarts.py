@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollflow.flows.keepalive import spent as spent_module
+from rollflow.flows.keepalive import restart_history as spent_module
+from rollflow.flows.keepalive.restart_history import Earlier, begin_anew, spent
 from rollflow.flows.keepalive.restarts import LONGEST_PAUSE, Budget, GaveUp, Restarts, pause_after
-from rollflow.flows.keepalive.spent import Earlier, begin_anew, spent
 from rollflow.storage.errors import Unreachable
-from rollflow.storage.journal.recoveries import Recovery, RecoveryLog, recovery_path
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.tasks.config import RecoveryConfig
+from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog, recovery_path
+from rollflow.tasks.run.config import RecoveryConfig
 from tests.support.waiting import HANG_SECONDS, until
 
 ROLE = "learner"

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollflow.flows.commands._prediction import read_recorded
+from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.predict import read_recorded
-from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.config import SHIPPED_HARDWARE, load_hardware, load_recipe
 from rollflow.flows.locations import context_of
 from rollflow.flows.views.timeline import drawing
-from rollflow.storage.journal.updates import Update, read_update, store_update
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Ending, GroupKey, Trajectory, TrajectoryGroup
+from rollflow.storage.run_records.updates import Update, read_update, store_update
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.records import Span

@@ -16,8 +16,8 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.keepalive.restarts import GaveUp
 from rollflow.flows.keepalive.stack import keep
 from rollflow.flows.services import stack
-from rollflow.flows.services.told import Told
-from rollflow.tasks.config import RecoveryConfig
+from rollflow.flows.services.stop_flag import Told
+from rollflow.tasks.run.config import RecoveryConfig
 from tests.support.waiting import HANG_SECONDS, until
 
 SERVES = """
@@ -37,8 +37,8 @@ import sys, signal
 from pathlib import Path
 from rollflow.flows.keepalive.stack import keep
 from rollflow.flows.services import stack
-from rollflow.flows.services.told import Told
-from rollflow.tasks.config import RecoveryConfig
+from rollflow.flows.services.stop_flag import Told
+from rollflow.tasks.run.config import RecoveryConfig
 ended, place = Told(), Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: ended.set())
 with stack.kept(place):

@@ -21,9 +21,9 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.channel import CHANNEL
 from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.statuses import RewardStatus
-from rollflow.tasks.config import RecoveryConfig, RunConfig
-from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.warned import Warned
+from rollflow.tasks.run.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.actor_warnings import Warned
 from tests.support.described import describe
 from tests.support.log_actors import Supervisor
 

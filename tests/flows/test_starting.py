@@ -18,15 +18,15 @@ import pytest
 
 from rollflow.flows.commands import run as run_command
 from rollflow.flows.commands.cli import main
-from rollflow.flows.keepalive.following import Following
+from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.locations import find_run, home
 from rollflow.flows.services.run_lock import find_holder, hold_run
-from rollflow.flows.views.seen import keep_seen, read_seen
+from rollflow.flows.views.last_status import keep_seen, read_seen
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status, record_end
-from rollflow.flows.views.stopping import Ended, ask, requested, take_back
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import open_store
-from rollflow.tasks.run_context import RunContext
+from rollflow.storage.run_records.stop_requests import Ended, ask, requested, take_back
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 

@@ -10,11 +10,11 @@ import pytest
 from rollflow.flows.views import status_writer
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
 from rollflow.flows.views.status_writer import StatusWriter
-from rollflow.storage.journal.usage import Usage
 from rollflow.storage.objects import open_store
+from rollflow.storage.run_records.usage import Usage
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 
 

@@ -19,18 +19,18 @@ from prefect.states import Cancelled, Crashed, Failed, Paused, Scheduled, Suspen
 
 from rollflow.flows import post_training
 from rollflow.flows.commands import run as run_command
-from rollflow.flows.keepalive import crashed as crashed_module
 from rollflow.flows.keepalive import supervisor as supervisor_module
-from rollflow.flows.keepalive.following import Following
+from rollflow.flows.keepalive import supervisor_restart as crashed_module
 from rollflow.flows.keepalive.restarts import GaveUp
+from rollflow.flows.keepalive.run_watch import Following
 from rollflow.flows.keepalive.supervisor import AWAY, SupervisorKeeper
 from rollflow.flows.views.status import RunStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import Unfinished
 from rollflow.storage.objects.local import LocalStore
-from rollflow.tasks.config import RecoveryConfig, RunConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RecoveryConfig, RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 
 RUNNING = State(type=StateType.RUNNING)
@@ -331,7 +331,7 @@ def test_the_end_of_a_run_is_told_as_soon_as_its_store_answers(
     def session(*_: object) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr("rollflow.tasks.run_context.open_store", opened)
+    monkeypatch.setattr("rollflow.tasks.run.context.open_store", opened)
     monkeypatch.setattr("rollflow.flows.commands.run.session_of", session)
     monkeypatch.setattr(run_command, "_show", lambda *_: RunStatus("run", "done"))
     monkeypatch.setattr("signal.signal", lambda *_: None)

@@ -10,11 +10,11 @@ from signal import SIGKILL
 import pytest
 
 from rollflow.flows.commands import BAD_INPUT, FAILED, OK, sweep
+from rollflow.flows.commands._toml_edit import to_toml
 from rollflow.flows.commands.cli import main
-from rollflow.flows.commands.toml import to_toml
 from rollflow.flows.locations import all_runs
 from rollflow.flows.views.summary import SUMMARY
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.refused import refused
 from tests.support.small_run import make_policy, train_small
 

@@ -17,10 +17,10 @@ from rollflow.flows.services.times import utc_minute, utc_stamp, utc_time
 from rollflow.flows.services.utc_lines import UtcLines
 from rollflow.flows.views.log_lines import settings
 from rollflow.storage.log.entries import RunCreated
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.run_context import FORMAT
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import FORMAT
 
 AT = 1_769_860_800.0  # 2026-01-31 12:00 UTC, 17:30 in India
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from rollflow.flows.post_training import mlflow_page
-from rollflow.flows.views import run_facts, tracking
+from rollflow.flows.views import mlflow_payload, tracking
 from rollflow.flows.views.anchors import read_anchors
+from rollflow.flows.views.mlflow_payload import Beginning, Ending, KeptVersion, Prompts, beginning
 from rollflow.flows.views.mlflow_run import VERSION, MlflowRun, Point, TrackingPlace
 from rollflow.flows.views.parameters import flatten, names_secret, without_secrets
-from rollflow.flows.views.run_facts import Beginning, Ending, KeptVersion, Prompts, beginning
 from rollflow.flows.views.tracking import Curves, Tracker, evaluation_point, version_point
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.anchors import Anchor
 from rollflow.storage.objects import open_store
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.config_changes import change_config
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.config_changes import change_config
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 
@@ -394,8 +394,8 @@ def test_what_is_told_of_a_run_has_no_secrets_of_addresses(monkeypatch: pytest.M
         policies=SimpleNamespace(retention=retention, newest=lambda: 1, find=lambda _: version, has_weights=bool),
     )
     for name in ("figures", "_samples"):
-        monkeypatch.setattr(run_facts, name, lambda *_: {})
-    monkeypatch.setattr(run_facts, "evaluation_of", lambda *_: None)
-    told = [*run_facts._prompts(run), run_facts.ending(run, {"storage": uri, "tokens": 3})]
+        monkeypatch.setattr(mlflow_payload, name, lambda *_: {})
+    monkeypatch.setattr(mlflow_payload, "evaluation_of", lambda *_: None)
+    told = [*mlflow_payload._prompts(run), mlflow_payload.ending(run, {"storage": uri, "tokens": 3})]
     assert "hidden" not in str(told)
     assert "bucket/x" in str(told)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rollflow.storage import columns
+from rollflow.storage import arrow_rows
 from rollflow.storage.batch import TrajectoryBatch, packed
-from rollflow.storage.log import log as log_module
+from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore, disk
 from rollflow.storage.objects import local as local_backend
 from rollflow.storage.objects.local import LocalStore
@@ -65,10 +65,10 @@ def test_long_columns_are_those_of_the_groups(monkeypatch: pytest.MonkeyPatch) -
     groups = [replace(group(n), trajectories=(each, each)) for n, each in enumerate((silent, long, one, silent))]
     expected = TrajectoryBatch.from_groups(groups).to_bytes()
     made = list(map(packed, groups))
-    allocated, allocate = list[int](), columns.pa.allocate_buffer
-    monkeypatch.setattr(columns.pa, "allocate_buffer", lambda size: allocated.append(size) or allocate(size))
+    allocated, allocate = list[int](), arrow_rows.pa.allocate_buffer
+    monkeypatch.setattr(arrow_rows.pa, "allocate_buffer", lambda size: allocated.append(size) or allocate(size))
     for least, joined in ((1 << 20, 0), (24_000, 3), (1, 19)):
-        monkeypatch.setattr(columns, "LONG", least)
+        monkeypatch.setattr(arrow_rows, "LONG", least)
         assert TrajectoryBatch.from_groups(made).to_bytes() == expected
         assert len(allocated) >= joined
         assert min(allocated, default=least) >= least

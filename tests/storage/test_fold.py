@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log import entries as entries_module
-from rollflow.storage.log import log as log_module
+from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Body, Entry, Role, decode, entry_path
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.rules import apply, decide
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, Refused, RunState, TooOld
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.memory import MemoryStore

@@ -16,8 +16,8 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Claimed, Entry, Pruned, VersionPublished, encode, entry_path
 from rollflow.storage.log.garbage import abandoned, collect, orphans, store_clock, sweep
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.retention import KINDS
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore

@@ -11,8 +11,8 @@ import pytest
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.entries import BatchCommitted, VersionPublished, entry_path
 from rollflow.storage.log.lineage import Consumed, Discarded, InFlight, Quarantined, Waiting, fates, find_version
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.reading import AT_ONCE, written
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, GroupKey
 from tests.support.log_runs import Actors, committed, forget, published

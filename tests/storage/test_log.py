@@ -16,7 +16,7 @@ import pytest
 
 from rollflow.storage.batch import TrajectoryBatch, packed
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
-from rollflow.storage.log import log as log_module
+from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import (
     BatchCommitted,
@@ -28,8 +28,8 @@ from rollflow.storage.log.entries import (
     encode,
     entry_path,
 )
-from rollflow.storage.log.log import Log, Writer
 from rollflow.storage.log.repair import cures, repair
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import Deposed, Refused
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore

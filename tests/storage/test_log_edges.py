@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rollflow.storage.errors import Conflict, Corrupt, Missing, Unreachable
-from rollflow.storage.log import log as log_module
+from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Body, Claimed, Pruned, entry_path
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, Refused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore
 from rollflow.storage.objects.local import LocalStore
@@ -36,8 +36,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Instead of waiting: how long it would have been, at the longest draw."""
     found: list[float] = []
-    monkeypatch.setattr("rollflow.storage.log.log.random.uniform", lambda low, high: high)
-    monkeypatch.setattr("rollflow.storage.log.log.time.sleep", found.append)
+    monkeypatch.setattr("rollflow.storage.log.run_log.random.uniform", lambda low, high: high)
+    monkeypatch.setattr("rollflow.storage.log.run_log.time.sleep", found.append)
     return found
 
 
@@ -74,7 +74,7 @@ def test_a_pause_is_drawn_from_its_upper_half(store: Counting, monkeypatch: pyte
         drawn.append((low, high))
         return 0.0
 
-    monkeypatch.setattr("rollflow.storage.log.log.random.uniform", uniform)
+    monkeypatch.setattr("rollflow.storage.log.run_log.random.uniform", uniform)
     log = claims(store, 2)
     monkeypatch.setitem(Counting.broken, "log", [Unreachable("no answer")])
     log.claim("supervisor")

@@ -14,10 +14,10 @@ import pytest
 
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.log import entries as entries_module
-from rollflow.storage.log import log as log_module
+from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import entry_path
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import local as local_backend
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore

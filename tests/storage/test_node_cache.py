@@ -17,8 +17,8 @@ import pytest
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed, Unreachable
 from rollflow.storage.objects import node_cache as cache_of_a_node
 from rollflow.storage.objects.node_cache import FILLING, KEPT, Held, NodeCache
-from rollflow.tasks.node import node_cache
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.node import node_cache
 from tests.support.waiting import HANG_SECONDS
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rollflow.storage.errors import Conflict, Corrupt, Missing
 from rollflow.storage.log.entries import Pruned, entry_path
 from rollflow.storage.log.garbage import orphans, store_clock
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.retention import KINDS, Kind, Retention
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, Refused
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore

@@ -13,10 +13,10 @@ from typing import ClassVar
 import pytest
 
 from rollflow.storage.errors import Missing, StoreFailed
-from rollflow.storage.log import log as log_module
+from rollflow.storage.log import run_log as log_module
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.entries import Role, entry_path, opened, sealed
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.memory import MemoryStore
 from tests.support.counting import Counting, claims

@@ -20,15 +20,15 @@ from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, Entry, VersionPublished
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, Refused, Waiting
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
-from rollflow.tasks.clock import VirtualClockLoop
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.rollout.scheduler import ResumePoint
+from rollflow.tasks.runtime.clock import VirtualClockLoop
 from tests.support.batches import group
 from tests.support.counts import examples
 from tests.support.described import describe

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rollflow.storage.batch import SCHEMA, TrajectoryBatch
 from rollflow.storage.errors import Conflict, Corrupt, Stale
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, entry_path
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import Deposed, Refused
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore

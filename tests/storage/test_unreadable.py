@@ -16,7 +16,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError, Corrupt, StoreFailed, Unreachable
 from rollflow.storage.log.entries import VersionPublished
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.objects.s3_requests import Patience
@@ -31,7 +31,7 @@ WEIGHTS = {"weights/a.safetensors": b"a" * 1000, "weights/b.safetensors": b"b" *
 OUT_OF_DESCRIPTORS = """
 import os, resource, sys
 from pathlib import Path
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollflow.storage.errors import Conflict, StoreFailed, Unreachable
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import local as local_backend
 from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore

@@ -14,10 +14,10 @@ from rollflow.flows.keepalive.costs import session_costs
 from rollflow.flows.keepalive.services import RAY, SERVER
 from rollflow.flows.services.process import Runner
 from rollflow.flows.views.console import cpu_line
-from rollflow.storage.journal.usage import Cost, Usage, read_usage, store_usage
 from rollflow.storage.objects import open_store
-from rollflow.tasks import cpu
-from rollflow.tasks.cpu import CpuClock
+from rollflow.storage.run_records.usage import Cost, Usage, read_usage, store_usage
+from rollflow.tasks.runtime import cpu
+from rollflow.tasks.runtime.cpu import CpuClock
 from tests.support.waiting import until
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"

@@ -17,7 +17,7 @@ import pytest
 from rollflow.storage import policies
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import VersionPublished
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from tests.support.batches import begin, learning

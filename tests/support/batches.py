@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollflow.storage.log.entries import RunCreated, VersionPublished
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore, PolicyVersion
 from rollflow.storage.records import Discard, DiscardReason, Ending, GroupKey, StoredObject, Trajectory, TrajectoryGroup

@@ -19,7 +19,7 @@ import ray
 
 from rollflow.flows.services import cluster
 from rollflow.storage.errors import Corrupt, Unreachable
-from rollflow.storage.log.log import Writer
+from rollflow.storage.log.run_log import Writer
 from rollflow.storage.objects import ObjectStore, open_store
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors import channel as ray_channel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import ClassVar
 
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import Data, ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from tests.support.log_actors import create_run

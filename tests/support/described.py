@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from rollflow.storage.log.entries import RunCreated
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.run_context import FORMAT
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import FORMAT
 from tests.support.log_runs import changed, sha256_of
 
 Config = RunConfig | Mapping[str, Any]

@@ -10,7 +10,7 @@ from typing import Any
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import BatchCommitted, Entry, RunCreated, VersionPublished
 from rollflow.storage.records import Discard, StoredObject, Trajectory, TrajectoryGroup
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.log_runs import committed, published, read, rewritten, sha256_of, told
 
 Groups = list[TrajectoryGroup]

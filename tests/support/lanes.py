@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from rollflow.tasks.runtime.clock import run_virtual
 
 PATIENCE = 5.0
 

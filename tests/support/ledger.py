@@ -23,7 +23,7 @@ from rollflow.storage.log.entries import (
     decode,
     entry_path,
 )
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, Ending, GroupKey, StoredObject, Trajectory

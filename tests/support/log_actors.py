@@ -23,7 +23,7 @@ from rollflow.storage.log.entries import (
     RunCreated,
     VersionPublished,
 )
-from rollflow.storage.log.log import Attached, Log, Writer
+from rollflow.storage.log.run_log import Attached, Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import (

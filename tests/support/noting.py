@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions, Started
+from rollflow.tasks.runtime.clock import run_virtual
 
 CONFIG = TimedEngineConfig(slots=4, max_new_tokens=40, median_tokens=400, seconds_per_token=0.1, update_seconds=0.5)
 NO_PROBE = Probe((), (), 0.1)

@@ -20,13 +20,13 @@ from safetensors.numpy import save
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.flat import ANY_TOKEN
 from rollflow.storage.log.entries import BatchVoided, VersionPublished, entry_path
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import RunState, Waiting
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Prompt, StoredObject
+from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import TimedEngineConfig

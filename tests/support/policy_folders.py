@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rollflow.flows.config import parse
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 
 NAMES = ("<|pad|>", "<|end|>", "<|start|>", "<|turn|>", "<|over|>")
 PAD, END, START, TURN, OVER = range(5)

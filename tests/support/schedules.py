@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending, GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -27,6 +26,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.ledger import Ledger

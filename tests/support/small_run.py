@@ -23,7 +23,7 @@ from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.stop import stop_tokens
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 
 GROUPS, SIZE = 2, 4
 SUMS = {

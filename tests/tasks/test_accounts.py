@@ -10,10 +10,10 @@ import pytest
 
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, TrajectoryGroup
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.pipeline import Pipeline
 
 

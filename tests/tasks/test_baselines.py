@@ -9,8 +9,6 @@ import pytest
 
 from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout import build_limits
@@ -18,6 +16,8 @@ from rollflow.tasks.rollout.baselines import BatchScheduler, WholeGroupBatches, 
 from rollflow.tasks.rollout.config import AnyRouting, RolloutConfig
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.pipeline import Pipeline
 
 

@@ -20,9 +20,9 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.configs import differences
 from rollflow.storage.log.entries import ConfigChanged
 from rollflow.storage.objects import open_store
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.config_changes import check_change, tree_of
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.config_changes import check_change, tree_of
+from rollflow.tasks.run.context import RunContext
 from tests.support.counts import examples
 from tests.support.log_runs import of_kind
 from tests.support.refused import refused

@@ -9,7 +9,7 @@ import pytest
 
 from rollflow.storage.channel import Channel
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.runtime.clock import run_virtual
 
 
 @dataclass

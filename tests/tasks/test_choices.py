@@ -19,8 +19,6 @@ from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.actors.rollout import first_cause
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -29,6 +27,8 @@ from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
 from rollflow.tasks.rollout.limits import RolloutLimits, limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.expected import expected_of
 from tests.support.pipeline import Pipeline
 

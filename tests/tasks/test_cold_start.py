@@ -10,13 +10,13 @@ import torch
 
 from rollflow.flows.config import load_recipe, parse
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.cold_start import answers, cold_start
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.jsonl import read_file
-from rollflow.tasks.run_context import open_prompts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import open_prompts
 
 NEAR = 0.03
 MORE = [pytest.mark.slow, pytest.mark.soak]

@@ -10,7 +10,6 @@ import pytest
 
 from rollflow.flows.config import load_recipe
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
@@ -18,7 +17,8 @@ from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.column_sums import PLACES, ColumnSumsSource, steps
 from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
-from rollflow.tasks.run_context import open_prompts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 

@@ -13,15 +13,15 @@ from rollflow.flows.commands.resume import record_change
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import ConfigChanged, VersionPublished, entry_path
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.config_changes import change_config
-from rollflow.tasks.learners.restore import new_learner, restore
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.config_changes import change_config
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import new_learner, restore
 from tests.support.described import describe
 from tests.support.log_runs import of_kind
 from tests.support.policy_folders import change_json

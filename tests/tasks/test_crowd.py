@@ -13,7 +13,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.records import Ending
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -21,6 +20,7 @@ from rollflow.tasks.rollout import build_proxy
 from rollflow.tasks.rollout.baselines import WholeGroupProxy, WholeGroupQueue
 from rollflow.tasks.rollout.config import AnyRouting
 from rollflow.tasks.rollout.proxy import Probe, RequestOptions
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.counts import examples
 from tests.support.tickets import width
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import Critic, DeepSpeedTrain, Lora, Reference, TorchTrain, TrainConfig
@@ -30,7 +29,8 @@ from rollflow.tasks.objectives.config import (
     Ratio,
 )
 from rollflow.tasks.objectives.presets import PRESETS
-from rollflow.tasks.sections import Section
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.sections import Section
 from tests.contracts.test_learners import batch, saved
 from tests.support.counts import examples
 from tests.support.tiny_policy import make_policy, make_weights

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
 from rollflow.tasks.actors.engine_client import RayEngine
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.here import Here
 from tests.support.near_actor import Near, NearEngineActor
 

@@ -13,7 +13,7 @@ from rollflow.flows.preflight import preflight
 from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors import rollout
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.policy_folders import make_folder, recipe_of
 
 

@@ -21,8 +21,6 @@ from rollflow.storage.errors import Corrupt, EngineFailed
 from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RecoveryConfig, RunConfig
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -43,6 +41,8 @@ from rollflow.tasks.rollout.evaluation import (
     store_skipped,
 )
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
+from rollflow.tasks.run.config import RecoveryConfig, RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 from tests.support.batches import begin, learning, publish, scheduling, staged

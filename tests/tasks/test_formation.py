@@ -15,7 +15,7 @@ from rollflow.tasks.rollout.buffer import TrajectoryBuffer
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
-from rollflow.tasks.rollout.starts import Starts
+from rollflow.tasks.rollout.running_by_version import Starts
 
 
 @dataclass(frozen=True)

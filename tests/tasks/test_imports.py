@@ -10,12 +10,12 @@ import pytest
 
 from rollflow.flows.config import parse
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.imports import imported_class, imported_function, imported_object
+from rollflow.tasks.runtime.imports import imported_class, imported_function, imported_object
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.config import ImportReward, RewardBase
 from rollflow.tasks.verifiers.pool import RewardPool
-from tests.support.own_parts import put_in_reach
+from tests.support.user_code import put_in_reach
 
 MODULE = """
 from rollflow.tasks.verifiers.base import Score

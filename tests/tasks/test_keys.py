@@ -25,7 +25,7 @@ from rollflow.tasks.prompts.keys import normalise, unordered_key
 from rollflow.tasks.prompts.near_duplicates import NearDuplicates, near_duplicates
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from tests.support.counts import examples
-from tests.support.own_parts import FOLDER, put_in_reach
+from tests.support.user_code import FOLDER, put_in_reach
 
 SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 ASKED = 200

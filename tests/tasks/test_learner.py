@@ -14,12 +14,12 @@ from torch import Tensor
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Stale
 from rollflow.tasks.actors.learner import LearnerActor
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.run.config import RunConfig
 from tests.support import oracles
 from tests.support.dual import Dual
 from tests.support.oracles import LONGEST, ORACLES, Row

@@ -19,8 +19,8 @@ from rollflow.tasks.actors.learner import LEARNER, start_learner
 from rollflow.tasks.actors.lease import ACTOR_SHARE, STATUS, Lease, LeaseWatch
 from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.rollout import ROLLOUT, engine_name, start_engine, start_rollout
-from rollflow.tasks.config import RunConfig
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
 from tests.support.small_run import prepare_small
 from tests.support.waiting import HANG_SECONDS, until

@@ -15,9 +15,9 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.rollout.group import GroupRollout
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline, prompt_at

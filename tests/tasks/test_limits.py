@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig
 from rollflow.tasks.rollout.limits import RolloutLimits, filtered, limits_of
+from rollflow.tasks.run.config import RunConfig
 
 
 def test_every_choice_of_the_config_arrives() -> None:

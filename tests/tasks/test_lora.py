@@ -18,9 +18,9 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.config import Lora, TorchTrain
 from rollflow.tasks.learners.lora import LoraPolicy
 from rollflow.tasks.learners.reference import named_tensors
-from rollflow.tasks.learners.restore import new_learner, restore
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import new_learner, restore
 from tests.contracts.test_learners import PROBE, batch, joined, saved, trained
 from tests.contracts.test_token_logprobs import learner_of, model_of, one_row
 from tests.support.small_run import prepare_small, train_small

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-from rollflow.tasks.run_context import complete_config
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import complete_config
 from tests.contracts.test_learners import batch, trained
 from tests.support.tiny_policy import make_policy, make_weights
 

@@ -16,10 +16,10 @@ from transformers import Qwen2Config
 from rollflow.storage.objects.base import pieces
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.changing import MappedFiles
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.ranked import RankedLearner
-from rollflow.tasks.learners.restore import files
+from rollflow.tasks.run.config_switch import MappedFiles
+from rollflow.tasks.run.restore import files
 from tests.contracts.test_learners import batch
 
 pytestmark = [

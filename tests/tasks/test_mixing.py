@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Group
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Cursor, TrajectoryGroup
 from rollflow.storage.trajectories import TrajectoryStore
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.mixing import Mixture, Slots
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.pipeline import Damage, Pipeline
 from tests.tasks.test_scheduler import stopped
 

@@ -18,14 +18,14 @@ from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError, Corrupt, EngineFailed
 from rollflow.tasks.actors.engine import EngineActor
 from rollflow.tasks.actors.engine_client import RayEngine
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig, StoreConfig
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig, StoreConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.described import describe
 from tests.support.small_run import prepare_small, train_small
 from tests.support.waiting import HANG_SECONDS

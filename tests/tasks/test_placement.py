@@ -19,7 +19,7 @@ from rollflow.flows.services.ray_head import RayHead, RayNode
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import KIND
 from rollflow.tasks.actors.placement import LEAST, actor_options, engine_cpus, learner_cpus
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.waiting import RUN_SECONDS
 
 ELSEWHERE = "10.0.0.1:6379"

@@ -10,9 +10,9 @@ import pytest
 
 from rollflow.flows.config import load_hardware, load_recipe
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import RolloutConfig
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.simulation.bounds import bounds_of, work_of
 from rollflow.tasks.simulation.candidates import Budget, Candidate, Limits, Outcome
 from rollflow.tasks.simulation.figures import Figures

@@ -21,7 +21,7 @@ from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.folder import weight_files
 from rollflow.tasks.policies.tensors import check_tensors
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.policy_folders import (
     CHAT,
     CONTEXT,

@@ -11,14 +11,14 @@ import pytest
 
 from rollflow.flows.config import parse
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompt_check import fit_files, probe_sources, read_files
 from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.run_context import open_prompts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import open_prompts
+from rollflow.tasks.run.prompt_check import fit_files, probe_sources, read_files
 
 LONG = "x" * 500
 

@@ -16,7 +16,7 @@ from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.fixed_shape import FixedShapeSampler
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.policies.validation import name_end_tokens
-from rollflow.tasks.run_expectations import expected_of
+from rollflow.tasks.run.expectations import expected_of
 from tests.support.policy_folders import CHAT, CONTEXT, OVER, change_json, make_folder, recipe_of
 
 

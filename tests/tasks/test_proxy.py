@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Ending
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, Started
+from rollflow.tasks.runtime.clock import run_virtual
 
 NO_PROBE = Probe((), (), 0.1)
 CONFIG = TimedEngineConfig(slots=4, max_new_tokens=50, median_tokens=30, sigma=0.5, seconds_per_token=0.1)

@@ -25,7 +25,7 @@ from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.learners.base import Settle, at_once
 from rollflow.tasks.learners.torch_learner import TorchLearner
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.log_runs import of_kind
 from tests.support.small_run import ALL_ROLES, StoreFeed, prepare_small
 from tests.support.waiting import HANG_SECONDS

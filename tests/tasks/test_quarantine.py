@@ -19,16 +19,16 @@ from rollflow.storage.log.entries import BatchVoided, Group, entry_path
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey
 from rollflow.tasks.actors.learner import MAKINGS, LearnerActor
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.learners.base import Settle, at_once
-from rollflow.tasks.learners.restore import train_again
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.rollout.group import sample_seed
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import train_again
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.ledger import check_log
 from tests.support.log_runs import of_kind, read
 from tests.support.pipeline import Pipeline

@@ -11,7 +11,7 @@ from rollflow.flows.config import load_recipe
 from rollflow.flows.prepare import prepare
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.sorting import SortingSource, question
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
 from tests.support.small_run import make_policy
 
 

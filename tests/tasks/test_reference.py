@@ -13,8 +13,8 @@ from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.penalties import adapted
 from rollflow.tasks.objectives.rows import Rows
 from tests.contracts.test_learners import batch
-from tests.support.own_parts import put_in_reach
 from tests.support.tiny_policy import make_policy, make_weights
+from tests.support.user_code import put_in_reach
 from tests.tasks.test_learner import learner, near, some_batch, token_logprobs
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import END, PAD, build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.run_context import complete_config
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import complete_config
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 from rollflow.tasks.verifiers.config import ExactReward

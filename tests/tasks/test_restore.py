@@ -21,17 +21,17 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import Corrupt, NotFinite, Unreachable
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, VersionPublished
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed
 from rollflow.storage.objects.base import digest, pieces
 from rollflow.storage.objects.disk import mapped
 from rollflow.storage.records import GroupKey, StoredObject
 from rollflow.tasks.actors.learner import LearnerActor
 from rollflow.tasks.learners.base import Learner, Settle, at_once
-from rollflow.tasks.learners.restore import Restored, files, new_learner, restore, train_again
 from rollflow.tasks.learners.torch_learner import TorchLearner
-from rollflow.tasks.node import node_cache
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.restore import Restored, files, new_learner, restore, train_again
+from rollflow.tasks.runtime.node import node_cache
 from tests.support.log_runs import of_kind
 from tests.support.small_run import ALL_ROLES, StoreFeed, prepare_small, train_small
 
@@ -130,7 +130,7 @@ def test_one_file_at_a_time_is_in_memory(small: Prepare, monkeypatch: pytest.Mon
         maps.append(weakref.ref(data.obj))
         return data
 
-    monkeypatch.setattr("rollflow.tasks.learners.changing.mapped", watched)
+    monkeypatch.setattr("rollflow.tasks.run.config_switch.mapped", watched)
     restored(context, 2)
     assert len(maps) > 20
     assert not any(one() for one in maps)

@@ -15,9 +15,9 @@ import ray
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.reward import REWARD, RewardActor, RewardClient
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.config import ReasoningGymReward
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest

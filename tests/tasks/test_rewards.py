@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.runtime.actor_warnings import Warnings
 from rollflow.tasks.verifiers.base import answer_of
 from rollflow.tasks.verifiers.config import ImportReward, ReasoningGymReward
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest, _Worker
-from rollflow.tasks.warned import Warnings
-from tests.support.own_parts import put_in_reach
+from tests.support.user_code import put_in_reach
 from tests.support.waiting import HANG_SECONDS, soon
 
 ODD_WORKER = """

@@ -20,8 +20,8 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import EngineFailed, Stale
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, Written
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Deposed, TooOld
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import ObjectStore
@@ -29,7 +29,6 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey, Prompt, TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
 from rollflow.tasks.actors import rollout as actor
-from rollflow.tasks.clock import Deadlock, run_virtual
 from rollflow.tasks.engines.base import Generation, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -37,7 +36,8 @@ from rollflow.tasks.rollout.config import AnyRouting, FilterConfig
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
-from rollflow.tasks.run_context import RunContext
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.clock import Deadlock, run_virtual
 from rollflow.tasks.simulation.parts import check_fresh
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest

@@ -23,13 +23,13 @@ from rollflow.storage.records import (
     TrajectoryGroup,
 )
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
 from rollflow.tasks.verifiers.pool import ScoreRequest
 

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import VersionPublished
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import open_store
 from rollflow.storage.objects.base import pieces
 from rollflow.storage.policies import PolicyStore
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import Critic, TorchTrain
-from rollflow.tasks.learners.restore import name_of
 from rollflow.tasks.learners.shards import NAMES, from_files, shapes_of, tensors_of, to_files
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.run.restore import name_of
 from tests.contracts.test_learners import batch
 from tests.support.described import describe
 from tests.support.tiny_policy import make_policy, make_weights

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.records import Trajectory
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import EvaluationConfig, FilterConfig, RolloutConfig
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.bounds import Work, bounds_of
 from rollflow.tasks.simulation.figures import Figures
 from rollflow.tasks.simulation.fit import Recorded, correlation_of, fitted, normal_scores

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.clock import VirtualClockLoop, run_virtual
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.baselines import WholeGroupQueue
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
+from rollflow.tasks.runtime.clock import VirtualClockLoop, run_virtual
 from tests.support.counts import examples
 from tests.support.tickets import width
 

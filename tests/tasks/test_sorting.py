@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rollflow.flows.config import load_recipe
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.sorting import SortingSource, question
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.verifiers import build_verifier
 from rollflow.tasks.verifiers.base import judge
 

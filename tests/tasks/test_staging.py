@@ -17,7 +17,7 @@ import torch
 
 from rollflow.storage.errors import ConfigError, RankFailed, StoreFailed, Unreachable
 from rollflow.storage.log.entries import RunCreated
-from rollflow.storage.log.log import Log, Writer
+from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.objects.base import Data, digest, pieces
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.policies import PolicyStore

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from rollflow.storage.journal.usage import Cost
+from rollflow.storage.run_records.usage import Cost
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
 
 STATUSES: list[ActorStatus] = [RolloutStatus(), LearnerStatus(), RewardStatus()]

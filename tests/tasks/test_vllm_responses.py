@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.flat import Float32s
 from rollflow.storage.records import Ending
-from rollflow.tasks.clock import run_virtual
+from rollflow.storage.token_arrays import Float32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
+from rollflow.tasks.runtime.clock import run_virtual
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 

@@ -12,11 +12,11 @@ import pytest
 
 from rollflow.storage.records import Ending
 from rollflow.tasks.actors.rollout import build_engine_of
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.engines.base import Generation, GenerationRequest, Partial
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.vllm import VllmEngine
 from rollflow.tasks.rollout.config import RolloutConfig
+from rollflow.tasks.run.config import RunConfig
 from tests.support.tiny_policy import make_policy, make_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]

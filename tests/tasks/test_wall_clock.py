@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.wall_clock import CASES, HARDWARE, WallWorld, engine_actors, recipe
-from rollflow.tasks.clock import run_virtual
-from rollflow.tasks.config import RunConfig
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.records import Formed
 from rollflow.tasks.simulation.world import World
 

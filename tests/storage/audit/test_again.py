@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rollflow.storage.errors import Corrupt
-from rollflow.storage.log import audits, objects, recheck
+from rollflow.storage.log import audit_checkpoints, objects, recheck
 from rollflow.storage.log.audit import Progress, audit
 from rollflow.storage.log.entries import encode, entry_path
 from rollflow.storage.log.reading import AT_ONCE
@@ -165,14 +165,14 @@ def test_a_deep_audit_reads_what_an_earlier_one_has_read(store: MemoryStore) -> 
 def test_an_audit_that_cannot_be_trusted_is_none(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actors = Actors.begin(store).train(3)
     if how.startswith("other "):
-        monkeypatch.setattr(audits, "RULES" if how == "other rules" else "FOLD", 0)
+        monkeypatch.setattr(audit_checkpoints, "RULES" if how == "other rules" else "FOLD", 0)
     assert audit(store).clean
     monkeypatch.undo()
     [path] = store.list("audits")
     if how == "altered":
         store.put(path, store.get(path).replace(b'"run":"test"', b'"run":"tent"'))
     if how == "of another entry":
-        store.put(audits.audit_path(3), store.get(path))
+        store.put(audit_checkpoints.audit_path(3), store.get(path))
         store.delete(path)
     actors.train(1)
     report = audit(store)
@@ -181,9 +181,9 @@ def test_an_audit_that_cannot_be_trusted_is_none(store: MemoryStore, how: str, m
 
 def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
     actors = Actors.begin(store)
-    for _ in range(audits.KEPT + 2):
+    for _ in range(audit_checkpoints.KEPT + 2):
         assert audit(actors.train(1).learner.store).clean
-    assert len(list(store.list("audits"))) == audits.KEPT
+    assert len(list(store.list("audits"))) == audit_checkpoints.KEPT
 
 
 def test_only_so_many_bytes_are_read_at_once(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.anchors import Anchor, check_anchors, first_anchor, newest_anchor
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.report import AuditReport
-from rollflow.tasks.run_context import RunContext
-from rollflow.tasks.run_expectations import expected_of
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.expectations import expected_of
 from tests.support.alterations import Alteration
 from tests.support.alterations_of_log import all_alterations, table
 from tests.support.forger import Forger

@@ -10,10 +10,10 @@ import pytest
 from rollflow.storage.errors import Corrupt, Missing, Unreachable
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchVoided, Entry, Pruned, encode, entry_path
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import AuditReport
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.tasks.clock import run_virtual
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.audited import WATCHING, Watched, file_of, weights_of
 from tests.support.log_actors import Supervisor
 from tests.support.log_runs import Actors, G, RealScheduler, committed, create, forget, of_kind, published, read

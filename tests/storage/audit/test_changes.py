@@ -14,7 +14,7 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.log.configs import RecordedConfig, readable_configs, recorded_configs
 from rollflow.storage.log.entries import BatchCommitted, ConfigChanged, VersionPublished, entry_path
 from rollflow.storage.log.garbage import orphans
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import Refused
 from rollflow.storage.objects.memory import MemoryStore
 from tests.support.counts import examples

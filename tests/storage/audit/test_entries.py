@@ -11,7 +11,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.log import snapshots
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Pruned, RunCreated, encode, entry_path
-from rollflow.storage.log.log import Log
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore

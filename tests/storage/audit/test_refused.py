@@ -11,8 +11,8 @@ import pytest
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, RunCreated, VersionPublished, entry_path
-from rollflow.storage.log.log import Log
-from rollflow.storage.log.refold import MOST
+from rollflow.storage.log.run_log import Log
+from rollflow.storage.log.tolerant_fold import MOST
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Discard, DiscardReason, StoredObject
@@ -151,7 +151,7 @@ def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
     run: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without version 1 there is none that can follow."""
-    monkeypatch.setattr("rollflow.storage.log.refold.MOST", 3)
+    monkeypatch.setattr("rollflow.storage.log.tolerant_fold.MOST", 3)
     n = published(run, 1).n
     rewritten(run, [one for one in read(run) if one.n != n])
     violations = audit(run).violations
@@ -165,7 +165,7 @@ def test_of_entries_that_are_refused_behind_another_one_the_first_few_are_named(
     ]  # the first one is not passed over
     assert (last.kind, last.where) == ("lineage", entry_path(len(read(run)) - 1))
     count = int(last.what.split()[3])
-    monkeypatch.setattr("rollflow.storage.log.refold.MOST", count)
+    monkeypatch.setattr("rollflow.storage.log.tolerant_fold.MOST", count)
     refused = [violation.what for violation in audit(run).violations if "refused entries" in violation.what]
     assert (count > 3, refused) == (True, [])  # all are named
     elsewhere = {(violation.kind, violation.where) for violation in violations if violation.where[:4] != "log/"}

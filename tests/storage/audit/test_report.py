@@ -10,18 +10,18 @@ import pytest
 
 from rollflow.flows.views.audit_table import print_report
 from rollflow.storage.errors import Corrupt, Missing
-from rollflow.storage.log import audits, snapshots
+from rollflow.storage.log import audit_checkpoints, snapshots
 from rollflow.storage.log.audit import audit
 from rollflow.storage.log.entries import Pruned, RunCreated, entry_path, sealed
-from rollflow.storage.log.log import Log
 from rollflow.storage.log.report import SPANS, AuditReport, Rows
+from rollflow.storage.log.run_log import Log
 from rollflow.storage.log.state import FOLD
 from rollflow.storage.objects import ObjectStore
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, StoredObject
-from rollflow.tasks.config import RunConfig
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
+from rollflow.tasks.run.config import RunConfig
 from tests.support.audited import ALPHA, VERSIONS, WATCHING, Watched, file_of, found, lagging, other_alpha, weights_of
 from tests.support.log_runs import (
     DOMAINS,
@@ -245,8 +245,8 @@ def test_a_log_that_was_written_anew_since(run: MemoryStore, seen_by: str) -> No
 def test_a_witness_that_cannot_be_read_says_nothing(run: MemoryStore, junk: bytes) -> None:
     run.put(snapshots.snapshot_path(7, "f" * 64), junk)
     run.put(snapshots.snapshot_path(9_000, "f" * 64), junk)
-    run.put(audits.audit_path(8), junk)
-    run.put(audits.audit_path(9), sealed({"fold": FOLD, "rules": audits.RULES, "audited": [7]}))
+    run.put(audit_checkpoints.audit_path(8), junk)
+    run.put(audit_checkpoints.audit_path(9), sealed({"fold": FOLD, "rules": audit_checkpoints.RULES, "audited": [7]}))
     assert found(run) == set()
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.tasks.clock import run_virtual
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.rollout.config import FilterConfig
+from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.verifiers.base import Score
 from tests.support.expected import expected_of
 from tests.support.pipeline import Pipeline

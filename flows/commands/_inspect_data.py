@@ -1,0 +1,119 @@
+"""What `rollflow inspect` finds: as values for programs (`--json`), and what both forms look up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rollflow.flows.views.config_history import list_changes, shown_changes
+from rollflow.flows.views.turns import prompt_tokens, split_turns
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.log.lineage import Consumed, Fate, Waiting, fates
+from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.tasks.run.context import RunContext
+
+
+def run_value(context: RunContext) -> dict[str, Any]:
+    """The run as its log tells it."""
+    state = context.log.state
+    return {
+        "run": context.run_id,
+        "uri": context.uri,
+        "version": state.version,
+        "versions": context.config.versions,
+        "entries": state.n + 1,
+        "batches": state.next_batch - len(state.holes),
+        "waiting": sorted(state.waiting),
+        "holes": list(state.holes),
+        "quarantined": state.voids,
+        "trajectories": state.totals.rows,
+        "groups": dict(state.totals.groups),
+        "tokens": dict(state.totals.tokens),
+        "staleness": dict(state.totals.staleness),
+        "in_flight": [[key.prompt, key.attempt] for key in state.in_flight],
+        "changes": [
+            {"entry": one.entry, "from_version": one.version, "who": one.who, "at": one.at}
+            | {"changes": {change.key: [change.before, change.after] for change in shown_changes(one)}}
+            for one in list_changes(context)
+        ],
+        "recoveries": [asdict(recovery) for recovery in RecoveryLog(context.store).read()],
+    }
+
+
+def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]:
+    """A version: what it was made of, and which of its objects are still stored."""
+    batch = context.batches.committed(version.batch_entry).number if version.batch_entry is not None else None
+    stored = {one.path: context.store.exists(one.path) for one in version.objects}
+    config = context.recorded_at(version.number)
+    told = {"config_entry": config.entry, "config_sha256": config.sha256}
+    return {**asdict(version), "batch": batch, "stored": stored, **told}
+
+
+def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:
+    """A group's fate, and where it was committed its trajectories, or the one of `sample`, with their texts.
+
+    Raises:
+        ConfigError: there is no such one.
+    """
+    key, attempts = GroupKey(prompt, attempt), fates(context.log, prompt)
+    check_key(key, attempts, context.log.state.cursor)
+    fate = attempts[key]
+    told = {"prompt": prompt, "attempt": attempt, "fate": str(fate)}
+    if not isinstance(fate, Consumed | Waiting):
+        return {**told, "trajectories": []}
+    trajectories = trajectories_of(context, key, batch_of(context, fate), sample)
+    return {**told, "trajectories": [_with_texts(context, one) for one in trajectories]}
+
+
+def _with_texts(context: RunContext, one: Trajectory) -> dict[str, Any]:
+    flat = {name: list(getattr(one, name)) for name in ("tokens", "loss_mask", "logprobs", "versions")}
+    decode = context.tokenizer.decode
+    chosen = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask]
+    texts = {"question": decode(prompt_tokens(one)), "response": decode(chosen)}
+    return {**asdict(one), **flat, **texts, "turns": [part.value(decode) for part in split_turns(one)]}
+
+
+def trajectories_of(
+    context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None
+) -> Sequence[Trajectory]:
+    """Those of a group, or the one of `sample`; `ConfigError` if there is none."""
+    group = next(one for one in groups_of(context, batch.file) if one.key == key)
+    chosen = [one for one in group.trajectories if sample in (None, one.sample)]
+    if not chosen:
+        last = max(one.sample for one in group.trajectories)
+        raise ConfigError(f"{key.prompt}.{key.attempt} has samples 0 to {last}; there is no sample {sample}")
+    return chosen
+
+
+def batch_of(context: RunContext, fate: Consumed | Waiting) -> BatchCommitted:
+    if isinstance(fate, Waiting):
+        return context.batches.committed(context.log.state.waiting[fate.batch].entry)
+    entry = context.policies.find(fate.version).batch_entry
+    assert entry is not None, "only version 0 has no batch"
+    return context.batches.committed(entry)
+
+
+def groups_of(context: RunContext, file: StoredObject) -> list[TrajectoryGroup]:
+    return TrajectoryBatch.from_bytes(context.batches.read(file)).groups()
+
+
+def check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> None:
+    if key in attempts:
+        return
+    if attempts:
+        issued = ", ".join(str(k.attempt) for k in attempts)
+        raise ConfigError(f"prompt {key.prompt} has no attempt {key.attempt}; it was issued as attempt {issued}")
+    raise ConfigError(
+        f"prompt {key.prompt} was not dispatched when the newest batch was committed; "
+        f"the next prompt is {upcoming(cursor)}"
+    )
+
+
+def upcoming(cursor: Cursor) -> str:
+    """The next prompt of each source."""
+    return " or ".join(map(str, cursor.upcoming)) or "0"

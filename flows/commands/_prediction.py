@@ -1,0 +1,105 @@
+"""`rollflow simulate --from-run`: a recorded run's own latencies as hardware, and how well they predict its step time.
+
+Read from the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds, waits)
+and updates (pauses).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from rollflow.flows.commands._toml_edit import to_toml
+from rollflow.flows.views.pauses import paused_seconds
+from rollflow.flows.views.simulation import Outputs, run_simulation
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.updates import read_update
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.simulation.figures import WARM_UP
+from rollflow.tasks.simulation.fit import Recorded, fitted
+
+FEWEST = 5  # versions after the warm-up that a prediction needs to be compared with
+SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that a schedule depends on
+
+
+def compare(
+    config: RunConfig, context: RunContext, versions: int | None, outputs: Outputs, save: Path | None = None
+) -> float:
+    """Simulate `config` on the hardware that run `context` recorded; returns predicted over measured step time, less 1.
+
+    Raises:
+        ConfigError: the run is too short, or another recipe's.
+    """
+    console = Console(highlight=False)
+    recorded = read_recorded(context)
+    hardware = fitted(recorded, context.config)
+    if save is not None:
+        save.write_text(to_toml(hardware.model_dump(exclude_defaults=True)))
+        console.print(f"hardware in {save}", soft_wrap=True)
+    predicted = run_simulation(config, hardware, versions or context.config.versions, outputs, console=console).figures
+    measured = median(version.seconds for version in recorded)
+    difference = predicted.step_median / measured - 1.0
+    same = not _differences(config, context.config)
+    console.print(
+        Text.assemble(
+            ("step time ", "dim"), f"measured {measured:.4g} s in run {context.run_id} (median of "
+            f"{len(recorded)} versions), predicted {predicted.step_median:.4g} s",
+            (f": {difference:+.1%}", "bold") if same else "",
+        ),
+        soft_wrap=True,
+    )  # fmt: skip
+    for name in _differences(config, context.config):
+        console.print(f"the run had another {name}: the two are not to be compared", soft_wrap=True)
+    return difference
+
+
+def _differences(config: RunConfig, other: RunConfig) -> list[str]:
+    """The keys that the schedule depends on and that differ."""
+    return [name for name in SCHEDULED if getattr(config, name) != getattr(other, name)]
+
+
+def read_recorded(context: RunContext) -> list[Recorded]:
+    """The run's versions after its warm-up.
+
+    Raises:
+        ConfigError: there are too few of them.
+    """
+    first, newest = WARM_UP + context.config.capacity, context.policies.newest()
+    if newest - first < FEWEST:
+        raise ConfigError(f"run {context.run_id!r} has {max(newest, 0)} versions; a prediction needs {first + FEWEST}")
+    return [_recorded(context, before, after) for before, after in pairwise(context.policies.since(first - 1))]
+
+
+def _recorded(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> Recorded:
+    assert after.batch_entry is not None, "only version 0 has no batch"
+    update = read_update(context.store, after.number)
+    file = context.batches.committed(after.batch_entry).file
+    table = TrajectoryBatch.from_bytes(context.batches.read(file)).table
+    return Recorded(
+        version=after.number,
+        seconds=after.at - before.at - paused_seconds(context, before, after),
+        waited=after.metrics["wait_seconds"],
+        pause=None if update is None else update.pause_seconds,
+        fetched=None if update is None else update.resumed_at - update.pause_seconds - after.at,
+        groups_R=table["index"].to_pylist(),
+        tokens_R=_response_tokens(table),
+        generation_R=table["generation_seconds"].to_pylist(),
+        reward_R=table["reward_seconds"].to_pylist(),
+    )
+
+
+def _response_tokens(table: Any) -> list[int]:
+    masks = table["loss_mask"].combine_chunks()
+    chosen = np.concatenate([[0], np.cumsum(masks.flatten().to_numpy(zero_copy_only=False))])
+    ends = masks.offsets.to_numpy()
+    ends = ends - ends[0]
+    return [int(count) for count in chosen[ends[1:]] - chosen[ends[:-1]]]

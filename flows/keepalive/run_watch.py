@@ -1,0 +1,108 @@
+"""The supervisor's watch over a run: its stages once every half second, its status and what people ask once a second.
+
+A person may end the run, in its storage (`rollflow stop`, `rollflow cancel`) or by a pause of its flow run: then it
+ends by `Ended`. A stop waits for the next version; what the others lose is what no version has yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from rollflow.flows.keepalive.stages import Stages
+from rollflow.flows.views.status_writer import StatusWriter
+from rollflow.storage.errors import ConfigError, Unreachable
+from rollflow.storage.log.run_log import Writer
+from rollflow.storage.run_records.stop_requests import Ended, requested
+
+POLL_SECONDS = 0.5
+TELL_SECONDS = 1.0
+
+
+class Following:
+    """One supervisor's; it holds from the first step to the last."""
+
+    def __init__(self, stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
+        self._stages, self._writer, self._supervisor = stages, writer, supervisor
+        self._patience = writer.context.config.store.patience_seconds
+        self._told, self._answered = float("-inf"), time.monotonic()
+        self._asked_at: int | None = None  # the newest version when a stop was first seen
+
+    def to_version(self, version: int) -> None:
+        """Watch until the version is published, or the stages have ended.
+
+        Raises:
+            Ended: the user ended the run.
+            GaveUp: a stage failed.
+            ConfigError: nothing is learned, and the recipe asks for a stop then.
+        """
+        self._until(lambda: self._writer.progress.version >= version)
+
+    def to_end(self) -> None:
+        """Watch until the last version is trained, loaded and evaluated: then rollout and train have ended."""
+        self._until(lambda: False)
+
+    def heed_before(self) -> None:
+        """Obey what was asked of the run before its stages begin; there is nothing to wait for yet.
+
+        Raises:
+            Ended: the user ended the run.
+        """
+        with contextlib.suppress(Unreachable, OSError):
+            if asked := requested(self._writer.context.store):
+                raise Ended(f"ended while it started, by `rollflow {asked.how}`")
+
+    def heed_after(self) -> None:
+        """After a step beyond the training: a pause or a cancel that came meanwhile.
+
+        Raises:
+            Ended: a person ended the run.
+        """
+        self._stages.look_at_own()
+        with contextlib.suppress(Unreachable, OSError):
+            self._heed()
+
+    def _until(self, reached: Callable[[], bool]) -> None:
+        while not (reached() or self._stages.ended("rollout", "train")):
+            self._stages.look()
+            if time.monotonic() - self._told > TELL_SECONDS:
+                self._told = time.monotonic()
+                self._tell()
+            time.sleep(POLL_SECONDS)
+
+    def _tell(self) -> None:
+        """Say how the run stands, and hear whether it is to go on. A store may be away for as long as its patience."""
+        try:
+            self._supervisor.check()
+            self._writer.refresh()
+            self._heed()
+            self._check_signal()
+            self._answered = time.monotonic()
+        except (Unreachable, OSError):  # a folder; for others the store itself waits so long
+            if time.monotonic() - self._answered > self._patience:
+                raise
+
+    def _check_signal(self) -> None:
+        """Fail a run that learns nothing, if the recipe asks for that.
+
+        Raises:
+            ConfigError: the newest versions lack a signal.
+        """
+        train = self._writer.context.config.train
+        if train.no_signal == "stop" and self._writer.no_signal:
+            raise ConfigError(f"train.no_signal = 'stop': {self._writer.no_signal}")
+
+    def _heed(self) -> None:
+        if self._stages.paused:
+            raise Ended("paused", pause=True)
+        asked = requested(self._writer.context.store)
+        if asked is None:
+            return
+        if asked.how == "cancel":
+            raise Ended("cancelled by `rollflow cancel`")
+        if self._asked_at is None:
+            self._asked_at = self._writer.progress.version
+            self._writer.messages.append("`rollflow stop`: it ends at the next version")
+        if self._writer.progress.version > self._asked_at:
+            raise Ended(f"stopped at version {self._writer.progress.version} by `rollflow stop`")

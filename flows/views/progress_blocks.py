@@ -1,0 +1,50 @@
+"""A run in blocks of versions: the rows of the table on its page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from rollflow.flows.views.pauses import paused_seconds
+from rollflow.flows.views.progress import length_bias
+from rollflow.storage.policies import PolicyVersion
+from rollflow.tasks.rollout.evaluation import evaluations
+from rollflow.tasks.run.context import RunContext
+
+
+def rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
+    """Of each block (first, last) whose versions are all there: what they were trained on, and what they cost.
+
+    Reward and staleness are means over versions; tokens are those trained on; idle is the share of the time in which
+    the learner waited, waste the share of tokens thrown away, accuracy the newest of the held-out prompts. The bias
+    is `length_bias`.
+    """
+    for first, last in blocks:
+        found = list(islice(context.policies.since(first - 1), last - first + 2))
+        if len(found) < last - first + 2:
+            return
+        accuracy = [one.accuracy for one in evaluations(context.store, first - 1, last)]
+        yield {
+            "versions": f"{first} to {last}" if last > first else str(first),
+            **_figures(found, context.config.groups, paused_seconds(context, found[0], found[-1])),
+            "held-out accuracy": f"{accuracy[-1]:.3f}" if accuracy else "",
+        }
+
+
+def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> dict[str, object]:
+    before, trained = versions[0], versions[1:]
+
+    def total(name: str) -> float:
+        return sum(version.metrics.get(name, 0.0) for version in trained)
+
+    seconds = trained[-1].at - before.at - paused  # if the clock stepped back, there is no figure
+    used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
+    bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))
+    return {
+        "reward": f"{total('reward') / len(trained):.3f}",
+        "staleness": f"{total('staleness_mean') / len(trained):.2f}",
+        "tokens/s": f"{used / seconds:,.0f}" if seconds > 0 else "",
+        "idle": f"{min(1.0, total('wait_seconds') / seconds):.0%}" if seconds > 0 else "",
+        "waste": f"{lost / (used + lost):.1%}" if used + lost else "",
+        "length bias": f"{bias:+.1%}",
+    }

@@ -1,1 +1,0 @@
-"""Records that no decision depends on: recoveries, weight updates, CPU seconds."""

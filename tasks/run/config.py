@@ -1,0 +1,334 @@
+"""The config tree of a run: what a person may set, typed and frozen, with defaults that were run.
+
+One recipe is one `RunConfig`. Each room has the part that is its own (`engines/config.py`, `rollout/config.py`, ...).
+The same tree is the parameter form of the Prefect deployment, what MLflow records, and what the run's log keeps.
+Imports pydantic only, so that checking a recipe needs no torch, Ray or vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rollflow.tasks.engines.config import EngineBase, EngineConfig, TransformersEngineConfig, VllmEngineConfig
+from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
+from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.policies.config import ColdStart, PolicyConfig
+from rollflow.tasks.prompts.config import PromptConfig, SortingPrompts
+from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
+from rollflow.tasks.runtime.names import RecipeName
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse, refuse_all
+from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward, RewardConfig
+
+Refusals = Iterator[PydanticCustomError]
+
+
+class StoreConfig(Section):
+    """Where runs are stored, and for how long a version keeps its weights and learner state."""
+
+    fixed: ClassVar[Mapping[str, str]] = {
+        "uri": "the run is stored there",
+        "keep_every": "versions were kept or pruned by it",
+        "state_every": "versions were published with the learner's state, or without it, by it",
+        "keep_prompts_bytes": "files of prompts were kept, or not, when the run began",
+    }
+
+    uri: str | None = Field(
+        None, description="s3://bucket/prefix or a folder, relative to the recipe; default: in the run home"
+    )
+    keep_last: int = Field(
+        5, ge=2, description="newest versions that keep their objects; async_ratio + 1 where that is more"
+    )
+    keep_every: int = Field(10, gt=0, description="every n-th version keeps its objects, too")
+    state_every: int = Field(
+        1, gt=0, description="every n-th version stores the learner's state; recovery replays the batches in between"
+    )
+    keep_prompts_bytes: int = Field(
+        2**28, ge=0, description="largest file of prompts that is kept with the run; of a larger one its hash"
+    )
+    patience_seconds: float = Field(
+        3600.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="longest wait for a store that does not answer; the run goes on when it does",
+    )
+    shard_bytes: int = Field(2**28, gt=0, description="largest weight file; shards are hashed and moved in parallel")
+
+
+class RecoveryConfig(Section):
+    """How long the supervisors go on restarting what died or hangs."""
+
+    restarts: int = Field(5, ge=0, description="restarts of one role within the window before the run fails")
+    window_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS, description="for how long a restart counts")
+    backoff_seconds: float = Field(
+        1.0, ge=0, description="pause before the second restart within the window; doubled for each one after it"
+    )
+    answer_seconds: float = Field(
+        30.0, gt=0, le=LONGEST_SECONDS, description="an actor that is silent for so long is stuck"
+    )
+
+
+class RolePlacement(Section):
+    """Which nodes may have the actors of a role."""
+
+    labels: dict[str, str] = Field(
+        default_factory=dict, description='Ray node labels that a node must have, e.g. {"ray.io/market-type" = "spot"}'
+    )
+    resource: str | None = Field(
+        None, min_length=1, description="custom resource of Ray's that a node must have; an actor takes 0.001 of it"
+    )
+
+
+class PlacementConfig(Section):
+    """Where a run's actors are on the cluster, and what they reserve there besides their GPUs."""
+
+    strategy: Literal["spread", "pack"] = Field(
+        "spread", description="engines over the nodes in turn, or, as Ray packs: a node is half full before the next"
+    )
+    reserve_cpus: bool = Field(
+        False, description="reserve the CPUs that the actors' threads use; else none, and others' work may take them"
+    )
+    engine: RolePlacement = RolePlacement()
+    learner: RolePlacement = RolePlacement()
+    scheduler: RolePlacement = RolePlacement()
+    reward: RolePlacement = RolePlacement()
+
+
+SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class ClusterConfig(Section):
+    """The Ray cluster."""
+
+    address: str = Field("auto", description="host:port of a Ray head; auto: a cluster of its own on this machine")
+    lease_seconds: float = Field(
+        600.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="actors of a run that no supervisor watches for so long end, and free their GPUs; 0: never",
+    )
+    placement: PlacementConfig = PlacementConfig()
+    env: dict[str, str] = Field(
+        default_factory=dict, description='environment variables of the actors, e.g. {NCCL_SOCKET_IFNAME = "eth0"}'
+    )
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict, description="Ray's runtime_env of the actors, without env_vars"
+    )
+
+    @model_validator(mode="after")
+    def _usable_environment(self) -> Self:
+        for name in self.env:
+            if not VARIABLE.fullmatch(name):
+                refuse(f"cluster.env.{name}", self.env[name], "it is no name of a variable; correct it")
+            if SECRET_NAME.search(name):
+                refuse(f"cluster.env.{name}", "...", "a run keeps its config: set a secret on the nodes themselves")
+        if "env_vars" in self.runtime_env:
+            refuse("cluster.runtime_env.env_vars", "...", "give them as cluster.env")
+        if any(map(_has_password, _texts(self.runtime_env))):
+            cure = "an address in it has a password, and a run keeps its config: set the secret on the nodes"
+            refuse("cluster.runtime_env", "...", cure)
+        return self
+
+
+def _texts(tree: object) -> Iterator[str]:
+    """Every string in a tree."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from (text for value in tree.values() for text in _texts(value))
+    elif isinstance(tree, Sequence):
+        yield from (text for value in tree for text in _texts(value))
+
+
+def _has_password(text: str) -> bool:
+    return bool(re.search(r"://[^/@\s]*:[^/@\s]+@", text))
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below it"}
+
+    uri: str | None = Field(
+        None, description="an MLflow tracking URI; files are relative to the recipe; default: SQLite in the run home"
+    )
+    experiment: str | None = Field(None, min_length=1, description="the MLflow experiment; default: the recipe's name")
+    study: str | None = Field(
+        None,
+        pattern=r"^[\w.:/ -]+$",
+        description="the MLflow run that this one lies below, with the others of its study; made if it is not there",
+    )
+
+
+def _kind_of(source: object) -> object:
+    """Return the kind of a section, given as a model or as a tree."""
+    return source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
+
+
+class RunConfig(Section):
+    """A run: what one recipe says."""
+
+    fixed: ClassVar[Mapping[str, str]] = {
+        "name": "the run is named after it",
+        "seed": "the prompts and draws of earlier versions follow from it",
+        "policy": "version 0 was made from it",
+        "prompts": "the log names prompts by their places in these sources",
+    }
+
+    name: RecipeName = Field("run", description="what runs of this recipe are called, before the time of their start")
+    seed: int = Field(0, ge=0, description="of all draws: prompts, sampling, fresh weights")
+    versions: int = Field(100, gt=0, description="policy versions to train")
+    async_ratio: float = Field(2.0, ge=0, le=1e9, description="alpha: the largest staleness that may be trained on")
+    groups: int = Field(32, gt=0, description="prompt groups in a train step")
+    group_size: int = Field(8, gt=0, description="responses to one prompt")
+    policy: PolicyConfig = PolicyConfig(cold_start=ColdStart())
+    prompts: tuple[PromptConfig, ...] = (SortingPrompts(),)
+    engine: EngineConfig = VllmEngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = SingleTurnEnvironment()
+    reward: RewardConfig = ExactReward()
+    train: TrainConfig = TorchTrain()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    store: StoreConfig = StoreConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _storable(cls, tree: Any) -> Any:
+        check_storable(tree)
+        return tree
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_fitting_reward(cls, tree: Any) -> Any:
+        """Choose the family's own scorer for prompts of reasoning-gym if the recipe names no verifier."""
+        if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
+            return tree
+        reward = tree.get("reward", {})
+        families = any(_kind_of(source) == "reasoning-gym" for source in sources)
+        if families and isinstance(reward, Mapping) and "kind" not in reward:
+            return {**tree, "reward": {"kind": "reasoning-gym", **reward}}
+        return tree
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        """What only the whole tree can tell, all of it at once."""
+        rules = self._batches, self._policy, self._rollout, self._places, self._judged, self._trainable
+        refuse_all(refused for rule in rules for refused in rule())
+        return self
+
+    def _batches(self) -> Refusals:
+        baseline = self.train.objective.advantage.baseline
+        if baseline in ("group", "leave-one-out") and self.group_size < 2:
+            both = 'baseline and scale of train.objective.advantage to "none"'
+            cure = f'the baseline "{baseline}" needs 2 or more; or set {both}'
+            yield refusal("group_size", self.group_size, cure)
+        if self.groups % self.train.minibatches:
+            cure = f"it must divide groups = {self.groups}; choose a divisor"
+            yield refusal("train.minibatches", self.train.minibatches, cure)
+        if not self.prompts:
+            yield refusal("prompts", [], "give at least one [[prompts]] source")
+
+    def _policy(self) -> Refusals:
+        cold = self.policy.cold_start
+        if (self.policy.path is None) == (cold is None):
+            yield refusal(
+                "policy.path", self.policy.path, "give either policy.path or [policy.cold_start], one of the two"
+            )
+        if cold and cold.hidden_size % cold.heads:
+            yield refusal("policy.cold_start.heads", cold.heads, f"it must divide hidden_size = {cold.hidden_size}")
+        if cold and cold.context <= self.engine.max_new_tokens:
+            cure = f"it must be below policy.cold_start.context = {cold.context}"
+            yield refusal("engine.max_new_tokens", self.engine.max_new_tokens, cure)
+
+    def _rollout(self) -> Refusals:
+        rollout = self.rollout
+        if rollout.extra_groups and (rollout.bound == "wait" or rollout.order == "started"):
+            cure = 'extra groups are left behind: set rollout.at_bound = "drop" and rollout.order = "finished"'
+            yield refusal("rollout.extra_groups", rollout.extra_groups, cure)
+        if rollout.ahead is not None and rollout.ahead > self.async_ratio:
+            cure = f"it must not be above async_ratio = {self.async_ratio:g}: what runs further ahead gets too old"
+            yield refusal("rollout.ahead", rollout.ahead, cure)
+
+    def _places(self) -> Refusals:
+        """Who evaluates, and where it is tracked."""
+        if self.evaluation.engine == "lent" and self.engine.replicas < 2:
+            cure = f'engine.replicas = {self.engine.replicas}, and one engine has to go on: set "own" or "transformers"'
+            yield refusal("evaluation.engine", self.evaluation.engine, cure)
+        place = urlsplit(self.tracking.uri or "")
+        if place.password:
+            cure = "a run keeps its config: take the password out, and set MLFLOW_TRACKING_PASSWORD (or PGPASSWORD)"
+            yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
+
+    def _judged(self) -> Refusals:
+        """Not every verifier can judge every source: it would score 0 without end."""
+        kinds = {source.kind for source in self.prompts}
+        if isinstance(self.reward, ReasoningGymReward):
+            for kind, rest in (("column-sums", ', reward.answer = "tag"'), ("sorting", "")):
+                if kind in kinds:
+                    cure = f'prompts of kind "{kind}" are of no family; set reward.kind = "exact"{rest}'
+                    yield refusal("reward.kind", self.reward.kind, cure)
+        if isinstance(self.reward, ExactReward) and self.reward.answer == "all" and "column-sums" in kinds:
+            cure = 'answers to "column-sums" are steps that end in a tag; set reward.answer = "tag"'
+            yield refusal("reward.answer", self.reward.answer, cure)
+
+    def _trainable(self) -> Refusals:
+        """DeepSpeed has one type for all parameters of an engine, and a critic's head is in float32."""
+        short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
+        if short and isinstance(self.train, DeepSpeedTrain):
+            cure = 'with a critic train.learner = "deepspeed" takes float32 only; choose that, or learner = "torch"'
+            yield refusal("policy.dtype", self.policy.dtype, cure)
+
+    def evaluates(self, version: int) -> bool:
+        """Whether `version` is to be evaluated."""
+        every = self.evaluation.every
+        return version in (0, self.versions) or bool(every and version % every == 0)
+
+    def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig | None:
+        """The engine that evaluates, on a machine with or without GPUs; None: one of the run's own is lent."""
+        choice, engine = self.evaluation.engine, self.engine
+        if choice == "lent" or (choice == "auto" and engine.replicas > 1):
+            return None
+        if choice == "transformers" or (choice == "auto" and on_cpu and isinstance(engine, VllmEngineConfig)):
+            shared = {name: getattr(engine, name) for name in EngineBase.model_fields}
+            return TransformersEngineConfig(**shared, threads=getattr(engine, "threads", 1))
+        return engine
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Nats by which an engine's log-probs may differ from the learner's.
+
+        In bfloat16 a logit of 16 is rounded by up to 0.06, and each side rounds in its own order: sound engines were
+        0.5 off on single tokens. Weights that were not loaded are off by more than a nat.
+        """
+        chosen = self.engine.probe_tolerance
+        return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
+
+    @property
+    def capacity(self) -> int:
+        """Batches the channel may hold: what alpha lets generation run ahead."""
+        return math.floor(self.async_ratio) + 1
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Domain -> its share of the groups that are trained on, which the scheduler holds."""
+        total = sum(source.share for source in self.prompts)
+        shares: dict[str, float] = {}
+        for source in self.prompts:
+            shares[source.domain] = shares.get(source.domain, 0.0) + source.share / total
+        return shares
+
+    def sha256(self) -> str:
+        """Hash of the canonical JSON of the tree."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

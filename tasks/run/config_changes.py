@@ -1,0 +1,212 @@
+"""Changes of a recorded run's config: which keys may change, and the log entry that records the change.
+
+    rollflow resume RUN --set key=value --> config before, config after --> refused, by key
+                                                                        --> claim, ConfigChanged
+
+A key may change unless one of these holds:
+
+- Its section says why not (`Section.fixed`).
+- Its meaning is part of what the learner stores (`_stored_parts`).
+- The rules of the log refuse it now (`rules`): a waiting batch was formed under the old value, or a version that it
+  excludes is published.
+
+Whoever appends the change holds the supervisor's claim; an earlier supervisor that is alive is deposed.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.log.configs import differences
+from rollflow.storage.log.entries import Body, Change, ConfigChanged
+from rollflow.storage.log.rules import FIXED, FORMED
+from rollflow.storage.log.state import Deposed, Refused, RunState
+from rollflow.tasks.objectives.config import ImportObjective, PartsObjective
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext, claim, complete_config
+from rollflow.tasks.runtime.sections import Section
+
+ANEW = "or begin another run with what `rollflow export` gives"
+WHO = "rollflow resume --set"
+LONGEST = 60  # characters of a section or a list that an error shows
+
+
+def tree_of(config: RunConfig) -> dict[str, Any]:
+    """Return a config as the tree that is recorded."""
+    return config.model_dump(mode="json")
+
+
+def check_change(context: RunContext, after: RunConfig) -> None:
+    """Raise `ConfigError`, with one sentence for each key that may not change, or not now."""
+    first, before, state = context.all_configs[0], context.config, context.log.state
+    changes = differences(tree_of(before), tree_of(after))
+    refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
+    refused += _stored_parts_differ(before, after)
+    refused += _refuse_longer_responses(first, after)
+    refused += _refuse_waiting(before, after, state)
+    if len(refused) == 1:
+        raise ConfigError(refused[0])
+    if refused:
+        raise ConfigError("\n  ".join([f"{len(refused)} keys cannot change:", *refused]))
+
+
+def change_config(context: RunContext, after: RunConfig) -> bool:
+    """Record that the run goes on with another config; returns false if it has that config already.
+
+    Raises:
+        ConfigError: the log has moved on meanwhile and no longer allows the change.
+        Deposed: another supervisor has claimed the run meanwhile.
+    """
+    context.log.follow()
+    if tree_of(context.config) == tree_of(after):
+        return False
+    writer = claim(context, "supervisor", "", WHO)
+
+    def body(state: RunState, _: object) -> Body:
+        return _changed(context, after, state)
+
+    try:
+        writer.append(body)
+    except Deposed:
+        raise
+    except Refused as error:
+        if tree_of(context.config) == tree_of(after):
+            return False  # somebody else has recorded the same
+        raise ConfigError(f"the run went on meanwhile: {error}; stop it first: rollflow stop {context.uri}") from None
+    return True
+
+
+def _changed(context: RunContext, after: RunConfig, state: RunState) -> ConfigChanged:
+    recorded = context.configs[-1].config
+    config = _merge_recorded(recorded, context.config, after)
+    sha256 = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return ConfigChanged(state.version + 1, config, sha256, differences(recorded, config), _name_person())
+
+
+def _name_person() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        name = f"user {os.getuid()}"
+    return f"{name} on {socket.gethostname()}"
+
+
+def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
+    """Merge what differs into the recorded tree, so that a key that is newer than the run keeps its value of then.
+
+    If the sections do not fit those of today, return the whole tree of today.
+    """
+    tree = _merge_trees(recorded, tree_of(before), tree_of(after))
+    same = RunConfig.model_validate(complete_config(tree)) == after
+    return tree if same else {**tree_of(after), **{name: recorded[name] for name in FIXED if name in recorded}}
+
+
+def _merge_trees(recorded: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in recorded.items() if name not in before or name in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if name in before and old == value:
+            continue
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            inner = recorded.get(name)
+            value = _merge_trees(inner if isinstance(inner, Mapping) else {}, old, value)
+        found[name] = value
+    return found
+
+
+# --- which keys may not change ----------------------------------------------------------------------------------------
+
+
+def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
+    """Return the sentence for a fixed key; "" for a key that may change."""
+    for config in (before, after):
+        if why := explain_fixed(config, change.key):
+            return f"{_assignment(after, change.key)}: it cannot change, as {why}; {_cure(before, change.key)}"
+    return ""
+
+
+def explain_fixed(config: RunConfig, key: str) -> str:
+    """Return why a key, or the section it is in, is fixed; "" if it is not."""
+    place: Any = config
+    for name in key.split("."):
+        if not isinstance(place, Section):
+            break
+        if why := _find_reason(type(place), name):
+            return why
+        place = getattr(place, name, None)
+    return ""
+
+
+def _find_reason(section: type[Section], name: str) -> str:
+    found = (vars(base).get("fixed", {}) for base in section.__mro__)
+    return next((table[name] for table in found if name in table), "")
+
+
+def _stored_parts_differ(before: RunConfig, after: RunConfig) -> Iterator[str]:
+    old, new = _stored_parts(before), _stored_parts(after)
+    for key in old.keys() & new.keys():
+        if old[key] != new[key]:
+            why = f"the learner's stored state has {old[key] or 'none'}, and would need {new[key] or 'none'}"
+            yield f"{_assignment(after, key)}: {why}; {_cure(before, key)}"
+
+
+def _stored_parts(config: RunConfig) -> dict[str, str]:
+    """List what the learner stores beside the policy, by the key that decides it."""
+    objective = config.train.objective
+    found = {"train.objective.advantage.baseline": "a critic" if objective.advantage.baseline == "critic" else ""}
+    found["train.objective.kind"] = objective.path if isinstance(objective, ImportObjective) else ""
+    if isinstance(objective, PartsObjective):
+        penalties = objective.penalties
+        found["train.objective.penalties.kl_weight"] = "a reference" if penalties.uses_reference else ""
+        adapted = "a weight that is adapted" if penalties.kl_target is not None else ""
+        found["train.objective.penalties.kl_target"] = adapted
+    return found
+
+
+def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str]:
+    """Refuse a larger `max_new_tokens`: when the run began, prompts that left no room for a response were replaced."""
+    room, asked = first.engine.max_new_tokens, after.engine.max_new_tokens
+    if asked > room:
+        why = f"the run's prompts were chosen to leave room for {room} tokens in the policy's context"
+        yield f"engine.max_new_tokens = {asked}: {why}; choose {room} or less, {ANEW}"
+
+
+def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
+    """Report what the log allows only at another time."""
+    if after.versions < state.version:
+        yield f"versions = {after.versions}: version {state.version} is published; choose {state.version} or more"
+    waiting = ", ".join(map(str, sorted(state.waiting)))
+    for key in FORMED if state.waiting else ():
+        if (was := _value(before, key)) != _value(after, key):
+            wait = f"batches wait that were formed with {was} ({waiting})"
+            cure = f"train these first (--set versions={max(state.waiting) + 1} alone), then set it"
+            yield f"{_assignment(after, key)}: {wait}; {cure}"
+    ages = [number - group.started for number, batch in state.waiting.items() for group in batch.groups]
+    if max(ages, default=0) > after.async_ratio:
+        what = f"batches wait ({waiting}) with groups that are {max(ages)} versions old"
+        yield f"async_ratio = {after.async_ratio:g}: {what}; choose {max(ages)} or more"
+
+
+def _assignment(config: RunConfig, key: str) -> str:
+    return f"{key} = {_value(config, key)}"
+
+
+def _cure(before: RunConfig, key: str) -> str:
+    return f"leave it at {_value(before, key)}, {ANEW}"
+
+
+def _value(config: RunConfig, key: str) -> str:
+    """Return a key's value as an error shows it; "unset" if there is none."""
+    place: Any = tree_of(config)
+    for name in key.split("."):
+        place = place.get(name) if isinstance(place, Mapping) else None
+    if isinstance(place, Mapping | list) and len(repr(place)) > LONGEST:
+        return "[...]"
+    return "unset" if place is None else repr(place)

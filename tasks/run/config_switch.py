@@ -1,0 +1,119 @@
+"""The learner of a run whose config was changed: each version is trained under its own config in the log.
+
+    config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
+
+The new learner loads the files as a restored one does, so training continues bit for bit. The files are kept on this
+node meanwhile, and the old learner is released before the new one is built. Keys that may change (`config_changes`)
+affect neither the names nor the shapes of these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.objects import Data
+from rollflow.storage.objects.base import pieces
+from rollflow.storage.objects.disk import mapped
+from rollflow.tasks.learners.base import Learner, Settle, at_once
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.node import node_cache
+
+
+class MappedFiles(Mapping[str, Data]):
+    """Files of this machine by name; each is memory-mapped when it is asked for."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, name: str) -> Data:
+        return mapped(self._paths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+class ChangingLearner:
+    """Wrap a `Learner` and switch its config between versions. See the module's docstring."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        config: RunConfig,
+        config_at: Callable[[int], RunConfig],
+        build: Callable[[RunConfig], Learner],
+    ) -> None:
+        """`learner` uses `config`; `config_at` returns a version's config; `build` builds a blank learner."""
+        self._learner: Learner | None = learner
+        self._terms, self._config_at, self._build = _terms(config), config_at, build
+
+    @property
+    def model(self) -> Any:
+        """See `Learner`."""
+        return self._now.model
+
+    def step(self, batch: TrajectoryBatch, version: int, settle: Settle = at_once) -> Mapping[str, float]:
+        """See `Learner`; trains under the config of version `version + 1`."""
+        config = self._config_at(version + 1)
+        if _terms(config) != self._terms:
+            self._change(config)
+        return self._now.step(batch, version, settle)
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """See `Learner`."""
+        return self._now.logprobs(tokens)
+
+    def broken(self) -> str | None:
+        """See `Learner`."""
+        return self._now.broken()
+
+    def check_ranks(self) -> None:
+        """See `Learner`."""
+        self._now.check_ranks()
+
+    def weights(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._now.weights()
+
+    def state(self) -> Mapping[str, Data]:
+        """See `Learner`."""
+        return self._now.state()
+
+    def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
+        """See `Learner`."""
+        self._now.load(weights, state)
+
+    @property
+    def _now(self) -> Learner:
+        assert self._learner is not None, "a change failed half-way: another learner is restored"
+        return self._learner
+
+    def _change(self, config: RunConfig) -> None:
+        (cache := node_cache()).mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="change-", dir=cache) as folder:
+            state = _write_files(self._now.state(), Path(folder))  # before `_build`, which draws random numbers
+            weights = _write_files(self._now.weights(), Path(folder))
+            self._learner = None
+            self._learner = self._build(config)
+            self._learner.load(weights, state)
+        self._terms = _terms(config)
+
+
+def _terms(config: RunConfig) -> tuple[object, ...]:
+    """Return the parts of a config that a learner depends on."""
+    engine = config.engine
+    return config.train, config.versions, engine.temperature, engine.max_new_tokens, config.store.shard_bytes
+
+
+def _write_files(files: Mapping[str, Data], folder: Path) -> MappedFiles:
+    paths = {name: folder / name.replace("/", "-") for name in files}
+    for name, path in paths.items():
+        with open(path, "wb") as file:
+            file.writelines(pieces(files[name]))
+    return MappedFiles(paths)

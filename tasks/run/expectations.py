@@ -1,0 +1,116 @@
+"""What an audit expects of a run: the limits of its config, and its prompts as they were pinned.
+
+`storage.log.audit` proves a run from storage alone; this module adds what storage cannot know. If something cannot be
+opened any more (a package has another version, a file is gone), `unchecked` says so. That is no violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.log.expected import Expected, Limits, Prompts
+from rollflow.storage.records import DiscardReason, Prompt
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.policies.stop import stop_tokens
+from rollflow.tasks.policies.vocabulary import vocabulary_of
+from rollflow.tasks.rollout.config import FilterConfig
+from rollflow.tasks.rollout.limits import filtered
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext, complete_config
+from rollflow.tasks.run.user_code import changed_code
+
+ROUNDING = 1e-6  # in a mean reward: batches hold rewards in float32
+UNREADABLE = (ConfigError, Corrupt, Missing, OSError, ValueError, KeyError, TypeError)
+
+
+def expected_of(context: RunContext) -> Expected:
+    """Return what the run's batches are compared with."""
+    try:
+        return Expected(_limits, _prompts(context))
+    except UNREADABLE as error:
+        return Expected(_limits, unchecked=f"prompts are not checked, because {error}")
+
+
+def _limits(recorded: Mapping[str, Any]) -> Limits:
+    try:
+        return limits_of(RunConfig.model_validate(complete_config(recorded)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Corrupt(f"a config is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """Return what a config allows in the batches that are committed under it."""
+    rules = _without_rounding(config.rollout.filter)
+    return Limits(
+        sources=len(config.prompts),
+        groups=config.groups,
+        group_size=config.group_size,
+        extra_responses=config.rollout.extra_responses,
+        max_new_tokens=config.engine.max_new_tokens,
+        reasons=reasons_of(config),
+        made_up=isinstance(config.engine, TimedEngineConfig),
+        single_turn=isinstance(config.environment, SingleTurnEnvironment),
+        oldest_token=config.rollout.staleness == "oldest-token",
+        filtered=lambda rewards: filtered(rules, rewards),
+    )
+
+
+def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
+    """Return the reasons for which a scheduler of this config discards; a void is an entry of its own."""
+    left = DiscardReason.REDUNDANT if config.rollout.extra_groups else DiscardReason.STALE
+    return frozenset({left, DiscardReason.FILTERED} if config.rollout.filter else {left})
+
+
+def _without_rounding(rules: FilterConfig | None) -> FilterConfig | None:
+    """Return the filter without the decisions that rounding may have changed."""
+    if rules is None:
+        return None
+    return rules.model_copy(
+        update={
+            "min_mean": None if rules.min_mean is None else rules.min_mean - ROUNDING,
+            "max_mean": None if rules.max_mean is None else rules.max_mean + ROUNDING,
+            "min_std": None if rules.min_std is None else max(0.0, rules.min_std - ROUNDING),
+        }
+    )
+
+
+def _prompts(context: RunContext) -> Prompts:
+    prompts = context.prompts()
+    _check_clock(context)
+    _check_own_sources(context)
+
+    def ask(index: int) -> tuple[Prompt, bool]:
+        prompt, question = prompts.asked(index)
+        return prompt, prompts.is_held_out(index % len(prompts.sources), question)
+
+    return Prompts(
+        ask=ask,
+        held_out={tuple(prompt.tokens): prompt.id for prompt in prompts.held_out()},
+        vocabulary=vocabulary_of(context.policy_folder),
+        stops=frozenset(stop_tokens(context.policy_folder)),
+    )
+
+
+def _check_clock(context: RunContext) -> None:
+    """Raise `ConfigError` for prompts that cannot be made again: once a template's clock was that of each process."""
+    if context.created.single_start:
+        return
+    for source in context.all_configs[0].prompts:
+        if source.chat and context.tokenizer.template.reads_clock(source.system):
+            raise ConfigError("the chat template shows the time, and this run did not record which")
+
+
+def _check_own_sources(context: RunContext) -> None:
+    """Raise `ConfigError` if a source of the user's own has changed: it may ask other questions than earlier batches.
+
+    A run may go on with the changed source, as long as its first questions are the same.
+    """
+    for key in changed_code(context.all_configs[0], context.created.own_code):
+        if key.startswith("prompts."):
+            raise ConfigError(f"{key}.path: its file is not what it was when the run began")

@@ -1,0 +1,205 @@
+"""Checks whether a run's prompts can be asked and judged, row by row, before the run begins.
+
+    read_files    every row of every file: types, emptiness, and a reference that its verifier can judge
+    fit_files     every row as the policy reads it: it is not empty, and leaves room for a response
+    probe_sources the same for the first questions of sources that generate theirs
+
+A row that is wrong is refused with its line and the count of such rows. So is a row that is too long, unless
+`prompts.too_long = "drop"` takes it out of the content that the run keeps: then every process has the same rows left.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.base import Reader
+from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.jsonl import numbered_lines
+from rollflow.tasks.prompts.rows import Row, read_rows, refuse_lines, shorten
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.verifiers import build_verifier
+from rollflow.tasks.verifiers.base import Verifier, answer_of, judge
+from rollflow.tasks.verifiers.config import ExactReward, ReasoningGymReward
+
+PROBED = 256  # how many questions of a source that generates them are checked
+TELL_SECONDS = 3.0  # between two lines of progress
+CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
+WORKED = "####"  # the mark before the answer of a worked solution, in GSM8K and similar data sets
+Rows = Mapping[JsonlPrompts, list[Row]]
+Tell = Callable[[str], None]
+
+
+def read_files(config: RunConfig, read: Reader) -> Rows:
+    """Read the rows of every file of prompts.
+
+    Raises:
+        ConfigError: a row cannot be asked or judged.
+    """
+    fault = _Judgeable(config)
+    files = dict.fromkeys(source for source in config.prompts if isinstance(source, JsonlPrompts))
+    rows = {source: read_rows(source, read(source), fault) for source in files}
+    if isinstance(config.reward, ExactReward):
+        for source, found in rows.items():
+            _check_worked(source, found)
+    return rows
+
+
+def fit_files(
+    config: RunConfig, rows: Rows, tokenizer: PolicyTokenizer, read: Reader, tell: Tell
+) -> tuple[Reader, list[str]]:
+    """Return a reader of the files without the rows that are dropped, and notes for the user.
+
+    Raises:
+        ConfigError: a row is too long, or nothing that the policy can write equals any reference of a file.
+    """
+    notes, kept = list[str](), dict[JsonlPrompts, bytes]()
+    for source, found in rows.items():
+        if dropped := _find_too_long(config, source, found, tokenizer, tell):
+            kept[source] = _drop_lines(source, read(source), dropped)
+            notes.append(
+                f"prompts.path = {source.path!r}: {len(dropped)} of {len(found)} lines are too long, and dropped"
+            )
+        if isinstance(config.reward, ExactReward) and isinstance(config.environment, SingleTurnEnvironment):
+            notes += _note_unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
+    return functools.cache(lambda source: kept[source] if source in kept else read(source)), notes
+
+
+def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
+    """Check the first questions of sources that generate theirs; returns notes.
+
+    Raises:
+        ConfigError: one of them cannot be judged, or is too long and `prompts.too_long` is "refuse".
+    """
+    fault, notes = _Judgeable(config), list[str]()
+    for which, source in enumerate(config.prompts):
+        if isinstance(source, JsonlPrompts):
+            continue
+        asked = [*prompts.sources[which].held_out(PROBED), *map(prompts.sources[which].training, range(PROBED))]
+        for question in asked:
+            if wrong := fault(question.reference):
+                raise ConfigError(f"prompts.{which}: of the question {shorten(question.text)}, {wrong}")
+        room = _room(config, tokenizer)
+        lengths = [len(tokenizer.encode_prompt(question.text, source.chat, source.system)) for question in asked]
+        if long := [length for length in lengths if not 0 < length <= room]:
+            what = f"of its first {len(asked)} prompts, {len(long)} are too long ({_tokens(max(long), room)})"
+            if source.too_long == "refuse":
+                raise ConfigError(f"prompts.{which}: {what}; {CURE}")
+            notes.append(f"prompts.{which}: {what}; others replace them")
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Judgeable:
+    """Says why no response could ever match a reference; None if one could."""
+
+    config: RunConfig
+
+    def __call__(self, reference: Mapping[str, Any]) -> str | None:
+        reward = self.config.reward
+        if isinstance(reward, ExactReward):
+            return _exact_fault(reference, reward.answer)
+        if isinstance(reward, ReasoningGymReward):
+            return _family_fault(str(reference.get("family")))
+        return None
+
+
+def _exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
+    answer = reference.get("answer")
+    if not isinstance(answer, str | int) or isinstance(answer, bool):
+        return f'answer is {type(answer).__name__} ({answer!r}), and reward.kind = "exact" compares text; give text'
+    said = str(answer).strip()
+    if not said:
+        return 'answer is empty, and nothing equals it for reward.kind = "exact"; give an answer'
+    response = f"<answer>{said}</answer>" if where == "tag" else said
+    if judge(_exact(), where, response, reference).reward != 1.0:
+        return f'answer holds a tag ({shorten(said)}), so that nothing in a tag equals it; set reward.answer = "all"'
+    return None
+
+
+@functools.cache
+def _exact() -> Verifier:
+    return build_verifier(ExactReward())
+
+
+@functools.cache
+def _family_fault(family: str) -> str | None:
+    from rollflow.tasks.verifiers.reasoning_gym import has_scorer
+
+    if has_scorer(family):
+        return None
+    cure = 'name one of reasoning-gym as its "family", or set reward.kind = "exact"'
+    return f'it has no family that reward.kind = "reasoning-gym" judges ({family}); {cure}'
+
+
+def _check_worked(source: JsonlPrompts, rows: Sequence[Row]) -> None:
+    """Refuse a file of worked solutions, since `exact` would compare the whole of each."""
+    if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
+        raise ConfigError(
+            f"prompts.path = {source.path!r}: every answer holds {WORKED!r}, as worked solutions do, and reward.kind = "
+            f'"exact" compares all of it; set prompts.answer_after = "{WORKED}" to judge what follows'
+        )
+
+
+def _find_too_long(
+    config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer, tell: Tell
+) -> set[int]:
+    """List the lines of a file whose prompts are too long and are to be dropped."""
+    room, empty, long = _room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
+    told = time.monotonic()
+    for number, row in enumerate(rows, 1):
+        length = len(tokenizer.encode_prompt(row.question, source.chat, source.system))
+        if not length:
+            empty.append((row.line, "question has no tokens for this policy; ask something"))
+        elif length > room:
+            long.append((row.line, f"its prompt is too long ({_tokens(length, room)}); {CURE}"))
+        if time.monotonic() - told > TELL_SECONDS:
+            told = time.monotonic()
+            tell(f"prompts.path = {source.path!r}: {number:,} of {len(rows):,} prompts are read")
+    if empty:
+        raise refuse_lines(source, empty)
+    if long and (source.too_long == "refuse" or len(long) == len(rows)):
+        raise refuse_lines(source, long)
+    return {line for line, _ in long}
+
+
+def _drop_lines(source: JsonlPrompts, content: bytes, dropped: set[int]) -> bytes:
+    lines = [line for number, line in numbered_lines(source, content) if number not in dropped]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _note_unreachable(
+    config: RunConfig, source: JsonlPrompts, rows: Sequence[Row], tokenizer: PolicyTokenizer
+) -> list[str]:
+    """Note references that no response can equal: they are too long, or have letters that the policy cannot write."""
+    where, most = config.reward.answer, config.engine.max_new_tokens
+    lost = list[Row]()
+    for row in rows:
+        said = str(row.reference["answer"]).strip()
+        tokens = tokenizer.encode_response(f"<answer>{said}</answer>" if where == "tag" else said)
+        if len(tokens) > most or answer_of(tokenizer.decode_response(tokens), where) != said:
+            lost.append(row)
+    if not lost:
+        return []
+    what = f"no response of engine.max_new_tokens = {most} tokens equals {len(lost)} of {len(rows)} answers"
+    first = f"line {lost[0].line}: {shorten(lost[0].reference['answer'])}"
+    cure = "shorten the answers, raise engine.max_new_tokens, or choose a policy that can write them"
+    if len(lost) == len(rows):
+        raise ConfigError(f"prompts.path = {source.path!r}: {what} ({first}); {cure}")
+    return [f"prompts.path = {source.path!r}: {what} ({first})"]
+
+
+def _room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:
+    """Return the most tokens that a prompt may have."""
+    return tokenizer.context - config.engine.max_new_tokens
+
+
+def _tokens(length: int, room: int) -> str:
+    return f"{length} tokens, and the context leaves room for {room}"

@@ -1,0 +1,198 @@
+"""What determines a run's prompts: written down when the run is prepared, and compared whenever prompts are opened
+again.
+
+    jsonl          the sha256 of the file; below `store.keep_prompts_bytes` the file itself lies in the run's storage,
+                   and only that copy is read from then on
+    reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
+    column-sums    the sha256 of its held-out and first training questions
+    sorting        the same
+    import         the sha256 of its held-out and first training questions
+
+Each pin says what the split compares: the questions' keys, or in an older run, their texts. So the prompt behind an
+index is the same until the run's end, on any machine; otherwise the run is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from rollflow.storage.errors import ConfigError, Corrupt, Missing
+from rollflow.storage.objects.base import ObjectStore
+from rollflow.tasks.prompts.base import Reader
+from rollflow.tasks.prompts.config import (
+    ColumnSumsPrompts,
+    ImportPrompts,
+    JsonlPrompts,
+    ReasoningGymPrompts,
+    SortingPrompts,
+)
+from rollflow.tasks.prompts.held_out import Split
+from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.run.config import RunConfig
+
+PACKAGE = "reasoning-gym"
+
+
+class PinBase(BaseModel):
+    """What all pins share. `split` says what separates held-out questions from others: keys, or texts in older runs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    split: Split = "text"
+
+
+class FilePin(PinBase):
+    """One file of prompts; `kept` is where the run's storage has it, "" where it does not."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: str  # absolute: the processes of a run have working directories of their own
+    sha256: str
+    size: int  # bytes
+    kept: str
+
+
+class FamilyPin(PinBase):
+    """One procedural family, as the package made it."""
+
+    kind: Literal["reasoning-gym"] = "reasoning-gym"
+    version: str
+    sha256: str
+
+
+class ColumnSumsPin(PinBase):
+    """Sums, as rollflow made them."""
+
+    kind: Literal["column-sums"] = "column-sums"
+    sha256: str
+
+
+class SortingPin(PinBase):
+    """Digits to sort, as rollflow generated them."""
+
+    kind: Literal["sorting"] = "sorting"
+    sha256: str
+
+
+class ImportPin(PinBase):
+    """Questions of a person's own making, as they were asked."""
+
+    kind: Literal["import"] = "import"
+    sha256: str
+
+
+Pin = Annotated[FilePin | FamilyPin | ColumnSumsPin | SortingPin | ImportPin, Field(discriminator="kind")]
+PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
+
+
+def read_once() -> Reader:
+    """A reader that sees each file once: what is checked, hashed and kept are the same bytes."""
+    return functools.cache(read_file)
+
+
+def pinned(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
+    """The pins of prompts that were opened with `read`."""
+    pins: list[Pin] = []
+    split = prompts.split
+    for which, source in enumerate(config.prompts):
+        match source:
+            case JsonlPrompts():
+                pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes, split))
+            case ReasoningGymPrompts():
+                pins.append(FamilyPin(split=split, version=package_version(PACKAGE), sha256=prompts.sha256(which)))
+            case ColumnSumsPrompts():
+                pins.append(ColumnSumsPin(split=split, sha256=prompts.sha256(which)))
+            case SortingPrompts():
+                pins.append(SortingPin(split=split, sha256=prompts.sha256(which)))
+            case ImportPrompts():
+                pins.append(ImportPin(split=split, sha256=prompts.sha256(which)))
+    return tuple(pins)
+
+
+def _file_pin(source: JsonlPrompts, content: bytes, most: int, split: Split) -> FilePin:
+    """Pin what is read of a file. If lines are dropped, the result is no file of the user's, so it is always kept."""
+    sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
+    kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
+    return FilePin(split=split, path=str(path), sha256=sha256, size=len(content), kept=kept)
+
+
+def split_of(pins: Sequence[Pin]) -> Split:
+    """Return what separates the run's held-out questions from the others."""
+    return pins[0].split if pins else "text"
+
+
+def keep(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
+    """Put the files that are kept into the run's storage."""
+    for source, pin in zip(config.prompts, pins, strict=True):
+        if isinstance(source, JsonlPrompts) and isinstance(pin, FilePin) and pin.kept:
+            store.put(pin.kept, read(source))
+
+
+def reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
+    """Reads a run's files as they were when it began.
+
+    The reader raises ConfigError if a file has changed that the run did not keep, Corrupt if a kept one has.
+    """
+
+    def read(source: JsonlPrompts) -> bytes:
+        pin = pins[config.prompts.index(source)]  # equal sources have equal pins
+        assert isinstance(pin, FilePin)
+        return _kept(store, pin) if pin.kept else _unchanged(source, pin)
+
+    return read
+
+
+def _kept(store: ObjectStore, pin: FilePin) -> bytes:
+    try:
+        content = store.get(pin.kept)
+    except Missing as error:
+        raise Corrupt(f"{store.uri}/{pin.kept}, the run's copy of {pin.path}, is missing") from error
+    if hashlib.sha256(content).hexdigest() != pin.sha256:
+        raise Corrupt(f"{store.uri}/{pin.kept}, the run's copy of {pin.path}, was altered")
+    return content
+
+
+def _unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
+    content = read_file(source.model_copy(update={"path": pin.path}))
+    if (found := hashlib.sha256(content).hexdigest()) != pin.sha256:
+        raise ConfigError(
+            f"prompts.path = {source.path!r}: {pin.path} has changed since the run began (sha256 {found[:12]}, it was "
+            f"{pin.sha256[:12]}); put the old file back, or start a new run"
+        )
+    return content
+
+
+def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
+    """Packages and own sources still ask what they asked when the run began, or `ConfigError`."""
+    for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
+        if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
+            _check_family(source, pin, functools.partial(prompts.sha256, which))
+        if isinstance(pin, ColumnSumsPin | SortingPin) and prompts.sha256(which) != pin.sha256:
+            raise ConfigError(
+                f"prompts.kind = {source.kind!r}: this rollflow asks other questions than when the run began; use "
+                "the one that it began with, or start a new run"
+            )
+        if isinstance(pin, ImportPin) and isinstance(source, ImportPrompts) and prompts.sha256(which) != pin.sha256:
+            raise ConfigError(
+                f"prompts.path = {source.path!r}: it asks other questions than when the run began; install its package "
+                "as it was then, or draw from the seed alone where it draws anew in every process"
+            )
+
+
+def _check_family(source: ReasoningGymPrompts, pin: FamilyPin, sha256: Callable[[], str]) -> None:
+    key, here = f"prompts.family = {source.family!r}", package_version(PACKAGE)
+    if here != pin.version:
+        cure = f"install {PACKAGE}=={pin.version}, or start a new run"
+        raise ConfigError(f"{key}: the run began with {PACKAGE} {pin.version}, here is {here}; {cure}")
+    if sha256() != pin.sha256:
+        raise ConfigError(
+            f"{key}: {PACKAGE} {here} asks other questions than when the run began; install the packages that it "
+            "had then, or name another family: a few draw anew in every process"
+        )

@@ -1,0 +1,144 @@
+"""Measure how far a replayed version is from the published one: tensor by tensor, one file at a time.
+
+Rounding is small relative to what the step changed, whatever the learning rate. AdamW can enlarge it in single elements
+whose gradients are nearly zero. So the lengths (L2 norms) of all tensors of a kind are compared together:
+
+    |replayed - published| <= share * |published - parent|
+
+A single element hardly counts in a norm, so elements have a bound of their own. Beyond the rounding step of its type,
+an element may differ by at most twice the step's largest change of any element of its kind. An element that is not
+finite has no distance: both sides must hold it, or the two versions count as far apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.objects.base import Data
+from rollflow.storage.policies import PolicyStore, PolicyVersion
+from rollflow.storage.records import StoredObject
+from rollflow.tasks.learners.base import Learner
+from rollflow.tasks.learners.shards import tensors_of
+from rollflow.tasks.run.restore import Replayed, files, name_of
+
+SHARE = 0.1  # of the length of a step's change; gradients in bfloat16 use 0.02 of it
+SHORT = 0.5  # the same for bfloat16 and float16, where most weights stay and rounding moves others by chance
+ALIKE = 2.0**-23  # of an element: one rounding step of float32, which is always allowed
+STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # the same for shorter types
+TURNED = 2.0  # of a step's largest change of an element: a gradient near zero may turn its sign
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Distances of all tensors of a kind: squared lengths, and the largest values of single elements."""
+
+    apart: float
+    allowed: float
+    furthest: float  # largest difference beyond the rounding step of the type
+    moved: float  # largest change by the train step
+
+    @property
+    def near(self) -> bool:
+        """True if the difference is rounding."""
+        return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
+
+    def plus(self, other: Kind) -> Kind:
+        """Return the distances of both together."""
+        most = max(self.furthest, other.furthest), max(self.moved, other.moved)
+        return Kind(self.apart + other.apart, self.allowed + other.allowed, *most)
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """The distance between a replayed and a published version, by kind of tensor."""
+
+    most: float = 0.0  # the largest difference of two elements
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+
+    @property
+    def near(self) -> bool:
+        """True if the difference is rounding."""
+        return all(kind.near for kind in self.kinds.values())
+
+    def plus(self, other: Distance) -> Distance:
+        """Return the distance of both together."""
+        kinds = {**self.kinds, **other.kinds}
+        kinds |= {name: self.kinds[name].plus(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
+        return Distance(max(self.most, other.most), kinds)
+
+
+FAR = Distance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # for files that hold different tensors
+
+
+def distance(policies: PolicyStore, learner: Learner, replayed: Replayed) -> Distance:
+    """Return the distance of the files that differ; raise `Corrupt` if one is missing from storage."""
+    version, found = replayed.version, Distance()
+    made, published = files(learner, state=bool(version.state)), _by_name(version)
+    if made.keys() != published.keys():
+        return FAR
+    before = _by_name(policies.find(version.number - 1))
+    for name in replayed.differences:
+        given = made[name], policies.read(published[name]), _read(policies, before.get(name))
+        found = found.plus(distance_of_files(name, *given))
+    return found
+
+
+def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> Distance:
+    """Return the distance of two safetensors files of one name.
+
+    A tensor that the parent's file lacks was zero there, as moments are at first.
+    """
+    ours, theirs = (dict(tensors_of([(name, data)])) for data in (made, published))
+    before = dict(tensors_of([(name, parent)])) if parent is not None else {}
+    if ours.keys() != theirs.keys():
+        return FAR
+    found, stem = Distance(), name.partition(".")[0].partition("-")[0]
+    for key, tensor in ours.items():
+        kind = f"{stem}/{key.rpartition('/')[0]} {tensor.dtype}"
+        found = found.plus(_of_tensor(kind, tensor, theirs[key], before.get(key)))
+    return found
+
+
+def _of_tensor(kind: str, ours: Tensor, theirs: Tensor, before: Tensor | None) -> Distance:
+    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return FAR
+    if not ours.is_floating_point():
+        return Distance() if torch.equal(ours, theirs) else FAR
+    odd = ~(ours.isfinite() & theirs.isfinite())
+    if odd.any():
+        if not ((ours == theirs) | (ours.isnan() & theirs.isnan()))[odd].all():
+            return FAR
+        ours, theirs, before = ours[~odd], theirs[~odd], None if before is None else before[~odd]
+    if before is not None and not (known := before.isfinite()).all():
+        ours, theirs, before = ours[known], theirs[known], before[known]
+    if not ours.numel():
+        return Distance()
+    share, published = SHARE if ours.element_size() > 2 else SHORT, theirs.double()
+    apart = ours.double() - published
+    changed = published if before is None else published - before.double()
+    beyond = apart.abs() - STEPS.get(ours.dtype, ALIKE) * published.abs()
+    allowed = share**2 * _square(changed) + ALIKE**2 * _square(published)
+    found = Kind(_square(apart), allowed, float(beyond.max()), float(changed.abs().max()))
+    return Distance(float(apart.abs().max()), {kind: found})
+
+
+def _square(tensor: Tensor) -> float:
+    """Return the square of the tensor's length."""
+    return float(tensor.square().sum())
+
+
+def _by_name(version: PolicyVersion) -> dict[str, StoredObject]:
+    return {name_of(stored): stored for stored in version.objects}
+
+
+def _read(policies: PolicyStore, stored: StoredObject | None) -> Data | None:
+    """Read an object of the parent; return None if it is damaged or missing."""
+    try:
+        return None if stored is None else policies.read(stored)
+    except Corrupt:
+        return None

@@ -1,0 +1,246 @@
+"""Restore a learner from storage, exactly as it was after it published a version.
+
+    newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
+
+If a version's state was not stored, or its objects are damaged, the version is trained again from an earlier version
+and the batches that followed. The result is compared with the published version. Equal bytes replace damaged objects
+under the names in their log entry, so that a restored run has everything its log names.
+
+Objects are verified first, and fetched if they are remote. The learner then memory-maps one file after the other, so
+that memory holds the learner and one file at most.
+
+This module imports no torch, so that a process that only starts the learner's actor, or prints a replay, need not
+wait for that import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.objects import Data
+from rollflow.storage.objects.base import digest, pieces
+from rollflow.storage.policies import MOVERS, PolicyStore, PolicyVersion
+from rollflow.storage.records import StoredObject
+from rollflow.storage.trajectories import TrajectoryStore
+from rollflow.tasks.learners import build_learner
+from rollflow.tasks.learners.base import WEIGHTS, Learner, LearnerStart
+from rollflow.tasks.learners.config import with_ranks
+from rollflow.tasks.learners.gathered import Gathered
+from rollflow.tasks.learners.rank_orders import NEAR, RankHosts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.config_switch import ChangingLearner, MappedFiles
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.node import node_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A version that was trained again. `differences` names the files that differ from the published ones."""
+
+    version: PolicyVersion
+    batch: BatchCommitted
+    differences: tuple[str, ...]
+
+    @property
+    def same_weights(self) -> bool:
+        """True if its weights equal the published ones."""
+        return not any(name.startswith(WEIGHTS) for name in self.differences)
+
+
+@dataclass(slots=True)
+class Restored:
+    """The way a version was restored: from `base`, by training `replayed` versions again."""
+
+    base: int
+    replayed: int = 0
+    healed: list[str] = field(default_factory=list)  # damaged objects that were restored
+    differed: list[int] = field(default_factory=list)  # versions whose replay differs from the published files
+
+    def sentence(self) -> str:
+        """Return a sentence for the learner's note; empty if nothing was replayed or healed."""
+        said = [f"restored from version {self.base}"] if self.replayed else []
+        said += [f"{self.replayed} replayed"] if self.replayed else []
+        said += [f"{len(self.healed)} damaged objects made again"] if self.healed else []
+        if self.differed:
+            said.append(f"the replay of version {self.differed[0]} differs: went on with the published weights")
+        return ", ".join(said)
+
+
+def new_learner(
+    context: RunContext,
+    folder: Path | None = None,
+    *,
+    blank: bool = False,
+    ranks: RankHosts = NEAR,
+    count: int | None = None,
+) -> Learner:
+    """Build the run's learner before its first step, under the current config.
+
+    The learner gets the weights in `folder`. Without a folder it is an untrained policy, or a `blank` one for
+    `restore`. `ranks` says where the other ranks run. `count` overrides the config's number of ranks.
+    """
+    config = context.config
+
+    def build(of: RunConfig, folder: Path | None, *, blank: bool) -> Learner:
+        start = replace(start_of(context, folder, of), blank=blank, ranks=ranks if of == config else NEAR)
+        train = of.train
+        return build_learner(train if count in (None, train.ranks) else with_ranks(train, count), start)
+
+    learner = build(config, folder, blank=blank)
+    if len(context.configs) == 1:
+        return learner
+    return ChangingLearner(learner, config, context.config_at, lambda of: build(of, None, blank=True))
+
+
+def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
+    """Return what each rank of the run's learner starts with, by the current config or another one."""
+    config = config or context.config
+    return LearnerStart(
+        folder or context.policy_folder,
+        trained=folder is not None,
+        dtype=config.policy.dtype,
+        temperature=config.engine.temperature,
+        versions=config.versions,
+        longest=config.engine.max_new_tokens,
+        seed=config.seed,
+        shard_bytes=config.store.shard_bytes,
+        first=partial(getattr, context, "first_weights"),  # complete once there is a version to load
+    )
+
+
+def restore(
+    policies: PolicyStore,
+    batches: TrajectoryStore,
+    learner: Learner,
+    version: int,
+    *,
+    heal: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> Restored:
+    """Bring `learner` to its state after it published `version`; with `heal`, also restore damaged objects.
+
+    If a replay gives other weights than the published ones, the published ones are used, and the returned `differed`
+    names that version.
+
+    Raises:
+        Corrupt: the version can neither be read nor rebuilt.
+    """
+    base, damaged = _load_base(policies, learner, version)
+    found = Restored(base)
+    for number in range(base + 1, version + 1):
+        note(f"replaying version {number} of {version}")
+        replayed = train_again(policies, batches, learner, number)
+        found.replayed += 1
+        if replayed.differences:
+            found.differed.append(number)
+        if not replayed.same_weights:
+            _take_published(policies, learner, replayed.version)
+        if heal and number in damaged:
+            found.healed += _heal(policies, learner, damaged[number])
+    return found
+
+
+def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> Replayed:
+    """Repeat one recorded train step: `learner`, restored to the version before, becomes version `number` (>= 1).
+
+    Raises:
+        Corrupt: the batch is damaged or missing.
+    """
+    version = policies.find(number)
+    assert version.batch_entry is not None, "version 0 was trained on nothing"
+    batch = batches.committed(version.batch_entry)
+    learner.step(TrajectoryBatch.from_bytes(batches.read(batch.file)), number - 1)
+    return Replayed(version, batch, _differences(version, learner))
+
+
+def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
+    """Return names of the learner's files that differ from the version's; compare state only if it was stored."""
+    published = {name_of(o): o.sha256 for o in version.objects}
+    made = {name: digest(pieces(data)) for name, data in files(learner, state=bool(version.state)).items()}
+    return tuple(sorted(n for n in published.keys() | made.keys() if published.get(n) != made.get(n)))
+
+
+def files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
+    """Return the files that a version stores: name -> content. A sharded learner gathers each when it is asked for."""
+    weights, rest = learner.weights(), learner.state() if state else {}
+    return Gathered([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
+
+
+def name_of(stored: StoredObject) -> str:
+    """Return the name under which an object was staged (`policies/<version>/<claim>/<name>`)."""
+    return stored.path.split("/", 3)[3]
+
+
+def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[int, dict[int, list[StoredObject]]]:
+    """Load the newest intact version; return its number, and the damaged objects of the newer versions."""
+    damaged: dict[int, list[StoredObject]] = {}
+    for base in range(version, -1, -1):
+        found = policies.find(base)
+        if not found.state and base < version:
+            continue
+        with (
+            _local(policies, found.weights) as (weights, bad_weights),
+            _local(policies, found.state) as (state, bad_state),
+        ):
+            if found.state and not bad_weights and not bad_state:
+                learner.load(weights, state)
+                return base, damaged
+        is_newest, needed = base == version, policies.retention.needed
+        damaged[base] = bad_weights if is_newest or needed("weights", base, version) else []
+        damaged[base] += bad_state if is_newest or needed("state", base, version) else []
+    lost = next((stored.path for objects in damaged.values() for stored in objects), "a learner state")
+    raise Corrupt(
+        f"version {version} cannot be restored: {lost} is damaged or missing, "
+        "and no earlier version has intact weights and learner state"
+    )
+
+
+@contextmanager
+def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[tuple[MappedFiles, list[StoredObject]]]:
+    """Yield the intact objects as files of this machine, by name, and the list of the damaged ones."""
+    (cache := node_cache()).mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="restore-", dir=cache) as folder:
+
+        def path(stored: StoredObject) -> Path | None:
+            try:
+                return policies.file(stored, Path(folder))
+            except Corrupt:
+                return None
+
+        with ThreadPoolExecutor(MOVERS) as pool:
+            found = list(zip(objects, pool.map(path, objects), strict=True))
+        intact = {name_of(stored): file for stored, file in found if file is not None}
+        yield MappedFiles(intact), [stored for stored, file in found if file is None]
+
+
+def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVersion) -> None:
+    """Load the published weights with the optimizer state of the replay: the log decides what a version is."""
+    with _local(policies, version.weights) as (weights, damaged):
+        if damaged:
+            raise Corrupt(
+                f"version {version.number} cannot be restored: {damaged[0].path} is damaged or missing, and its replay "
+                "gives other weights; was it trained on another kind of machine, with other threads or another torch "
+                "build?"
+            )
+        learner.load(weights, dict(learner.state()))
+
+
+def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:
+    """Store objects again that the replay reproduced byte for byte; return their paths."""
+    made = files(learner)
+    healed = []
+    for stored in damaged:
+        data = made[name_of(stored)]
+        if digest(pieces(data)) == stored.sha256:
+            policies.store.put(stored.path, data)
+            healed.append(stored.path)
+    return healed

@@ -1,0 +1,53 @@
+"""CPU seconds of a process and of its descendants, as an actor reports them in its status."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from functools import lru_cache
+
+import psutil
+
+from rollflow.storage.run_records.usage import Cost
+
+LOOK_SECONDS = 10.0  # a look at the processes below takes some milliseconds
+
+
+def own_cost(role: str, process: psutil.Process) -> Cost:
+    """What a process alone has used; `psutil.Error` if it has ended."""
+    used = process.cpu_times()
+    return Cost(role, _name(process), round(used.user + used.system, 2))
+
+
+def below_cost(role: str, process: psutil.Process) -> Cost:
+    """What all descendants of a process have used: those that live, and those that ended and were waited for."""
+    ended = process.cpu_times()
+    seconds = ended.children_user + ended.children_system
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):
+            seconds += sum(child.cpu_times()[:4])
+    return Cost(role, _name(process), round(seconds, 2))
+
+
+@lru_cache(maxsize=4096)  # a process equals itself when the clock has been set; when it began is told anew
+def _name(process: psutil.Process) -> str:
+    return f"{socket.gethostname()}:{process.pid}:{process.create_time():.2f}"
+
+
+class CpuClock:
+    """Counts this process as `role`, and its descendants, if any, as `below`. Looks at most every ten seconds."""
+
+    def __init__(self, role: str, below: str = "") -> None:
+        self._role, self._below = role, below
+        self._looked = float("-inf")
+        self._costs: list[Cost] = []
+
+    def read(self) -> list[Cost]:
+        """The seconds at the last look."""
+        if time.monotonic() - self._looked > LOOK_SECONDS:
+            self._looked, me = time.monotonic(), psutil.Process()
+            self._costs = [own_cost(self._role, me)]
+            if self._below:
+                self._costs.append(below_cost(self._below, me))
+        return self._costs

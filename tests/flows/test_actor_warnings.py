@@ -1,0 +1,105 @@
+"""What an actor's process warns of: kept in a bounded number, and told once on the run's page, without secrets."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from rollflow.flows.views.actor_warnings import ActorWarnings, without_secrets
+from rollflow.tasks.runtime import actor_warnings as module
+from rollflow.tasks.runtime.actor_warnings import AGAIN_SECONDS, KEPT, LENGTH, Warned, Warnings, ear
+
+
+@pytest.fixture
+def kept() -> Iterator[Warnings]:
+    logging.captureWarnings(False)  # an actor of another test may have left it on, behind pytest's own
+    made = Warnings("learner")
+    yield made
+    for logger in (logging.getLogger(), logging.getLogger("proud")):
+        logger.removeHandler(made)
+    logging.captureWarnings(False)
+
+
+def texts(kept: Warnings) -> list[str]:
+    return [one.text for one in kept.read()]
+
+
+def test_loggers_that_hand_on_nothing_are_heard_too_and_so_are_pythons_warnings(kept: Warnings) -> None:
+    proud = logging.getLogger("proud")
+    proud.propagate = False
+    assert texts(kept) == []
+    proud.warning("the head of %s is stale\nand so on", "a model")
+    proud.info("nothing")
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("any.other").exception("no batch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("slow path", stacklevel=1)
+    first, second, third = texts(kept)
+    assert (first, second) == ("the head of a model is stale", "no batch: ValueError('bad')")
+    assert "UserWarning: slow path" in third
+
+
+def test_the_same_text_is_kept_once_in_a_while(kept: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    kept.read()
+    for step in range(5):
+        logging.warning("step %d was slow", step)
+    assert texts(kept) == ["step 0 was slow"]
+    now = AGAIN_SECONDS + 1
+    logging.warning("step 9 was slow")
+    assert texts(kept) == ["step 0 was slow", "step 9 was slow"]
+
+
+def test_a_flood_is_bounded(kept: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    kept.read()
+    for count in range(100):
+        logging.warning("x" * count + "y")
+    assert len(texts(kept)) == KEPT
+    now = AGAIN_SECONDS + 1
+    logging.warning("z" * 10_000)
+    newest = kept.read()[-1]
+    assert newest.text == "z" * LENGTH + f" (before it, {100 - KEPT} others were left out)"
+    assert newest.number == KEPT + 1
+
+
+def test_each_is_told_once() -> None:
+    said: list[str] = []
+    told = ActorWarnings(lambda form, *given, extra: said.append(form % given + f" {extra}"))
+    first, second = Warned("learner", "a:1", 1, "odd"), Warned("learner", "a:1", 2, "odder")
+    told.tell([first])
+    told.tell([first, second])
+    told.tell([first, second, Warned("learner", "a:2", 1, "odd", rank=1)])  # its successor's
+    expected = [("odd", None), ("odder", None), ("odd", 1)]
+    assert said == [f"learner warns: {text} {{'actor': 'learner', 'rank': {rank}}}" for text, rank in expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("s3://key:word@host/bucket?sig=abc gave up", "s3://host/bucket gave up"),
+        ("AWS_SECRET_ACCESS_KEY=abc, next", "AWS_SECRET_ACCESS_KEY=***, next"),
+        ("{'api_token': 'abc'}", "{'api_token': ***"),
+        ("Authorization: Bearer abc", "Authorization: ***"),
+        ("4 tokens per second: 7", "4 tokens per second: 7"),
+    ],
+)
+def test_secrets_are_left_out(text: str, safe: str) -> None:
+    assert without_secrets(text) == safe
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"7", b'["who"]', b"\xff", b'{"a": 1}'])
+def test_what_is_no_warning_is_passed_over(data: bytes) -> None:
+    """A verifier is a person's own code, and has the socket."""
+    kept = Warnings("reward")
+    ear().send(data)
+    ear().send(b'["a reward worker", null, "it is late"]')
+    assert [one.text for one in kept.read()] == ["a reward worker: it is late"]

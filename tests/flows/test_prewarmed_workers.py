@@ -1,0 +1,232 @@
+"""Spare workers: there before a run, taken by any, made up for, and ended with their raylet."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollflow.flows.services import prewarmed_workers as module
+from rollflow.flows.services.prewarmed_workers import Spares
+from rollflow.flows.services.ray_head import RayHead
+from rollflow.tasks.actors import early_imports
+from rollflow.tasks.actors.early_imports import KIND, WANTED, Kind, import_early, kinds_of, wanted
+from rollflow.tasks.run.config import RunConfig
+from tests.support.waiting import until
+
+LOOK = """
+import json, os, sys
+import ray
+from rollflow.flows.services import cluster
+from rollflow.tasks.actors.early_imports import environment
+
+class Actor:
+    def look(self):
+        from multiprocessing import forkserver
+        names = [name for name in ("vllm", "torch", "pyarrow") if name in sys.modules]
+        return os.getpid(), names, forkserver._forkserver._forkserver_pid
+
+with cluster.attached(sys.argv[1], f"a run of {sys.argv[2]}"):
+    actor = ray.remote(Actor).options(
+        name="one", lifetime="detached", num_cpus=0, runtime_env=environment(sys.argv[2])).remote()
+    print(json.dumps(ray.get(actor.look.remote())))
+    if len(sys.argv) > 3:
+        cluster.kill_named(["one"])
+"""
+
+
+def idle(head: RayHead, kind: Kind) -> list[int]:
+    """Workers of a kind that wait."""
+    found = []
+    for pid in head.processes:
+        try:
+            process = psutil.Process(pid)
+            if process.cmdline()[:1] == ["ray::IDLE"] and process.environ().get(KIND) == kind:
+                found.append(pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def ask(head: RayHead, *arguments: str) -> tuple[int, list[str], int | None]:
+    """What an actor of a kind, in a run of its own, sees."""
+    env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LOOK, head.address, *arguments]
+    pid, names, server = json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
+    return pid, names, server
+
+
+@pytest.fixture
+def head(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayHead]:
+    with RayHead(tmp_path, cpus=1, spares=[request.param]) as head:
+        yield head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["reward"], indirect=True)
+def test_an_actor_of_any_run_begins_in_a_spare_of_its_kind(head: RayHead) -> None:
+    until(lambda: idle(head, "reward"))
+    [spare] = idle(head, "reward")
+    assert ask(head, "rollout")[0] != spare
+    pid, names, server = ask(head, "reward")
+    assert (pid, names, server) == (spare, ["pyarrow"], None)
+    assert idle(head, "reward") == []
+    head.stop()
+    until(lambda: not psutil.pid_exists(spare))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("head", ["engine"], indirect=True)
+def test_an_engine_has_what_its_core_is_forked_from(head: RayHead) -> None:
+    """Also where its worker is no spare; and it ends with the worker."""
+    until(lambda: idle(head, "engine"))
+    [spare] = idle(head, "engine")
+    for expected in (spare, None):
+        pid, names, server = ask(head, "engine", "and kill it")
+        assert {"vllm", "torch"} <= set(names)
+        assert (pid == spare) == (expected == spare)
+        assert server is not None
+        until(lambda server=server: not psutil.pid_exists(server))  # type: ignore[misc]
+
+
+class Asked(Spares):
+    """Notes what it asks for."""
+
+    def __init__(self, folder: Path, **how: Any) -> None:
+        super().__init__("nowhere", os.getpid(), folder, ("engine", "reward"), **how)
+        self.there: set[str] = set()
+        self.asked: list[Kind] = []
+
+    def _there(self) -> set[str]:
+        return self.there
+
+    def _ask(self, kind: Kind) -> None:
+        self.asked.append(kind)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.glob, "glob", lambda _: [])
+    return now
+
+
+def look(spares: Asked, clock: list[float], seconds: float) -> list[Kind]:
+    """What is asked for within so long."""
+    spares.asked.clear()
+    for _ in range(round(seconds)):
+        clock[0] += 1.0
+        spares.look()
+    return spares.asked
+
+
+def test_one_that_was_taken_is_made_up_for_once_its_run_has_begun(tmp_path: Path, clock: list[float]) -> None:
+    spares = Asked(tmp_path, kept=True)
+    assert look(spares, clock, 3) == ["engine", "reward"]
+    spares.there = {"engine", "reward"}
+    assert look(spares, clock, 200) == []
+    spares.there = {"reward"}
+    assert look(spares, clock, module.AGAIN_SECONDS - 5) == []
+    assert look(spares, clock, 10) == ["engine"]
+
+
+def test_a_command_has_them_once(tmp_path: Path, clock: list[float]) -> None:
+    spares = Asked(tmp_path, kept=False)
+    assert look(spares, clock, 300) == ["engine", "reward"]
+
+
+def test_there_are_none_where_memory_is_short(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Memory:
+        available = module.LEAST_MEMORY - 1
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", Memory)
+    assert look(Asked(tmp_path, kept=True), clock, 300) == []
+
+
+def test_a_worker_that_an_actor_waits_for_imports_for_engines_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported: list[Kind] = []
+    monkeypatch.setattr(early_imports, "import_all", imported.append)
+    monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
+    monkeypatch.setenv(WANTED, str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for kind in early_imports.MODULES:
+        monkeypatch.setenv(KIND, kind)
+        import_early()
+    assert imported == ["engine"]
+    monkeypatch.setenv(KIND, "learner")
+    wanted("learner", tmp_path).touch()
+    import_early()
+    import_early()  # one file, one spare
+    assert imported == ["engine", "learner"]
+
+
+def test_early_imports_never_end_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a folder of spares, with one that cannot be made, and where an import fails."""
+    imported: list[Kind] = []
+    monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
+    monkeypatch.setattr(early_imports, "import_all", imported.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(KIND, "engine")
+    monkeypatch.setenv(WANTED, str(tmp_path / "nobody" / "made" / "it"))
+    import_early()
+    assert imported == ["engine"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(WANTED, str(tmp_path / "file" / "spares"))
+    import_early()
+
+    def fail(kind: Kind) -> None:
+        imported.append(kind)
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(early_imports, "import_all", fail)
+    monkeypatch.setenv(WANTED, str(tmp_path / "spares"))
+    import_early()
+    assert imported == ["engine", "engine"]
+
+
+def test_a_worker_leaves_its_actor_to_a_spare_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[Kind] = []
+    monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
+    monkeypatch.setattr(early_imports, "REGISTER_SECONDS", 0.0)
+    monkeypatch.setenv(WANTED, str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(KIND, "engine")
+    others: list[threading.Thread] = []
+
+    def slowly(kind: Kind) -> None:
+        """A worker for an actor begins while the spare imports."""
+        imported.append(kind)
+        others.append(threading.Thread(target=import_early))
+        others[0].start()
+        time.sleep(0.5)
+        assert others[0].is_alive()
+
+    monkeypatch.setattr(early_imports, "import_all", slowly)
+    wanted("engine", tmp_path).touch()
+    import_early()
+    others[0].join(30)
+    assert not others[0].is_alive()
+    assert imported == ["engine"]
+
+
+def test_a_run_has_spares_for_what_it_imports() -> None:
+    own = RunConfig.model_validate({"name": "a", "prompts": [{"kind": "jsonl", "path": "q"}], "policy": {"path": "p"}})
+    two = own.model_copy(update={"engine": own.engine.model_copy(update={"threads": 2})})
+    assert "engine" in kinds_of(own)
+    assert "engine" not in kinds_of(two)
+    other = own.model_copy(update={"cluster": own.cluster.model_copy(update={"env": {"NCCL_DEBUG": "WARN"}})})
+    assert kinds_of(other) == ()  # its workers have another environment

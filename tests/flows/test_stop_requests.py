@@ -1,0 +1,303 @@
+"""A person ends a run: by its storage alone, at the next version or at once; nothing of it outlives a resumption."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.states import Pending, Running, Scheduled, Suspended
+
+from rollflow.flows import steps as steps_module
+from rollflow.flows.commands.cli import main
+from rollflow.flows.keepalive import run_watch as following_module
+from rollflow.flows.keepalive.run_watch import Following
+from rollflow.flows.locations import find_run, home
+from rollflow.flows.post_training import _ending
+from rollflow.flows.services.prefect_api import api, asked_for
+from rollflow.flows.steps import blocks
+from rollflow.flows.views.status import STATUS, RunStatus
+from rollflow.storage.errors import RollflowError
+from rollflow.storage.objects import open_store
+from rollflow.storage.run_records.stop_requests import REQUEST, Ended, ask, requested, take_back
+from rollflow.tasks.run.context import RunContext
+from tests.support.described import describe
+from tests.support.prefect_home import served
+from tests.support.waiting import HANG_SECONDS, until
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
+    """A run at version 3 of 9, as its status says."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("ROLLFLOW_STORE", str(tmp_path / "store"))
+    describe(open_store(f"{tmp_path}/store/runs/one"), "one")
+    context = find_run("one")
+    tell(context, RunStatus("one", "training", 3, 9, seconds=1.0))
+    return context
+
+
+def tell(context: RunContext, status: RunStatus) -> None:
+    context.store.put(STATUS, status.to_json().encode())
+
+
+def test_what_is_asked_stands_until_it_is_taken_back(run: RunContext) -> None:
+    assert requested(run.store) is None
+    first = ask(run.store, "stop")
+    assert first == requested(run.store)
+    assert ask(run.store, "stop").at > first.at  # it may have been asked of the run as it went before
+    assert ask(run.store, "cancel").how == "cancel"
+    assert ask(run.store, "stop").how == "cancel"
+    take_back(run.store, time.time() + 1)
+    take_back(run.store, time.time() + 1)
+    assert requested(run.store) is None
+
+
+def test_what_is_asked_since_the_run_was_started_holds(run: RunContext) -> None:
+    """Else a stop in the seconds before its supervisor claims it would be lost."""
+    asked = ask(run.store, "stop")
+    take_back(run.store, asked.at - 1.0)
+    assert requested(run.store) == asked
+    take_back(run.store, asked.at + 1.0)
+    assert requested(run.store) is None
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("prefect")
+def test_when_a_flow_run_was_asked_for(prefect_database: Path, tmp_path: Path) -> None:
+    """By a start, a retry, a resumption: not when the server notices that it is late, or when it began."""
+    with served(tmp_path / "home", prefect_database), api() as client:
+        began = time.time()
+        made = client.create_flow_run(flow(lambda: None, name="nothing"), state=Scheduled())
+        first = asked_for(made.id)
+        assert began - 1 <= first <= time.time() + 1
+        late = Scheduled(name="Late", scheduled_time=made.expected_start_time)
+        for state in (late, Pending(), Running(), Suspended()):
+            client.set_flow_run_state(made.id, state, force=True)
+        assert asked_for(made.id) == pytest.approx(first, abs=0.5)
+        time.sleep(1.5)
+        client.set_flow_run_state(made.id, Scheduled(name="Resuming"), force=True)
+        assert asked_for(made.id) > first + 1
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"how": "later", "at": 1}', b'{"how": "stop"}'])
+def test_a_request_that_cannot_be_read_is_none(run: RunContext, text: bytes) -> None:
+    run.store.put(REQUEST, text)
+    assert requested(run.store) is None
+    take_back(run.store, time.time() + 1)
+
+
+def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[Any], None]) -> list[str]:
+    """Follow a run whose version grows by one a look, from 3 on; `looks` is called with its stages at each.
+
+    What it told people meanwhile.
+    """
+    monkeypatch.setattr(following_module, "TELL_SECONDS", -1.0)
+    monkeypatch.setattr(following_module, "POLL_SECONDS", 0.0)
+    progress, messages = SimpleNamespace(version=2), list[str]()
+
+    def look() -> None:
+        progress.version += 1
+        looks(stages)
+
+    stages: Any = SimpleNamespace(paused=False, progress=progress, ended=lambda *_: progress.version > 8, look=look)
+    writer: Any = SimpleNamespace(context=run, progress=progress, messages=messages, refresh=lambda: None)
+    supervisor: Any = SimpleNamespace(check=lambda: None)
+    try:
+        Following(stages, writer, supervisor).to_end()
+    except Ended as why:
+        messages.append(str(why))
+    return messages
+
+
+def test_a_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(stages: Any) -> None:
+        if stages.progress.version == 5:
+            ask(run.store, "stop")
+
+    told = followed(run, monkeypatch, looks)
+    assert told == ["`rollflow stop`: it ends at the next version", "stopped at version 6 by `rollflow stop`"]
+
+
+def test_a_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(stages: Any) -> None:
+        if stages.progress.version == 9:
+            ask(run.store, "stop")
+
+    assert followed(run, monkeypatch, looks) == ["`rollflow stop`: it ends at the next version"]
+
+
+def test_a_cancel_waits_for_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(run.store, "cancel")
+    assert followed(run, monkeypatch, lambda stages: None) == ["cancelled by `rollflow cancel`"]
+
+
+def test_a_pause_waits_for_nothing_and_is_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(stages: Any) -> None:
+        stages.paused = stages.progress.version == 4
+
+    assert followed(run, monkeypatch, looks) == ["paused"]
+    assert _ending(Ended("paused", pause=True))[0] == "paused"
+    assert _ending(Ended("stopped"))[0] == "stopped"
+    assert _ending(RollflowError("broken"))[0] == "failed"
+
+
+@pytest.mark.parametrize("asked", ["pause", "cancel", "stop", None])
+def test_a_trained_run_is_still_paused_or_cancelled_between_its_last_steps(run: RunContext, asked: Any) -> None:
+    """While it is evaluated or audited nobody looks; a stop has nothing to wait for."""
+
+    def look() -> None:
+        stages.paused = asked == "pause"
+
+    stages: Any = SimpleNamespace(paused=False, look_at_own=look)
+    writer: Any = SimpleNamespace(context=run, progress=SimpleNamespace(version=9), messages=[])
+    if asked in ("cancel", "stop"):
+        ask(run.store, asked)
+    following = Following(stages, writer, SimpleNamespace())  # type: ignore[arg-type]
+    if asked in ("pause", "cancel"):
+        with pytest.raises(Ended, match=r"paused|cancelled") as ended:
+            following.heed_after()
+        assert ended.value.pause == (asked == "pause")
+    else:
+        following.heed_after()
+
+
+@pytest.mark.parametrize(("verb", "how"), [("stop", "stop"), ("cancel", "cancel")])
+def test_the_command_waits_until_the_run_has_ended(
+    run: RunContext, capsys: pytest.CaptureFixture[str], verb: str, how: str
+) -> None:
+    codes: list[int] = []
+    command = threading.Thread(target=lambda: codes.append(main([verb, "one"])))
+    command.start()
+    until(lambda: requested(run.store) is not None)
+    asked = requested(run.store)
+    assert asked is not None
+    assert asked.how == how
+    assert command.is_alive()
+    tell(run, RunStatus("one", "stopped", 4, 9, seconds=2.0))
+    command.join()
+    assert codes == [0]
+    assert f"run one has ended at version 4 of 9; go on with: rollflow resume {run.uri}" in capsys.readouterr().out
+
+
+def test_the_command_does_not_wait_for_a_run_that_is_paused(
+    run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.flows.commands.stop.SILENT_SECONDS", 5.0)
+    command = threading.Timer(0.1, lambda: tell(run, RunStatus("one", "paused", 4, 9, seconds=1.0)))
+    command.start()
+    assert main(["stop", "one"]) == 0
+    assert "run one is paused at version 4 of 9; go on with" in capsys.readouterr().out
+
+
+def test_the_command_need_not_wait(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "one", "--no-wait"]) == 0
+    assert requested(run.store) is not None
+    assert "run one was told to end at its next version" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["done", "failed", "stopped", "paused"])
+def test_of_a_run_that_is_not_at_work_nothing_is_asked(
+    run: RunContext, capsys: pytest.CaptureFixture[str], phase: Any
+) -> None:
+    tell(run, RunStatus("one", phase, 4, 9))
+    assert main(["stop", "one"]) == 0
+    assert requested(run.store) is None
+    assert f"run one is not at work ({phase})" in capsys.readouterr().out
+
+
+def test_who_does_not_answer_is_not_waited_for_for_ever(
+    run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.flows.commands.stop.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("rollflow.flows.commands.stop.LOOK_SECONDS", 0.0)
+    assert main(["stop", "one"]) == 1
+    assert "run one has not ended: at version 3 of 9" in capsys.readouterr().err
+
+
+def log_of(name: str, *lines: str) -> Path:
+    file = home() / "logs" / name / "runner.log"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as log:
+        log.writelines(f"{line}\n" for line in lines)
+    return file
+
+
+def said(run: str, message: str) -> str:
+    return json.dumps({"level": "INFO", "run": run, "message": message})
+
+
+@pytest.mark.parametrize("options", [[], ["--follow"]])
+def test_logs_are_those_of_the_command_that_runs_it_and_the_lines_of_it_on_a_stack(
+    run: RunContext, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["logs", "one", *options]) == 2
+    assert "run one: no line in " in capsys.readouterr().err
+    tell(run, replace(RunStatus("one", "done"), version=9))
+    log_of("rollflow", said("two", "of two"), "Traceback", '{"message": "of nobody"}', "7")
+    assert main(["logs", "one", *options]) == 2
+    assert "run one: no line in " in capsys.readouterr().err
+    log_of("rollflow", said("one", "of one"))
+    log_of(run.key, "its own session's")
+    assert main(["logs", *options, "one"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first, second.endswith("of one")) == ("its own session's", True)
+
+
+def test_a_run_on_a_stack_is_followed_until_it_has_ended(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    log_of("rollflow", said("two", "of two"))
+    codes: list[int] = []
+    command = threading.Thread(target=lambda: codes.append(main(["logs", "one", "--follow"])), daemon=True)
+    command.start()
+    err = out = ""
+
+    def printed(where: str, what: str) -> bool:
+        nonlocal out, err
+        more = capsys.readouterr()
+        out, err = out + more.out, err + more.err
+        return what in (out if where == "out" else err)
+
+    until(lambda: printed("err", "run one has no line in"))
+    log_of("rollflow", said("one", "hello"), said("two", "of two"))
+    until(lambda: printed("out", "hello"))
+    tell(run, replace(RunStatus("one", "done"), version=9))
+    command.join(HANG_SECONDS)
+    assert codes == [0]
+    printed("err", "")
+    assert err.count("yet") == 1
+    assert "of two" not in out
+
+
+@pytest.mark.parametrize("options", [[], ["--follow"]])
+def test_logs_are_shown_in_both_forms(run: RunContext, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    file = home() / "logs" / run.key / "runner.log"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "message": "hello"}\nplain\ncut')
+    tell(run, replace(RunStatus("one", "done"), version=9))
+    assert main(["logs", "one", *options]) == 0
+    assert capsys.readouterr().out == "12:00:00.000Z | INFO    | hello\nplain\ncut\n"
+    assert main(["logs", "one", "--json", *options]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["message"] for one in said] == ["hello", "plain", "cut"]
+
+
+@pytest.mark.parametrize(("versions", "most"), [(1, 1), (12, 12), (20, 20), (21, 11), (200, 20), (1999, 20)])
+def test_a_run_has_at_most_twenty_blocks_that_cover_it(versions: int, most: int) -> None:
+    found = list(blocks(0, versions))
+    assert len(found) == most <= steps_module.BLOCKS
+    covered = [version for first, last in found for version in range(first, last + 1)]
+    assert covered == list(range(1, versions + 1))
+
+
+def test_who_takes_over_goes_on_within_the_same_blocks() -> None:
+    assert list(blocks(95, 200))[:2] == [(96, 100), (101, 110)]
+    assert next(blocks(100, 200)) == (101, 110)
+    assert list(blocks(-1, 3)) == [(1, 1), (2, 2), (3, 3)]
+    assert list(blocks(200, 200)) == []

@@ -1,0 +1,54 @@
+"""What is made once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollflow.tasks.runtime.async_once import Once
+
+
+async def test_it_is_made_by_the_first_who_asks_and_there_for_all() -> None:
+    made: list[int] = []
+
+    async def make() -> int:
+        await asyncio.sleep(0)
+        made.append(7)
+        return made[-1]
+
+    one = Once(make)
+    assert one.found is None
+    assert await asyncio.gather(one.get(), one.get()) == [7, 7]
+    assert (await one.get(), one.found, made) == (7, 7, [7])
+
+
+async def test_who_asks_after_a_failure_has_it_made_again() -> None:
+    errors = [ValueError("away"), None]
+
+    async def make() -> str:
+        if error := errors.pop(0):
+            raise error
+        return "there"
+
+    one = Once(make)
+    with pytest.raises(ValueError, match="away"):
+        await one.get()
+    assert one.found is None
+    assert await one.get() == "there"
+
+
+async def test_who_stops_waiting_stops_nobody_else() -> None:
+    going = asyncio.Event()
+
+    async def make() -> bool:
+        return await going.wait()
+
+    one = Once(make)
+    first, second = (asyncio.create_task(one.get()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    going.set()
+    assert await second
+    assert first.cancelled()

@@ -1,0 +1,73 @@
+"""The collector's settings hold in the real actors that handle every response."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rollflow.tasks.actors.engine_client import RayEngine
+from rollflow.tasks.actors.reward import RewardActor
+from rollflow.tasks.actors.rollout import RolloutActor
+from rollflow.tasks.engines.config import VllmEngineConfig
+from rollflow.tasks.runtime.gc_tuning import OLDER, YOUNG
+from tests.support.small_run import prepare_small
+from tests.support.tiny_policy import make_policy
+from tests.support.waiting import HANG_SECONDS
+
+IMPORTED = 20_000  # objects that are there once all is imported, and are looked at no more
+
+
+async def settings(actor: Any) -> tuple[tuple[int, int, int], int]:
+    """The thresholds of an actor's process, and how many objects its collector passes over."""
+    found: tuple[tuple[int, int, int], int] = await actor.__ray_call__.remote(
+        lambda _: (gc.get_threshold(), gc.get_freeze_count())
+    )
+    return found
+
+
+async def spares_the_collector(actor: Any) -> None:
+    """Return once the actor does."""
+    async with asyncio.timeout(HANG_SECONDS):
+        while (await settings(actor))[0] != (YOUNG, OLDER, OLDER):
+            await asyncio.sleep(0.1)
+    assert (await settings(actor))[1] > IMPORTED
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("kind", [RewardActor, RolloutActor])
+async def test_stages(
+    ray_node: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., object]
+) -> None:
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    context = prepare_small(tmp_path)
+    context.log.claim("supervisor")
+    arguments = (context, "") if kind is RolloutActor else (context,)
+    actor = ray.remote(kind).options(num_cpus=0, max_concurrency=16).remote(*arguments)
+    try:
+        await actor.status.remote()
+        assert (await settings(actor))[0] != (YOUNG, OLDER, OLDER)
+        running = actor.run.remote()
+        await spares_the_collector(actor)
+        assert ray.wait([running], timeout=0)[1], "it has ended"
+    finally:
+        ray.kill(actor)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.soak
+async def test_an_engine_of_vllm(ray_node: None, tmp_path: Path) -> None:
+    """Its front end: what came with vLLM's imports is looked at no more."""
+    engine = RayEngine.spawn(VllmEngineConfig(), make_policy(tmp_path / "policy"))
+    try:
+        await engine.start()
+        await spares_the_collector(engine.actor)
+    finally:
+        await engine.close()

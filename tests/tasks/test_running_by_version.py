@@ -1,0 +1,54 @@
+"""What is known of the running dispatches, against a plain dictionary of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.storage.records import GroupKey
+from rollflow.tasks.rollout.running_by_version import Starts
+
+BOUNDS = (0.0, 0.5, 1.0, 2.0, 2.5, 4.0)
+
+
+@dataclass(frozen=True)
+class One:
+    """Stands for a dispatch: what `Starts` asks of those is the same."""
+
+    prompt: int
+    awaited: bool
+
+    @property
+    def key(self) -> GroupKey:
+        return GroupKey(self.prompt, 0)
+
+
+EVERY: list[Any] = [One(prompt, prompt % 3 > 0) for prompt in range(6)]
+STEPS = st.lists(st.tuples(st.sampled_from(EVERY), st.sampled_from([None, 0, 1, 2, 3])), max_size=30)
+
+
+@given(STEPS)
+def test_whatever_starts_starts_again_or_ends(steps: list[tuple[Any, int | None]]) -> None:
+    starts, known = Starts(), dict[Any, int]()
+    for one, version in steps:
+        if version is None:
+            starts.remove(one)
+            known.pop(one, None)
+        else:
+            starts.add(version, one)
+            known[one] = version
+        check(starts, known)
+        assert starts._running.keys() == starts._awaited.keys() == set(known.values())  # what is past is forgotten
+
+
+def check(starts: Starts, known: dict[Any, int]) -> None:
+    for bound in BOUNDS:
+        old = [one for one, version in known.items() if version < bound]
+        assert starts.count(bound) == len(old)
+        assert set(starts.before(bound)) == set(old)
+        assert starts.oldest_awaited(bound) == min((known[one] for one in old if one.awaited), default=None)
+    for version in {version for one, version in known.items() if one.awaited}:
+        assert starts.first_awaited(version) == min(one.key for one in known if one.awaited and known[one] == version)
