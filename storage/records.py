@@ -108,7 +108,7 @@ class Trajectory:
 
     `loss_mask[t]` is true where the policy chose token t; there `logprobs[t]` (nats) is its log-probability
     under the distribution it was sampled from and `versions[t]` the policy version that produced it. Elsewhere
-    they are 0.0 and -1. `started_version` is what staleness counts from. In a run the four are flat (see `flat`).
+    they are 0.0 and -1. `started_version` is what staleness counts from. In a run the four are `token_arrays`.
     """
 
     sample: int
@@ -158,7 +158,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group as its batch takes it, by `batch.packed`: its rows as parts (see `columns`), and what is said of it."""
+    """A group as its batch takes it, by `batch.packed`: its rows as `arrow_rows`, and what is said of it."""
 
     key: GroupKey
     parts: tuple[bytes, ...] = field(repr=False)

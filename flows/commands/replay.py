@@ -4,8 +4,8 @@ Needs neither Ray nor Prefect nor an engine, and writes nothing. A version is re
 batch its entry names, and compared file by file with what was published.
 
 Each version is trained under the config that it has in the log. As many ranks as that has give the same bits. Another
-number adds up in another order: then each version is trained from its published parent, and has to be near (`compared`)
-what was published. Where not both are in storage any more, a version is passed over.
+number adds up in another order: then each version is trained from its published parent, and has to be near what was
+published (`replay_diff`). Where not both are in storage any more, a version is passed over.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a run's earlier keepers have spent of their budgets, as its journal of recoveries tells it.
+"""What a run's earlier keepers have spent of their budgets, according to its recovery records.
 
 A keeper that is started again (its flow was killed, a supervisor took over) goes on with it. Where a person starts or
 resumes the run, the budget begins anew: what used it up has been looked at.
 
-The journal is read in the background and waited for a moment at most, once. Storage that does not answer holds up no
+The records are read in the background and waited for a moment at most, once. Storage that does not answer holds up no
 restart; until it does, a keeper counts what it has seen itself. A record that is damaged is passed over.
 
 A restart is on record once its recovery is complete: who is killed with one under way takes that one along, and his
@@ -22,7 +22,7 @@ from rollflow.storage.errors import Missing, RollflowError, Unreachable
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 
-WAIT_SECONDS = 1.0  # for the journal, before the first restart
+WAIT_SECONDS = 1.0  # for the records, before the first restart
 AGAIN_SECONDS = 1.0
 BEGUN = "begun.json"
 

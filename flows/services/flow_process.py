@@ -4,7 +4,7 @@
 
 Guarantees:
 - A flow run is what `python -m prefect.engine` would be: its environment, folder, output, signals and exit code, a
-  process of its own, and the same command line for whoever looks (`flow_line`), with the flow run's id behind it.
+  process of its own, and the same command line for whoever looks (`process_title`), with the flow run's id behind it.
 - It ends with the fork server, and that with the runner; what the runner is told of the end of a flow run is true.
 - Where the fork server has died, there is another one: `tasks.fork_server`.
 """

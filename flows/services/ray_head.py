@@ -58,7 +58,7 @@ class RayHead(Service):
         keep_spares: bool = False,
         start_seconds: float = 90.0,
     ) -> None:
-        """`spares`: have workers that make an actor's imports before a run needs them (`services.spares`)."""
+        """`spares`: have workers that make an actor's imports before a run needs them (`prewarmed_workers`)."""
         RayHead._count += 1
         self.folder = home.absolute() / "ray" / f"{os.getpid()}-{RayHead._count}"
         super().__init__(self.folder / "head.log", start_seconds=start_seconds)

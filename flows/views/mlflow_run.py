@@ -1,7 +1,7 @@
 """One run as MLflow has it: found or made, and what is written to it. Each call may fail as MLflow's client does.
 
 An experiment holds the runs of a recipe. A study (`tracking.study`: a sweep, some seeds) is a run that others lie
-below. What is told of a run once (see `run_facts`) is told again where nobody knows whether it arrived, and stands
+below. What is told of a run once (see `mlflow_payload`) is told again where nobody knows whether it arrived, and stands
 there once.
 """
 

@@ -12,15 +12,15 @@ It folds the log again from the entries alone. It trusts no process, no snapshot
 - `altered`: bytes that are not what was committed.
 - `lineage`: an entry that does not follow from those before it, or from the file that it names.
 
-It goes on after a violation (`refold` says how far). A run may go on during its audit: a fault of an object is checked
-again, and counts only if no later entry voids or prunes the object.
+It goes on after a violation (`tolerant_fold` says how far). A run may go on during its audit: a fault of an object is
+checked again, and counts only if no later entry voids or prunes the object.
 
 It also compares batches with what the caller expects of them (`expected`): the prompts that they answer, and the
 limits of the run's config.
 
-An audit begins where the newest clean one ended (`audits`), checks entry 0 and the newest entries again (`recheck`),
-and does not read older objects again. A deep audit begins with the first entry. It reads every object that must exist,
-and every other object that exists and is not pruned.
+An audit begins where the newest clean one ended (`audit_checkpoints`), checks entry 0 and the newest entries again
+(`recheck`), and does not read older objects again. A deep audit begins with the first entry. It reads every object that
+must exist, and every other object that exists and is not pruned.
 """
 
 from __future__ import annotations

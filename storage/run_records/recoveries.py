@@ -2,7 +2,7 @@
 
 Any process may append. It takes a number by an atomic create, and the next number if that one is taken. The records are
 for people, the summary and MLflow, and for a keeper that follows another one and goes on with its budget. Nothing waits
-for them (see `Notes`), and one that is damaged is passed over: a run does not end of its journal.
+for them (see `Notes`), and one that is damaged is passed over: a damaged record never ends a run.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.rollout import build_limits, build_proxy, build_scheduler
+from rollflow.tasks.rollout import build_proxy, build_scheduler
 from rollflow.tasks.rollout.counts import Counts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
@@ -57,6 +57,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.run.context import RunContext, claim
+from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import Once
 from rollflow.tasks.runtime.cpu import CpuClock

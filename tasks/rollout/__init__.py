@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from rollflow.tasks.rollout.limits import RolloutLimits
     from rollflow.tasks.rollout.proxy import InferenceProxy
     from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
-    from rollflow.tasks.run.config import RunConfig
-
-
-def build_limits(config: RunConfig) -> RolloutLimits:
-    """The scheduler's numbers from the config."""
-    from rollflow.tasks.rollout.baselines import whole_group_limits
-    from rollflow.tasks.rollout.limits import limits_of
-
-    return whole_group_limits(config) if config.rollout.routing == "group" else limits_of(config)
 
 
 def build_proxy(

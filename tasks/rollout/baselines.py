@@ -19,11 +19,9 @@ from rollflow.tasks.rollout.admission import Supply
 from rollflow.tasks.rollout.episode import PlayedEpisode
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue
-from rollflow.tasks.rollout.limits import RolloutLimits, limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.rollout.slots import Lane, SlotQueue, Ticket
-from rollflow.tasks.run.config import RunConfig
 
 WHOLE = -1  # in place of a sample: all of them
 
@@ -184,10 +182,3 @@ class WholeGroupScheduler(RolloutScheduler):
 
 class WholeGroupBatches(WholeGroupScheduler, BatchScheduler):
     """Both."""
-
-
-def whole_group_limits(config: RunConfig) -> RolloutLimits:
-    """The scheduler's numbers; by default as many groups run as the engines hold."""
-    limits, engine, rollout = limits_of(config), config.engine, config.rollout
-    fitting = max(1, engine.slots // (config.group_size + rollout.extra_responses)) * engine.replicas
-    return replace(limits, depth=rollout.depth or fitting)

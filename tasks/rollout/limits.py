@@ -1,4 +1,4 @@
-"""The numbers and the choices a scheduler works to, from the run's config."""
+"""The numbers and choices that a scheduler works to; `tasks/run/limits.py` builds them from a run's config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollflow.tasks.rollout.config import FilterConfig
-from rollflow.tasks.run.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +51,6 @@ class RolloutLimits:
     def awaited_after(self) -> int:
         """Times a prompt may be left behind before a batch waits for it."""
         return self.tail_after or (1 if self.tail_batching else 3)
-
-
-def limits_of(config: RunConfig) -> RolloutLimits:
-    """The scheduler's numbers from the config."""
-    engine, rollout = config.engine, config.rollout
-    slots = engine.slots * engine.replicas
-    return RolloutLimits(
-        seed=config.seed,
-        batches=config.versions,
-        groups=config.groups,
-        group_size=config.group_size,
-        async_ratio=config.async_ratio,
-        depth=rollout.depth or slots,
-        attempts=rollout.attempts,
-        max_new_tokens=engine.max_new_tokens,
-        temperature=engine.temperature,
-        slots=slots,
-        mode=rollout.mode,
-        ahead=rollout.ahead,
-        extra_groups=rollout.extra_groups,
-        extra_responses=rollout.extra_responses,
-        tail_batching=rollout.tail_batching,
-        tail_after=rollout.tail_after,
-        at_bound=rollout.bound,
-        order=rollout.order,
-        staleness=rollout.staleness,
-        filter=rollout.filter,
-        shares=tuple(source.share for source in config.prompts),
-    )
 
 
 def filtered(limits: FilterConfig | None, rewards: Sequence[float]) -> str | None:

@@ -30,11 +30,12 @@ from rollflow.storage.records import TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine, Usage
-from rollflow.tasks.rollout import build_limits, build_proxy, build_scheduler
+from rollflow.tasks.rollout import build_proxy, build_scheduler
 from rollflow.tasks.rollout.proxy import Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import Hooks, WeightSync
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, evaluates
 from rollflow.tasks.simulation.figures import Figures, figures_of

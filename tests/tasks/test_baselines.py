@@ -11,12 +11,12 @@ from rollflow.storage.log.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
-from rollflow.tasks.rollout import build_limits
 from rollflow.tasks.rollout.baselines import BatchScheduler, WholeGroupBatches, WholeGroupProxy, WholeGroupScheduler
 from rollflow.tasks.rollout.config import AnyRouting, RolloutConfig
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.pipeline import Pipeline
 

@@ -25,9 +25,10 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig, Routing
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
-from rollflow.tasks.rollout.limits import RolloutLimits, limits_of
+from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe, RequestOptions
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.expected import expected_of
 from tests.support.pipeline import Pipeline
@@ -208,7 +209,7 @@ def limits_for(**choices: Any) -> RolloutLimits:
 )
 def test_nothing_is_dropped_unless_a_person_asks_for_it(choices: dict[str, Any], bound: str) -> None:
     config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
-    assert limits_of(config).at_bound == bound
+    assert build_limits(config).at_bound == bound
 
 
 def test_waiting_at_the_bound_drops_nothing() -> None:

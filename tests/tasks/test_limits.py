@@ -11,8 +11,9 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig
-from rollflow.tasks.rollout.limits import RolloutLimits, filtered, limits_of
+from rollflow.tasks.rollout.limits import RolloutLimits, filtered
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.limits import build_limits
 
 
 def test_every_choice_of_the_config_arrives() -> None:
@@ -64,9 +65,9 @@ def test_every_choice_of_the_config_arrives() -> None:
         filter=rollout.filter,
         shares=(0.75, 0.125),
     )
-    assert limits_of(config) == expected
+    assert build_limits(config) == expected
     again = config.model_copy(update={"rollout": RolloutConfig(order="started")})
-    assert limits_of(again) == RolloutLimits(
+    assert build_limits(again) == RolloutLimits(
         1, 2, 3, 4, 2.5, 30, 3, 7, 0.5, slots=30, order="started", shares=(0.75, 0.125)
     )
 

@@ -37,11 +37,11 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
 from rollflow.tasks.policies.vocabulary import vocabulary_of
 from rollflow.tasks.rollout import build_scheduler
-from rollflow.tasks.rollout.limits import limits_of
 from rollflow.tasks.rollout.proxy import InferenceProxy, Probe
 from rollflow.tasks.rollout.scheduler import ResumePoint, SchedulerPorts
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
+from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.run.user_code import changed_code
 from rollflow.tasks.verifiers.base import Score, judge
 from rollflow.tasks.verifiers.pool import RewardPool, ScoreRequest
@@ -105,7 +105,7 @@ class RolledFeed(StoreFeed):
             environment = build_environment(config.environment)
             ports = SchedulerPorts(self.context.prompts().prompt, score, commit, environment=environment)
             resume = ResumePoint.of_state(self.log.state)
-            await build_scheduler(limits_of(config), ports, proxy, resume).run()
+            await build_scheduler(build_limits(config), ports, proxy, resume).run()
         await engine.close()
 
     @asynccontextmanager
